@@ -183,7 +183,7 @@ def _caption_in_process(
     import torch
 
     from pipeline.captioning.service import CaptionService
-    from pipeline.data.images import BadImage, read_image_file
+    from pipeline.data.images import BadImage, read_image_file, reason_of
     from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor()
@@ -198,7 +198,7 @@ def _caption_in_process(
         except StorageError:
             raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
-            return f"cannot be read: {error.strerror or error}"
+            return f"cannot be read: {reason_of(error)}"
 
     with ThreadPoolExecutor(NUM_DECODE_THREADS) as pool:
         for start in range(0, len(names), BATCH_SIZE):

@@ -89,7 +89,7 @@ def caption_on_cluster(
     begin = time.monotonic()
     found = {name: Captioned({}, {}) for name in splits}
     shared_splits = ray.put(splits)  # once for all workers
-    arguments = (models, shared_splits, config, store, with_alignment, skip_unreadable)
+    arguments = (models, shared_splits, config.without_tracker(), store, with_alignment, skip_unreadable)
     with watch, progress("captions  ", sum(len(split.images) for split in splits.values())) as advance:
         tasks = [task.remote(rank, *arguments) for rank in range(workers.num_workers)]
         for name, hypotheses, unreadable in watch.results(tasks):

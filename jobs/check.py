@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,11 +38,12 @@ def check(
     planned_data(run_config)
     result = check_data(run_config)
     _print_statistics(result.statistics)
-    for finding in result.findings:
-        _print(f"{finding.kind:<8} {without_secrets(finding.text)}")
+    findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]
+    for finding in findings:
+        _print(f"{finding.kind:<8} {finding.text}")
     print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
     if json_file is not None:
-        body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in result.findings]}
+        body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in findings]}
         json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), "utf-8", "backslashreplace")
         print(f"written to {json_file}")
     return 0 if result.ok else 1

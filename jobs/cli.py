@@ -12,12 +12,14 @@ import io
 import logging
 import os
 import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -119,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     forget_all()
-    sys.excepthook = _print_traceback
+    _install_hooks()
     root = root_command()
     try:
         with root.make_context("raycap", list(sys.argv[1:] if argv is None else argv)) as context:
@@ -127,7 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:  # the command line cannot be parsed
-        error.show()  # type: ignore[attr-defined]
+        error.show(text := io.StringIO())  # type: ignore[attr-defined]
+        _print_text(text.getvalue())
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print(STOPPED, file=sys.stderr)
@@ -146,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_error(error: Exception) -> None:
     """Prints an error in one line, in which names from elsewhere cannot control the terminal."""
-    print(f"raycap: {printable(without_secrets(' '.join(str(error).split())))}", file=sys.stderr)
+    print(f"raycap: {printable(' '.join(without_secrets(str(error)).split()))}", file=sys.stderr)
 
 
 def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None) -> Any:
@@ -173,7 +176,37 @@ def _log_levels(
     """Declares the options that every command and every group accepts. Only their callbacks are called."""
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _install_hooks() -> None:
+    """Makes Python print errors and warnings by `_print_text`. Hooks of another program, such as pytest, remain."""
+    sys.excepthook = _print_traceback
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_error_of_thread
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = lambda found: _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
+    warnings.showwarning = _print_warning
+
+
+def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:
+    if found.exc_type is not SystemExit:  # which ends a thread, as in Python
+        _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    _print_text(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Prints an unexpected error as Python does, without secrets and control characters."""
-    text = without_secrets("".join(traceback.format_exception(kind, error, trace)))
-    print("\n".join(map(printable, text.rstrip("\n").split("\n"))), file=sys.stderr)
+    _print_text("".join(traceback.format_exception(kind, error, trace)))
+
+
+def _print_text(text: str) -> None:
+    """Prints lines on standard error, without secrets and control characters."""
+    print("\n".join(map(printable, without_secrets(text).rstrip("\n").split("\n"))), file=sys.stderr)

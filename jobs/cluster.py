@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import re
+import socket
+import time
 from typing import Literal
 
 from pipeline.cluster.capacity import wait_for
@@ -14,7 +16,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.stopping import keeping_handlers
-from pipeline.untrusted.names import shown
+from pipeline.untrusted.names import one_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read featu
 
 # A local Ray starts a process for each CPU that it is given, and processes may share a core.
 MAX_CPUS_PER_CORE = 32
+JOIN_WAIT_S = 10.0  # for a head that is just starting
 
 Stage = Literal["features", "dry run", "training", "captions"]
 
@@ -117,6 +120,23 @@ def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     return [workers.bundle] * count
 
 
+def _require_answer(address: str) -> None:
+    """Raises JobFailedError unless something listens at HOST:PORT within JOIN_WAIT_S. Ray tries for many minutes."""
+    host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
+    if not host:  # auto
+        return
+    deadline = time.monotonic() + JOIN_WAIT_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                reason = f"nothing answered for {JOIN_WAIT_S:.0f} s ({one_line(error)})"
+                raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; check --address") from error
+        time.sleep(0.5)
+
+
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
     """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one on this machine and returns False.
 
@@ -133,6 +153,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
         return bool(address)
     with keeping_handlers():
         if address:
+            _require_answer(address)
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

@@ -54,8 +54,9 @@ def add_maps(
     attributed_first = sorted(shown, key=lambda image: _key(image) not in attributed)
     workers, watch = config.workers, StallWatch("the report's maps", config.workers)
     task = ray.remote(compute_maps).options(num_returns="streaming", **workers.task_options)
+    arguments = (attributed_first, attributed, model, config.without_tracker(), store, dataset)
     with watch:
-        maps = dict(watch.results([task.remote(attributed_first, attributed, model, config, store, dataset)]))
+        maps = dict(watch.results([task.remote(*arguments)]))
     return [replace(image, **maps.get(_key(image), {})) for image in images]
 
 

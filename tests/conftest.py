@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from pipeline.config.load import read_values
+from pipeline.runtime.log import PACKAGES
 from tests.support.logs import on_message
 from tests.support.s3_server import s3_server
 
@@ -72,6 +74,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def propagating_loggers() -> Iterator[None]:
+    """A command that runs in a test does not hide later tests' records from `caplog`."""
+    yield
+    logging.raiseExceptions = True
+    for name in PACKAGES:
+        logging.getLogger(name).propagate = True
 
 
 @pytest.fixture

@@ -25,11 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.tune.schedulers import Population, Turn, make_scheduler
+from jobs.tune.schedulers import NotPickled, Population, Turn, make_scheduler
 from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
 from pipeline.cluster.stalls import QUIET_S, StalledError, situation
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
+from pipeline.runtime.secrets import without_secrets
 from pipeline.search.results import live_table, trial_line, trial_name
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import ENDED, MEMORY_REASON, SearchPlan, TrialLog, TrialOutcome, TrialRecord
@@ -161,7 +162,7 @@ class TuneAdapter:
         if log.is_population:  # the population needs all of its members from the start
             while (record := log.start_next()) is not None:
                 self._log_start(record)
-            self.population = Population(log.search, log.records, log.folder.handovers)
+            self.population = Population(log.search.without_tracker(), log.records, log.folder.handovers)
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -404,21 +405,11 @@ class TuneAdapter:
             logger.info("\n" + live_table(self.log, self.num_waiting) + "\n")
 
 
-class _NotPickled:
-    """A base class for objects that are pickled as an empty object.
-
-    Ray Tune pickles its searcher and callbacks in order to restore a search. Ours resumes from its log instead.
-    """
-
-    def __reduce__(self) -> Any:
-        return (object, ())
-
-
 def _searcher(adapter: TuneAdapter) -> Any:
     """The object that Ray Tune asks for its next trial."""
     from ray.tune.search import Searcher
 
-    class LogSearcher(_NotPickled, Searcher):
+    class LogSearcher(NotPickled, Searcher):
         """Creates Ray Tune's trials; the callback gives them their trials of the log and records the results."""
 
         @adapter.keeping_errors()
@@ -438,7 +429,7 @@ def _callback(adapter: TuneAdapter) -> Any:
     """The object that Ray Tune calls when a trial starts, reports, ends or fails."""
     from ray.tune import Callback
 
-    class LogCallback(_NotPickled, Callback):
+    class LogCallback(NotPickled, Callback):
         """Passes the events of Ray Tune's trials to the adapter."""
 
         @adapter.keeping_errors()
@@ -488,7 +479,7 @@ def _is_node_lost(error: str) -> bool:
 
 def _failure_reason(error: str) -> str:
     """The reason in one line."""
-    text = printable(" ".join((error or "Ray Tune gives no reason").split()))
+    text = printable(" ".join(without_secrets(error or "Ray Tune gives no reason").split()))
     if OUT_OF_MEMORY in error:
         return f"{MEMORY_REASON}: Ray ended its process because the node's memory was full"
     if error.startswith(ACTOR_DIED) or ACTOR_UNAVAILABLE.match(error):

@@ -28,6 +28,17 @@ class Turn:
         return self.record.point if self.take_over is None else self.take_over.point
 
 
+class NotPickled:
+    """A base class for objects that are pickled as an empty object.
+
+    Ray Tune pickles its searcher, scheduler and callbacks in order to restore a search. Ours resumes from its log
+    instead, and what these objects refer to may hold the tracker's password.
+    """
+
+    def __reduce__(self) -> Any:
+        return (object, ())
+
+
 def make_scheduler(
     search: Search,
     records: Sequence[TrialRecord],
@@ -211,7 +222,7 @@ def _population_scheduler(population: Population, turns: Mapping[str, Turn]) -> 
     """Ray Tune's scheduler that stops the members that the population wants to stop."""
     from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
-    class PopulationScheduler(FIFOScheduler):
+    class PopulationScheduler(NotPickled, FIFOScheduler):
         def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
             if "handover" not in result:  # the outcome, which ends a member's training
                 return TrialScheduler.CONTINUE

@@ -19,6 +19,7 @@ from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.features.model_inputs import Images
 from pipeline.runtime.context import Context, gather_objects
+from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.file_cache import ChangedError
 from pipeline.storage.s3 import StorageError
@@ -105,7 +106,7 @@ def caption_batches(
                 if len(batch) > 1:  # try these images one at a time, to find the unreadable one
                     one_by_one_until = start + len(batch)
                     continue
-                unreadable[int(inputs[0].image_ids[batch[0]])] = str(error)
+                unreadable[int(inputs[0].image_ids[batch[0]])] = without_secrets(str(error))
             start += len(batch)
         yield hypotheses, unreadable
 

@@ -21,7 +21,7 @@ from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
-from pipeline.data.images import BadImage, decode_image, read_image_file
+from pipeline.data.images import BadImage, decode_image, read_image_file, reason_of
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
@@ -132,7 +132,7 @@ def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
         except StorageError:
             raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
-            return f"cannot be read: {error.strerror or error}"
+            return f"cannot be read: {reason_of(error)}"
         return ""
 
     # Requests spend most of their time waiting; local files are decoded one after the other.

@@ -26,6 +26,7 @@ from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import without_secrets
 from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 from pipeline.untrusted.names import printable, relative_name
 from pipeline.version import project_root
@@ -152,7 +153,7 @@ class CaptionService:
         try:
             return self.pixels(read_image_file(_below_roots(uri, self.uri_roots)))
         except Exception as error:
-            logger.warning(f"{printable(uri[:1000])}: {printable(str(error)[:1000])}")
+            logger.warning(f"{printable(uri[:1000])}: {printable(without_secrets(str(error))[:1000])}")
             raise BadImage(NOT_READABLE) from error
 
 

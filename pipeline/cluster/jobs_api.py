@@ -73,7 +73,9 @@ class JobsServer:
         self.is_unencrypted = parts.scheme == "http" and not _is_this_machine(str(parts.hostname))
         self.token, self.token_from = find_token()
         self.token_sent = False
-        self._opener = urllib.request.build_opener(_OwnRedirects)
+        self._trusts_proxies = not is_local  # a proxy is not asked for this machine's own servers
+        direct = [urllib.request.ProxyHandler({})] if is_local else []
+        self._opener = urllib.request.build_opener(_OwnRedirects, *direct)
         self.headers: dict[str, str] = {}  # the token is sent only to a server that asks for one
 
     def version(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class JobsServer:
         timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_S, sock_connect=REQUEST_S)
         try:
             async with (
-                aiohttp.ClientSession(headers=self.headers, timeout=timeout, trust_env=True) as session,
+                aiohttp.ClientSession(headers=self.headers, timeout=timeout, trust_env=self._trusts_proxies) as session,
                 session.ws_connect(url, max_msg_size=0) as socket,
             ):
                 async for piece in _pieces(socket):

@@ -1,9 +1,9 @@
 """The code of this checkout as one archive for a job on a cluster.
 
 The archive leaves out what `.gitignore` and `.rayignore` name, and also data, results, environments, caches, and files
-whose names suggest secrets, which a message lists. Equal files give an archive of equal bytes, so that a cluster
-receives it only once. Ray's own packaging (`working_dir` of a runtime environment) has no such list, and its parts are
-not public.
+whose names or contents suggest secrets, which a message lists. Equal files give an archive of equal bytes, so that a
+cluster receives it only once. Ray's own packaging (`working_dir` of a runtime environment) has no such list, and its
+parts are not public.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,15 +34,25 @@ ALWAYS_LEFT_OUT = (  # patterns of .gitignore: files of tools, data and results
 MAY_BE_SECRET = (  # patterns of .gitignore, for lower-case paths
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.ppk", "*.jks"),
     *("*.keystore", "*.kdbx", "*.asc", "*.gpg", "*.age", ".ssh/", ".gnupg/", ".password-store/", ".vault*"),
-    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".htpasswd", ".git-credentials"),
+    *(".env", ".env.*", "*.env", ".envrc", "_netrc", ".pgpass", ".my.cnf", ".htpasswd", ".git-credentials"),
     *(".npmrc", ".yarnrc*", ".pypirc", "pip.conf", "**/.gem/credentials", "**/.cargo/credentials*", ".databrickscfg"),
-    *(".aws/", ".s3cfg", ".boto", ".azure/", "**/.config/gcloud/", ".kube/", "kubeconfig", "kubeconfig.y*ml"),
-    *("*.kubeconfig", ".docker/", ".dockercfg", "auth_token", "credentials", "credentials.ini", "credentials.csv"),
+    *(".aws/", ".s3cfg", ".boto", ".azure/", "**/.config/gcloud/", ".kube/"),
+    *("*.kubeconfig", ".docker/", ".dockercfg", "auth_token", "credentials", "credentials.ini"),
     *("*credentials*.json", "client_secret*.json", "service-account*.json", "service_account*.json", ".secrets/"),
     *("*secret*.json", "*secret*.y*ml", "*secret*.toml", "*secret*.txt", "*.tfstate", "*.tfstate.*", "*.tfvars"),
-    *("*token*.txt", "*_token", "**/huggingface/token", ".huggingface/", "*password*.txt", "*api_key*.txt", "*.key.*"),
+    *("*token*.txt", "*_token", ".huggingface/", "*password*.txt", "*api_key*.txt", "*.key.*"),
     *("auth.json", "kaggle.json", "rclone.conf", "**/gh/hosts.yml", ".env~", "*.pem.*", "*.env.*", "*credentials*.*.*"),
+    *("token", "token.json", "tokens.json", "oauth*.json", "rootkey.csv", "*accesskeys.csv", "*credentials.csv"),
+    *("*credentials.y*ml", "*credentials.toml", "*credentials.txt", "aws_credentials", "*deploy_key", "*_rsa"),
+    *("ssh_host_*_key", "signing[_-]key", "*ed25519*", "*.der", ".dockerconfigjson", ".netrc*", "kubeconfig*"),
+    *("*kubeconfig*.y*ml", "kube.config", "admin.conf", ".*_history", ".gitconfig", "**/.m2/settings.xml", "*.pkcs12"),
+    *("gradle.properties", "*sa-key.json", "*gcp-key.json", "secret", "secrets", "secrets.*", "!secrets.py", "passwd"),
+    *("passwords.*", "apikey*", "api-key*", "*.pat", "*_pat", "cookies.txt", ".token", "*-token", "pass.txt"),
+    *("dockerconfig.json", ".smbcredentials", ".passwd-s3fs"),
 )
+# A private key in a file of any name: in lines, or in a text of JSON
+_PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\n)+[\w+/=:,\s-]{20}")
+MAX_KEY_BYTES = 2**16  # larger files are not searched for a private key
 logger = logging.getLogger(__name__)
 
 
@@ -56,9 +67,11 @@ def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
     paths = _walk(root, root, [(root, GitIgnoreSpec.from_lines(ALWAYS_LEFT_OUT))], skipped)
     found = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
     secrets = GitIgnoreSpec.from_lines(MAY_BE_SECRET)
-    may_be_secret = [name for name, path in found.items() if _matches(secrets, name, path, root)]
+    may_be_secret = [
+        name for name, path in found.items() if _matches(secrets, name, path, root) or _holds_private_key(path)
+    ]
     if may_be_secret:
-        logger.info(f"left out  {', '.join(map(printable, may_be_secret))}: the names suggest secrets")
+        logger.info(f"left out  {', '.join(map(printable, may_be_secret))}: the names or contents suggest secrets")
     return {name: path for name, path in found.items() if name not in may_be_secret}
 
 
@@ -66,6 +79,10 @@ def _matches(spec: GitIgnoreSpec, name: str, path: Path, root: Path) -> bool:
     """Whether the lower-case name of a file matches, or that of the file that it links to."""
     target = path.resolve().relative_to(root).as_posix()
     return spec.match_file(name.lower()) or spec.match_file(target.lower())
+
+
+def _holds_private_key(path: Path) -> bool:
+    return path.stat().st_size < MAX_KEY_BYTES and _PRIVATE_KEY.search(path.read_bytes()) is not None
 
 
 def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path]) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from pipeline.cluster.packaging import find_files
 from pipeline.config.load import read_file, referenced_files
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
-from pipeline.config.variables import texts_in, variable_names
+from pipeline.config.variables import is_secret, texts_in, variable_names
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import holds_secret, is_secret_name
 from pipeline.storage.path import is_remote
@@ -136,19 +136,27 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Iterab
         value = argument.partition("=")[2]
         texts += [("an argument", text) for text in (argument, value, value.partition("=")[2])]
     for path in () if config is None else reversed(referenced_files(config)):
-        texts += [(str(path), text) for _, text in texts_in(read_file(path))]
+        found = list(texts_in(read_file(path)))
+        comments = path.read_text("utf-8", errors="replace")  # they are sent as well
+        if holds_secret(comments) or any(is_secret(*place) for place in found):
+            raise _secret_in(str(path))
+        texts += [(str(path), text) for _, text in found]
     for source, text in texts:
         if holds_secret(text):
-            raise UserError(
-                f"{source} contains a password or token, which others could read on the cluster; "
-                "write it as ${NAME} and give --secret NAME"
-            )
+            raise _secret_in(source)
         for name in variable_names(text):
             if name not in available:
                 raise UserError(
                     f"{source} needs the environment variable {name} on the cluster; give --secret {name}, "
                     f"or --env {name} when everyone may see its value"
                 )
+
+
+def _secret_in(source: str) -> UserError:
+    return UserError(
+        f"{source} contains a password or token, which others could read on the cluster; write it as ${{NAME}} and "
+        "give --secret NAME"
+    )
 
 
 def check_remote(values: Mapping[str, Any]) -> None:

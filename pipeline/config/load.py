@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
-from pipeline.config.variables import expand_variables, remember_secrets
+from pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from pipeline.errors import UserError
-from pipeline.runtime.secrets import remember_address
+from pipeline.runtime.secrets import holds_secret, remember_address
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
@@ -90,7 +90,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
     """
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
-        raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted(name)}")
+        raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted_value(name)}")
     if len(chain) >= MAX_EXTENDED:
         raise UserError(f"{chain[0]} extends more than {MAX_EXTENDED} files, one after the other; merge some of them")
     file = last.parent / name
@@ -99,7 +99,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
         is_file = file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
         reason = getattr(error, "strerror", None) or "it has a NUL or is a link to itself"
-        raise UserError(f"{last}: extends names {quoted(name)}, which cannot be a file: {reason}") from error
+        raise UserError(f"{last}: extends names {quoted_value(name)}, which cannot be a file: {reason}") from error
     if is_outside:
         raise UserError(
             f"{last}: extends names {shown(name)}, which is outside of {folder}; give a relative path to a file in "
@@ -155,8 +155,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     remember_address(text)  # an error may quote it
     if not separator or not key:
-        raise UserError(f"--set {quoted(override)} is not of the form a.b=value")
-    set_value(values, key, parse_yaml(text, f"--set {shown(key)}"), "--set")
+        raise UserError(f"--set {quoted_value(override)} is not of the form a.b=value")
+    value = parse_yaml(text, f"--set {shown(key)}")
+    if holds_secret(text) or any(is_secret(*found) for found in texts_in(value, tuple(key.split(".")))):
+        raise UserError(
+            f"--set {shown(key)} contains a password or token, and other users of a machine or cluster can read a "
+            "command line; write it as ${NAME} and set this variable, for a submitted job by --secret NAME"
+        )
+    set_value(values, key, value, "--set")
 
 
 def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
@@ -247,7 +253,7 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
     key = _dotted(location, data)
     if first["type"] == "union_tag_invalid":
         name = first["ctx"]["tag"]
-        return f"model.name is {quoted(name)}, which is unknown: {_hint(name, MODEL_CONFIGS, 'known')}"
+        return f"model.name is {quoted_value(name)}, which is unknown: {_hint(name, MODEL_CONFIGS, 'known')}"
     if first["type"] in unknown:
         valid_keys = _keys_at(first["loc"][:-1], section_type)
         return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
@@ -263,7 +269,7 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
     if first["type"] == "value_error":
         names = [part for part in key.split(".") if part and not part.isdigit()]
         return message if not names or names[-1] in message else f"{key}: {message}"
-    return f"{key} = {quoted(first['input'])}: {message[:1].lower()}{message[1:]}"
+    return f"{key} = {quoted_value(first['input'])}: {message[:1].lower()}{message[1:]}"
 
 
 def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:

@@ -64,6 +64,12 @@ class RunConfig(Section):
         self._expanded = remember_secrets(data | short)
         return self
 
+    def without_tracker(self) -> Self:
+        """The configuration for processes that need no tracker, whose address may contain a password."""
+        config = self.model_copy(update={"tracking": TrackingSection(enabled=False)})
+        config._expanded = {place: text for place, text in self._expanded.items() if place[0] != "tracking"}
+        return config
+
     def stored_values(self) -> dict[str, Any]:
         """Plain values for what is stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
 

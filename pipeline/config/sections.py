@@ -6,23 +6,26 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
 from models.values import NUMBER, TEXT, Count, Text
 from pipeline.config.renamed import refuse_renamed_value
+from pipeline.config.variables import quoted_value
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import split_userinfo
 from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.s3 import RETRY_MINUTES
-from pipeline.untrusted.names import quoted
 
 
 def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"name {quoted(name)} must be letters, digits, '_', '-' and '.', a letter or digit first")
+        raise ValueError(
+            f"name {quoted_value(name)} must be letters, digits, '_', '-' and '.', a letter or digit first"
+        )
     if len(name) > 100:  # it becomes a part of the names of files, which have at most 255 bytes
-        raise ValueError(f"name {quoted(name)} has {len(name)} characters; the limit is 100")
+        raise ValueError(f"name {quoted_value(name)} has {len(name)} characters; the limit is 100")
     return name
 
 
@@ -36,7 +39,7 @@ def _check_gpus(gpus: float) -> float:
 
 def _check_place(uri: str) -> str:
     if re.match(r"s3:|\w+://", uri) and not re.match(r"s3://[^/]", uri):
-        raise ValueError(f"{quoted(uri)} is neither a folder nor of the form s3://BUCKET/FOLDER")
+        raise ValueError(f"{quoted_value(uri)} is neither a folder nor of the form s3://BUCKET/FOLDER")
     return uri
 
 
@@ -286,7 +289,7 @@ class StageSection(Section):
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
-            raise ValueError(f"stage name {quoted(self.name)} must be made of a-z, 0-9 and _")
+            raise ValueError(f"stage name {quoted_value(self.name)} must be made of a-z, 0-9 and _")
         if self.scst is not None and self.objective != "scst":
             raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
 
@@ -378,9 +381,21 @@ class TrackingSection(Section):
     """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
-    uri: Text | None = None  # None: a SQLite file in the storage
+    uri: Text | None = Field(default=None, repr=False)  # None: a SQLite file in the storage
     experiment: Name = "raycap"
     registered_name: Name | None = None  # None: the run's name
+
+    @field_validator("uri")
+    @classmethod
+    def _check_uri(cls, uri: str | None) -> str | None:
+        """Removes blanks around the address. Refuses one in which a password may not be recognized."""
+        uri = None if uri is None else uri.strip()
+        if uri and not split_userinfo(uri)[0] and "@" in uri.partition(":///")[0] and not uri.startswith(("/", ".")):
+            raise ValueError(
+                "tracking.uri has an @ that does not end a user and password; write SCHEME://USER:PASSWORD@HOST, with "
+                "%2F for each / and %40 for each other @"
+            )
+        return uri
 
 
 class RetrainSection(Section):

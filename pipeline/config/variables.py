@@ -12,8 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.runtime.secrets import remember_address, remember_variable, remembered_variables
-from pipeline.untrusted.names import shown
+from pipeline.runtime.secrets import (
+    holds_secret,
+    is_secret_name,
+    remember_address,
+    remember_variable,
+    remembered_variables,
+    without_secrets,
+)
+from pipeline.untrusted.names import quoted, shown
 
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
 Location = tuple[str | int, ...]  # keys and indices from the top of a configuration
@@ -73,6 +80,19 @@ def texts_in(value: Any, location: Location = ()) -> Iterator[tuple[Location, st
     elif isinstance(value, dict | list):
         for part, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from texts_in(item, (*location, part))
+
+
+def is_secret(location: Location, text: str) -> bool:
+    """Whether a text of a configuration is a secret, by its content or by the name of its key."""
+    names = [part for part in location if isinstance(part, str)]
+    return holds_secret(text) or bool(names and is_secret_name(names[-1]) and _REFERENCE.sub("", text))
+
+
+def quoted_value(value: object) -> str:
+    """A configuration's value as a message shows it, without secrets; of a mapping or list with a secret, its size."""
+    if isinstance(value, dict | list) and any(is_secret(*found) for found in texts_in(value)):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    return quoted(value, without_secrets)
 
 
 def remember_secrets(values: Any) -> dict[Location, Expanded]:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.dataset import Dataset
-from pipeline.data.images import MAX_BYTES, read_image_file
+from pipeline.data.images import MAX_BYTES, read_image_file, reason_of
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
 from pipeline.storage.s3 import REMOTE, Entry, StorageError
@@ -81,7 +81,7 @@ def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.A
         except KeyError:
             unreadable[uri] = "no such object"
         except OSError as error:
-            unreadable[uri] = error.strerror or str(error)
+            unreadable[uri] = reason_of(error)
         return _UNREADABLE_SIZE, ""
 
     def read_chunk(chunk: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -183,7 +183,7 @@ def _hash_files(
         except StorageError:
             raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
-            unreadable[uri] = error.strerror or str(error)
+            unreadable[uri] = reason_of(error)
             return None
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # reading and hashing release the interpreter's lock

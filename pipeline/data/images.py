@@ -17,6 +17,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from models.transform import ImageTransform
+from pipeline.runtime.secrets import without_secrets
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 from pipeline.storage.s3 import StorageError
 from pipeline.untrusted.names import one_line
@@ -45,6 +46,11 @@ class BadImage(Exception):
 def read_image_file(path: StoragePath) -> bytes:
     """The content of an image file. Raises OSError if it is larger than MAX_BYTES, and for pipes and devices."""
     return path.read_bytes(MAX_BYTES)
+
+
+def reason_of(error: OSError) -> str:
+    """Why a file cannot be read, without secrets, because the reason is stored."""
+    return without_secrets(error.strerror or str(error))
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
@@ -154,7 +160,7 @@ def decode_batch(
         except StorageError:
             raise
         except OSError as error:
-            return f"{UNREADABLE}: {error.strerror or error}"
+            return f"{UNREADABLE}: {reason_of(error)}"
         return ""
 
     # Requests spend most of their time waiting; local files are decoded one after the other.

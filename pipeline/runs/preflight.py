@@ -13,6 +13,7 @@ from models.config import ModelSizes
 from pipeline.captioning.bundle import REQUIRED_FILES
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
+from pipeline.config.variables import quoted_value
 from pipeline.data.dataset import build_vocabulary
 from pipeline.data.loading import planned_data
 from pipeline.data.word_vectors import check_word_vectors
@@ -20,7 +21,6 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import require_writable
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
-from pipeline.untrusted.names import quoted
 
 MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
 MAX_BATCH_BYTES = 2**44  # 16 TiB on one worker; the largest GPUs have 0.3
@@ -56,7 +56,7 @@ def check_storage(config: RunConfig) -> None:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
         raise UserError(
-            f"storage: {quoted(config.storage.uri)} cannot be used: {error}; give another folder"
+            f"storage: {quoted_value(config.storage.uri)} cannot be used: {error}; give another folder"
         ) from error
     if not existing.is_dir():
         raise UserError(f"storage: {existing} is a file; give a folder")

@@ -26,13 +26,16 @@ _rank = 0
 def configure_logging(level: int = logging.INFO) -> None:
     """Shows records of `level` or above at the terminal (standard output). A second call changes the level.
 
-    A log file gets records of INFO or above even if the terminal shows warnings only.
+    A log file gets records of INFO or above even if the terminal shows warnings only. Handlers of other programs get
+    no records, because these handlers do not remove secrets. For the same reason, a handler that fails prints nothing.
     """
+    logging.raiseExceptions = False
     handler = _terminal_handler() or _TerminalHandler()
     handler.uses_stderr = False
     handler.setLevel(level)
     for name in PACKAGES:
         logging.getLogger(name).setLevel(min(level, logging.INFO))
+        logging.getLogger(name).propagate = False
         logging.getLogger(name).addHandler(handler)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -70,8 +71,8 @@ def is_only_here(config: RunConfig) -> bool:
 
 
 def public_uri(config: RunConfig) -> str:
-    """The tracker's address without user, password and options."""
-    return split_userinfo(tracking_uri(config))[1].partition("?")[0]
+    """The tracker's address without user, password, options and fragment."""
+    return re.split("[?#;]", split_userinfo(tracking_uri(config))[1])[0]
 
 
 def reason_of(error: Exception) -> str:

@@ -88,7 +88,16 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
     except (LookupError, AttributeError) as error:  # with a text that says nothing to a user
         raise UserError(f"{name} is not valid YAML: a value does not fit its tag (!!bool, !!int, ...)") from error
     except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: dates, keys, numbers
-        raise UserError(f"{name} is not valid YAML: {one_line(error)}") from error
+        raise UserError(f"{name} is not valid YAML: {_yaml_problem(error)}") from error
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong in YAML, and where. It quotes nothing of the text, which may be a secret."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None or mark is None:
+        return one_line(error)
+    problem = re.sub(r"'[^'<\s]{2,}'", "'...'", problem)  # the name of a tag or alias
+    return f"{printable(problem)} in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _measure_node(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from pipeline.errors import UserError
@@ -49,10 +50,13 @@ def one_line(error: BaseException) -> str:
     return printable(" ".join(str(error).split()))[:MAX_ERROR] or type(error).__name__
 
 
-def quoted(value: object) -> str:
-    """A value as an error message shows it: on one line, in at most MAX_QUOTED characters."""
+def quoted(value: object, clean: Callable[[str], str] = str) -> str:
+    """A value as an error message shows it: on one line, in at most MAX_QUOTED characters.
+
+    clean: removes secrets. It is called before the text is shortened, which may cut a secret into two.
+    """
     try:
-        text = printable(repr(value))
+        text = clean(printable(repr(value)))
     except (ValueError, RecursionError):  # Python prints no integer of more than 4,300 digits
         text = f"a very long {type(value).__name__}"
     if len(text) <= MAX_QUOTED:

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.bundle_files import BUNDLE_FILES, FILE_LIMITS, bundle_digests, fetched, require_intact, seal
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import forget_all, without_secrets
 from pipeline.storage.path import StorageOptions, StoragePath
 from tests.support.bundles import make_bundle, without_digests
 
@@ -129,6 +130,12 @@ def test_files_that_hold_no_keys_are_refused(copy: Path, tmp_path: Path, monkeyp
         file.write_bytes(content)
         with pytest.raises(UserError, match="must be a PEM file with an Ed25519 private key without a password"):
             seal(copy)
+    forget_all()  # what is remembered of the environment
+    text = private_pem(key).decode()
+    monkeypatch.setenv("RAYCAP_BUNDLE_SIGNING_KEY", text)  # the key itself in place of its file
+    with pytest.raises(UserError, match="cannot be read") as refused:
+        seal(copy)
+    assert text.splitlines()[1] not in without_secrets(" ".join(str(refused.value).split()))
 
 
 def test_a_bundle_has_the_rights_of_the_umask(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER
 
 from pipeline.cluster.jobs_api import JobsServer
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import forget_all, without_secrets
 
 TOKEN = "marked-token-8c1d"
 
@@ -124,6 +125,25 @@ def test_the_warning_precedes_the_token(head: Any, caplog: pytest.LogCaptureFixt
         logging.getLogger("pipeline.cluster.jobs_api").removeHandler(note)
     assert warnings == [[("/api/version", None)]] and head.seen[-1][1] == f"Bearer {TOKEN}"
     assert "the token is sent over http" in caplog.text
+
+
+def test_a_tunnel_needs_no_proxy(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would get the token of a cluster whose port a tunnel brings to this machine."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert "ray_version" in JobsServer(head.address).version()
+
+
+def test_a_variable_that_holds_the_token_in_place_of_its_file_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_all()  # what is remembered of the environment
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "marked-token")
+    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH = .* cannot be read") as refused:
+        JobsServer("http://127.0.0.1:9")
+    assert "marked" not in without_secrets(str(refused.value))
 
 
 @pytest.mark.parametrize("address", ["http://me:word@head:8265", "http://ghp_x@head:8265"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -250,6 +251,18 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
         *(".aws/credentials", "sub/.ssh/config", ".kube/config", "sub/.docker/config.json", "sub/ID_RSA"),
         *("kaggle.json", "hf_token", "token.txt", "passwords.txt", "my-secrets.yaml", "a.pem.bak", "b.env.bak"),
         *(".huggingface/stored", ".config/gh/hosts.yml", "rclone.conf", "openai_api_key.txt", "credentials.json.bak"),
+        *("token", ".netrc.bak", "kubeconfig-prod", "prod-kubeconfig.yaml", "admin.conf", ".bash_history", "my_rsa"),
+        *("user_accessKeys.csv", "credentials.toml", "signing-key", "secrets.ini", "secrets/a", "sub/.m2/settings.xml"),
+        *(
+            "ssh_host_rsa_key",
+            "old.der",
+            "prod-sa-key.json",
+            "apikey",
+            "github.pat",
+            ".gitlab-token",
+            "key-in-lines",
+            "key-in.json",
+        ),
         *(".config/gcloud/a.json", "sub/my_credentials.json", "secrets.yaml", "prod.tfvars", "linked.txt"),
     }
     code = {
@@ -260,9 +273,12 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
         "key.py",
         "docker/a",
     }
+    begin, key = "-----BEGIN " + "RSA PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0B"
+    contents = {"key-in-lines": f"{begin}\n{key}\n", "key-in.json": json.dumps({"key": f"{begin}\n{key}"})}
+    contents["key.py"] = f"TEXT = '{begin}'"
     for name in (secret | code) - {"linked.txt"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(contents.get(name, name))
     (tmp_path / "linked.txt").symlink_to(tmp_path / "id_rsa")
     assert set(find_files(tmp_path)) == code
     (message,) = [record.getMessage() for record in caplog.records]
@@ -283,6 +299,8 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
     for arguments, text in (
         ([], f"uri: https://me:{SECRET}@host\n"),
         ([f"--set=a=https://me:{SECRET}@host"], "name: a\n"),
+        ([], f"name: a  # was https://me:{SECRET}@host\n"),
+        ([], f"a: {{password: {SECRET}}}\n"),
         ([f"--set=a=https://me:{SECRET} with a blank@host"], "name: a\n"),
     ):
         config.write_text(text)

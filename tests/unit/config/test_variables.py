@@ -7,12 +7,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from jobs.cli import main
-from pipeline.config.load import dump_config, load_config, parse_stored_config, read_values
+from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder
@@ -66,6 +67,22 @@ def test_the_values_are_used_and_the_references_stored(path: Path) -> None:
     expect(parse_stored_config(yaml.safe_load(text)))
     assert dump_config(parse_stored_config(yaml.safe_load(text))) == text
     assert dump_config(pickle.loads(pickle.dumps(config))) == text  # noqa: S301 - it was written here
+
+
+@pytest.mark.parametrize(
+    ("tracking", "said"),
+    [
+        ({"enabled": f"https://user:{'marked' * 50}@host"}, "tracking.enabled = 'https://host'"),
+        ({"enabled": f"https://host/?token={'marked' * 50}"}, "tracking.enabled = 'https://host/?token=***'"),
+        ({"enabled": {"password": "marked"}}, "tracking.enabled = a mapping of 1: "),
+        ({"enabled": [{"uri": "http://me:marked@h"}]}, "tracking.enabled = a list of 1: "),
+    ],
+)
+def test_a_value_is_shown_without_its_secrets(tracking: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """A secret is removed before a long value is shortened."""
+    with pytest.raises(UserError) as refused:
+        parse_config(small_config(tmp_path, tracking=tracking))
+    assert said in str(refused.value) and "marked" not in str(refused.value)
 
 
 def test_a_section_that_was_replaced_has_its_own_values(path: Path) -> None:
@@ -134,7 +151,10 @@ def test_a_stored_configuration_can_be_read_without_the_variables(
     ("override", "said"),
     [
         ("tracking=${T_TRACKER}", "tracking = '${T_TRACKER}'"),
-        ("tracking=postgresql://u:marked word@h", "tracking = 'postgresql://h'"),
+        ("tracking=postgresql://u:marked word@h", "--set tracking contains a password or token"),
+        ("tracking.uri=http://me:marked@h", "write it as ${NAME}"),
+        ("tracking={uri: {password: marked}}", "--set tracking contains a password or token"),
+        ("storage.secret_access_key=marked", "--set storage.secret_access_key contains a password or token"),
         ("seed=${T_PW}", "seed = '${T_PW}'"),
         ("seed=${T_SHORT}", "seed = '${T_SHORT}'"),
         ("data={synthetic: {}, tokenizer: '${T_PW}'}", "data.tokenizer = '${T_PW}'"),

@@ -59,6 +59,27 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
         assert message in capsys.readouterr().err
     assert main([]) == 2
     assert "Commands:" in capsys.readouterr().err
+    assert main(["https://me:secret-word@host"]) == 2
+    assert "No such command 'https://host'" in capsys.readouterr().err
+
+
+def test_no_text_goes_around_the_filter() -> None:
+    """Errors of threads and of `__del__`, warnings, handlers of other programs, and handlers that fail."""
+    code = (
+        "import logging, sys, threading, warnings; from jobs.cli import main\n"
+        "text = 'http://me:secret-word@host is odd'\n"
+        "def fail(*_): raise RuntimeError(text)\n"
+        "main(['--help']); logging.getLogger().addHandler(logging.StreamHandler())\n"
+        "thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
+        "kind = type('Kind', (), {'__del__': fail}); kind()\n"
+        "warnings.warn(text)\n"
+        "logging.getLogger('jobs').addHandler(logging.FileHandler('/dev/full'))\n"
+        "logging.getLogger('jobs').warning(text)\n"
+        "fail()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "secret-word" not in done.stdout + done.stderr, done.stderr
+    assert done.stderr.count("http://host is odd") == 4 and done.stdout.count("http://host is odd") == 1
 
 
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,19 @@ def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(
-        JobFailedError, match=r"^no Ray cluster can be joined at head:6379: .*token is required.*--address$"
-    ):
-        connect("head:6379")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(JobFailedError, match=rf"^no Ray cluster can be joined at {address}: .*token is required"):
+            connect(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://[::1]:1", "127.0.0.1:99999", "no.such.host.invalid:6379"])
+def test_an_address_where_nothing_answers_is_not_left_to_ray(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Ray tries for more than five minutes."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    monkeypatch.setattr("jobs.cluster.JOIN_WAIT_S", 0.1)
+    with pytest.raises(JobFailedError, match=rf"joined at {re.escape(address)}: nothing answered .*; check --address$"):
+        connect(address)

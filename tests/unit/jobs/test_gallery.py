@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
+import ray
 import torch
+import yaml
 from PIL import Image
+from ray import cloudpickle
 
-from jobs.gallery import compute_maps
+from jobs.caption_tasks import caption_on_cluster
+from jobs.gallery import add_maps, compute_maps
 from models.captioner import Captioner
 from models.config import ClustFormerConfig, ModelSizes
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
 from pipeline.captioning.model_sources import StoredBundle
-from pipeline.config.load import parse_config
+from pipeline.cluster.stalls import StallWatch
+from pipeline.config.load import load_config, parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features.store import mark_complete, write_shard
 from pipeline.reports.page import ReportImage
@@ -44,6 +51,32 @@ def test_maps_of_image_files(tmp_path: Path) -> None:
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
     assert found["test", 2]["attribution"].shape == (2, 16)
     np.testing.assert_allclose(np.abs(found["test", 2]["attribution"].sum(1)), 1, rtol=1e-4)
+
+
+def test_rays_workers_get_no_password_of_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that compute maps nor those that caption splits."""
+    monkeypatch.setenv("TRACKER", "https://me:secret-word@host")
+    tracked = tmp_path / "run.yaml"
+    tracked.write_text(yaml.safe_dump(small_config(tmp_path, tracking={"uri": "${TRACKER}"})))
+    config, sent = load_config(tracked), list[bytes]()
+
+    class Task:
+        """Keeps what it would send."""
+
+        def options(self, **_: Any) -> Task:
+            return self
+
+        def remote(self, *arguments: Any) -> None:
+            sent.append(cloudpickle.dumps(arguments))
+
+    monkeypatch.setattr(ray, "remote", lambda function: Task())
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(StallWatch, "results", lambda *_: iter([]))
+    add_maps([], StoredBundle(storage_path(tmp_path)), config, None, dataset_of([], [], []), seed="")
+    caption_on_cluster([], {}, config)
+    assert len(sent) == 2 and not any(b"secret-word" in data for data in sent)
+    assert b"secret-word" in cloudpickle.dumps(config)
+    assert config.without_tracker().stored_values()["storage"] == config.stored_values()["storage"]
 
 
 def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:

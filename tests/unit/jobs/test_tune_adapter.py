@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 from ray.train._internal.storage import StorageContext
 from ray.tune.experiment import Trial
@@ -18,10 +19,12 @@ from ray.tune.experiment import Trial
 from jobs.tune import adapter as module
 from jobs.tune.adapter import TuneAdapter
 from jobs.tune.command import _lease
+from jobs.tune.schedulers import make_scheduler
 from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
 from pipeline.cluster.stalls import StalledError
 from pipeline.errors import JobFailedError
 from pipeline.runs.folder import JOURNAL
+from pipeline.runtime.secrets import remember_address
 from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from pipeline.storage.path import storage_path
@@ -30,6 +33,8 @@ from tests.support.searches import LR, finished, open_log, small_search
 
 COUNTER = itertools.count()
 LOST = str(ActorUnavailableError("the node does not answer", b"0" * 16))
+
+FOUR_MEMBERS = {"space": {LR: [1e-4, 1e-3, 1e-2, 1e-1]}, "algorithm": "pbt", "budget": {"trials": 4}}
 
 
 def adapter_of(tmp_path: Path, *, on_cluster: bool = True, **changes: Any) -> TuneAdapter:
@@ -185,10 +190,14 @@ def test_an_error_is_read_as_text(
     assert trial.get_pickled_error() is None and not (tmp_path / "ran").exists()
 
 
+def test_the_reason_of_a_failure_is_stored_without_secrets() -> None:
+    remember_address("postgresql://me:secret   word@host")
+    assert module._failure_reason("RuntimeError: cannot\nuse 'secret   word'") == "RuntimeError: cannot use '***'"
+
+
 def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
     """Four members on one node: after an interval the running member makes room for one that has not run."""
-    changes: dict[str, Any] = {"space": {LR: [1e-4, 1e-3, 1e-2, 1e-1]}, "algorithm": "pbt", "budget": {"trials": 4}}
-    adapter = adapter_of(tmp_path, **changes)
+    adapter = adapter_of(tmp_path, **FOUR_MEMBERS)
     assert adapter.population is not None
     names = requests(adapter)
     assert len(names) == 4 and assigned(adapter, names[0])["number"] == 1
@@ -197,6 +206,15 @@ def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
     adapter.on_stop(names[0], 1.0)
     assert assigned(adapter, names[1])["number"] == 2, "the member with the fewest epochs"
     assert len(requests(adapter)) == 1, "member 1 waits again"
+
+
+def test_ray_tunes_files_get_no_password(tmp_path: Path) -> None:
+    """Ray Tune pickles the scheduler into a file that other users of the machine may read."""
+    adapter = adapter_of(tmp_path, **FOUR_MEMBERS, set={"tracking": {"uri": "https://me:secret-word@host"}})
+    scheduler = make_scheduler(adapter.log.search, [], adapter.turns, adapter.population)
+    assert b"secret-word" in cloudpickle.dumps(adapter.log.search)
+    assert b"secret-word" not in cloudpickle.dumps(scheduler)
+    assert adapter.population is not None and b"secret-word" not in cloudpickle.dumps(adapter.population)
 
 
 def test_a_search_without_any_node_does_not_wait_in_silence(

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
 from jobs.cli import main
-from pipeline.data.images import decode_image
+from pipeline.data.images import decode_batch, decode_image
 from tests.conftest import ROOT, small_config, write_karpathy
 
 
@@ -61,6 +62,22 @@ def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -
     assert code == 0 and len(found["unreadable"]) == 2 and "2 of 20 images" in texts(found, "warning")
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert code == 1 and "2 of 20 images" in texts(found, "error")
+
+
+def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
+
+    def refuse(path: Any) -> bytes:
+        raise OSError(f"{path}: http://me:secret-word@host/x?X-Amz-Signature=secret-word is refused")
+
+    monkeypatch.setattr("pipeline.data.content_keys.read_image_file", refuse)
+    monkeypatch.setattr("pipeline.data.images.read_image_file", refuse)
+    check(tmp_path, root)
+    found = (tmp_path / "found.json").read_text()
+    assert "http://host/x?X-Amz-Signature=*** is refused" in found and "secret-word" not in found
+    batch = {"key": np.array(["k"]), "uri": np.array([str(root / "images" / "1.png")])}
+    (reason,) = decode_batch(batch, 8, 100)["reason"]
+    assert "is refused" in reason and "secret-word" not in reason
 
 
 def test_images_are_decoded_some_at_a_time_with_progress(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import json
 import random
 import string
 from collections.abc import Iterator
-from urllib.parse import quote, unquote, urlsplit
+from pathlib import Path
+from urllib.parse import quote, quote_plus, unquote, urlsplit
 
 import pytest
 from sqlalchemy.engine import make_url
@@ -51,7 +54,14 @@ def test_what_libraries_make_of_a_password_is_masked_in_messages() -> None:
     for password in random_passwords(100):
         address = f"http://user:{password}@host:5000"
         remember_address(address)
-        for form in (password, quote(password, safe="")):
+        forms = (
+            password,
+            quote(password, safe=""),
+            quote_plus(password),
+            quote(password, safe="").replace("%2F", "%2f"),
+        )
+        forms += (repr(password)[1:-1], json.dumps(password)[1:-1], html.escape(password), " ".join(password.split()))
+        for form in (form for form in forms if len(form) >= 4):
             message = without_secrets(f"request to http://user:{form}@host:5000/api failed; password '{form}'")
             assert form not in message, (password, message)
         forget_all()
@@ -73,6 +83,15 @@ def test_what_libraries_make_of_a_password_is_masked_in_messages() -> None:
         ("http://h:80 is down; mail a@b", "http://h:80 is down; mail a@b"),
         ("https://h/x?user=a&access_token=b&c=d", "https://h/x?user=a&access_token=***&c=d"),
         ("--set model.key=value", "--set model.key=value"),
+        ("https://h/#access_token=b%2Fc", "https://h/#access_token=***"),
+        ("x:///?odbc=UID%3Du%3BPWD%3Db%2Fc%3BA%3D1", "x:///?odbc=UID%3Du%3BPWD%3D***%3BA%3D1"),
+        ("Server=h; Pwd=b; password=c d", "Server=h; Pwd=***; password=*** d"),
+        ("'Authorization': 'Basic dTpw'; Bearer abc1.d_e-f", "'Authorization': 'Basic ***'; Bearer ***"),
+        ("Basic training of a Bearer without authentication", "Basic training of a Bearer without authentication"),
+        (f"ghp_{'a1' * 10} and AKIA{'B2' * 8}", "*** and ***"),
+        ('{"secret_key": "b", "token": "cat"}', '{"secret_key": "***", "token": "cat"}'),
+        ("POST https://hooks.slack.com/services/T0/B0/c", "POST https://hooks.slack.com/services/***"),
+        ("code=5 session=6 PWD=/home/me", "code=5 session=6 PWD=/home/me"),
     ],
 )
 def test_addresses_in_messages(text: str, shown: str) -> None:
@@ -93,10 +112,35 @@ def test_values_of_variables_are_shown_by_name() -> None:
     assert without_secrets(text) == "${DATA}/a.jpg and /data/coco2, ${DB_PASSWORD}, seed 7"
 
 
+def test_secrets_of_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library quotes a header whose value ends with the line end of a file, and repeats a proxy's password."""
+    forget_all()
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "marked-token\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "short")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "me:proxy-word@host:3128")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:12/endpoint/word@host")
+    header = f"Invalid header value {'Bearer marked-token' + chr(10)!r}".replace("'Bearer", "b'Bearer")
+    assert "marked-token" in header and "marked-token" not in without_secrets(header)
+    assert without_secrets("token marked-token.") == "token ${MLFLOW_TRACKING_TOKEN}."
+    assert without_secrets(f"short {tmp_path} 'proxy-word' 12/endpoint/word") == f"short {tmp_path} '***' ***"
+
+
+def test_values_are_masked_within_other_text() -> None:
+    for secret in ("abc123", "longer-than-a-word"):
+        remember_variable("DB_PASSWORD", secret)
+        assert without_secrets(f"pre_{secret}x") == "pre_${DB_PASSWORD}x"
+    remember_variable("DB_PASSWORD", "word")
+    remember_variable("OTHER_PASSWORD", "1234")
+    text = r"words word 0.1234 a\nword 1234"
+    assert without_secrets(text) == r"words ${DB_PASSWORD} 0.1234 a\n${DB_PASSWORD} ${OTHER_PASSWORD}"
+
+
 SECRET_NAMES = (
     "GITHUB_PAT MYSQL_PWD AZURE_STORAGE_KEY PASSPHRASE DB_PWD SIGNING_KEY SECRETS TOKENS AWS_SESSION_TOKEN PGPASSWORD "
     "MLFLOW_TRACKING_PASSWORD HF_TOKEN AWS_ACCESS_KEY_ID DB_PASS OPENAI_APIKEY SSH_KEY_PASSPHRASE JWT TLS_PASSWD "
     "DB_PASSWORD1 GH_TOKEN2 TOKEN1 DEPLOY_KEY2 "
+    "SECRETKEY AWSAccessKeyId privateKey SLACK_WEBHOOK_URL DBPASS "
     "accessToken CLIENT_SECRET GOOGLE_APPLICATION_CREDENTIALS SESSION_COOKIE NPM_CONFIG__AUTHTOKEN SAS_SIGNATURE"
 )
 
@@ -118,6 +162,7 @@ def test_names_of_secrets(name: str) -> None:
         "KEYBOARD",
         "COMPASS",
         "BYPASS_CACHE",
+        *("code", "session", "auth", "TICKET"),
     ],
 )
 def test_names_of_no_secrets(name: str) -> None:
@@ -133,6 +178,15 @@ def test_names_of_no_secrets(name: str) -> None:
             "Server=h;AccountKey=abc==",
             "-----BEGIN RSA PRIVATE KEY-----\nabc",
             "x://u:${A}@h?pwd=b",
+            *(
+                "u:p@proxy:3128",
+                '{"password": "x"}',
+                "odbc_connect=UID%3Du%3BAccountKey%3Db",
+                " https://u:p@h",
+                "Authorization: Bearer abc",
+                "https://h/#access_token=b",
+                f"hf_{'a1' * 10}",
+            ),
         ),
     ],
 )
@@ -152,7 +206,7 @@ def test_values_that_hold_secrets(value: str) -> None:
             "a@b.org",
         ),
         *("results", "sqlite:////a@b/mlflow.db", "data.tokenizer=spacy", "", "model.max_tokens=5", "sort_key=true"),
-        "https://host:8443/a@b",
+        *("https://host:8443/a@b", "Authorization: Bearer ${TOKEN}", "password=${PW}", "u:${PW}@h", "git@h:x"),
     ],
 )
 def test_values_that_hold_no_secrets(value: str) -> None:

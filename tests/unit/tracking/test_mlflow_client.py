@@ -8,7 +8,8 @@ import pytest
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from pipeline.config.load import parse_config
-from pipeline.tracking.mlflow_client import artifact_location, tracking_client, warn_of_local_file
+from pipeline.errors import UserError
+from pipeline.tracking.mlflow_client import artifact_location, public_uri, tracking_client, warn_of_local_file
 from tests.conftest import small_config
 
 
@@ -48,6 +49,28 @@ def test_artifacts_of_a_database_go_to_s3_with_the_storage(
     (tmp_path / "report.html").write_text("<p>report</p>")
     get_artifact_repository(str(artifact_location(config))).log_artifact(str(tmp_path / "report.html"))
     assert (config.storage_place / "mlflow/report.html").read_bytes() == b"<p>report</p>"
+
+
+@pytest.mark.parametrize(
+    ("uri", "public"),
+    [
+        (" http://me:secret-word@host:1 ", "http://host:1"),
+        ("http://host:1/x;password=secret-word", "http://host:1/x"),
+        ("http://host/#token=secret-word", "http://host/"),
+        ("postgresql://me:secret#word@host/db?password=secret-word", "postgresql://host/db"),
+        ("sqlite:////a@b/mlflow.db", "sqlite:////a@b/mlflow.db"),
+    ],
+)
+def test_what_is_stored_of_the_address(tmp_path: Path, uri: str, public: str) -> None:
+    config = parse_config(small_config(tmp_path, tracking={"uri": uri}))
+    assert public_uri(config) == public and "secret" not in repr(config)
+
+
+@pytest.mark.parametrize("uri", ["me:secret-word@host", "http:/me:secret-word@host", "http://me:12/secret-word@host"])
+def test_an_address_whose_password_is_not_recognized_is_refused(tmp_path: Path, uri: str) -> None:
+    with pytest.raises(UserError, match="tracking.uri has an @") as refused:
+        parse_config(small_config(tmp_path, tracking={"uri": uri}))
+    assert "secret" not in str(refused.value)
 
 
 def test_a_file_that_is_lost_with_its_machine(tmp_path: Path, log_lines: list[str]) -> None:

@@ -58,6 +58,21 @@ def test_hostile_yaml_is_refused(text: str | bytes, reason: str) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a:\n  token: secret-word: x", "mapping values are not allowed here in line 2, column 21"),
+        ('token: "secret-word', "found unexpected end of stream in line 1, column 20"),
+        ("token: *secret-word", "found undefined alias '...' in line 1, column 8"),
+        ("a: [1, 2", "expected ',' or ']', but got '<stream end>' in line 1, column 9"),
+    ],
+)
+def test_errors_in_yaml_quote_no_value(text: str, problem: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_yaml(text, "file.yaml")
+    assert str(refused.value) == f"file.yaml is not valid YAML: {problem}"
+
+
 def test_plain_yaml_equals_the_plain_parser() -> None:
     rng = random.Random(1)
 
