@@ -70,7 +70,8 @@ class JobsServer:
                 "--address contains a user or password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
             )
         self.address = address.rstrip("/")
-        self.is_unencrypted = parts.scheme == "http" and not _is_this_machine(str(parts.hostname))
+        is_local = _is_this_machine(str(parts.hostname))
+        self.is_unencrypted = parts.scheme == "http" and not is_local
         self.token, self.token_from = find_token()
         self.token_sent = False
         self._trusts_proxies = not is_local  # a proxy is not asked for this machine's own servers
