@@ -8,6 +8,7 @@ so that `raycap --help` imports none of these modules.
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import logging
 import os
@@ -108,6 +109,7 @@ class LazyGroup(TyperGroup):
 def root_command() -> LazyGroup:
     """`raycap` with all its commands."""
     root = LazyGroup(COMMANDS, name="raycap", help="Train, tune and evaluate image-captioning models on a Ray cluster.")
+    root.params.extend(_as_command(_version, "options").params)
     root.add_command(LazyGroup(BENCHMARKS, name="bench", help="Run one of the benchmarks of BENCHMARKS.md."))
     return root
 
@@ -174,6 +176,20 @@ def _log_levels(
     ] = False,
 ) -> None:
     """Declares the options that every command and every group accepts. Only their callbacks are called."""
+
+
+def _print_version(is_set: bool) -> None:
+    if is_set:
+        print(f"raycap {importlib.metadata.version('raycap')}")
+        raise typer.Exit
+
+
+def _version(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, expose_value=False)
+    ] = False,
+) -> None:
+    """Declares an option of `raycap` itself. Only its callback is called."""
 
 
 def _install_hooks() -> None:

@@ -85,7 +85,8 @@ def _read_classes(path: Path) -> list[str]:
     try:
         return [line.strip().lower() for line in read_document(path).decode().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--exclude {path} cannot be read as text: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--exclude {path} cannot be read as text: {reason}") from error
 
 
 def _read_vocabulary(model: Path) -> Vocabulary:

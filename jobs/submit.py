@@ -41,10 +41,12 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runtime.log import unchanged_level
 from pipeline.runtime.stopping import handle_signals
+from pipeline.untrusted.names import shown
 from pipeline.version import commit, project_root
 
 logger = logging.getLogger(__name__)
 
+JOB_COMMANDS = ("status", "logs", "stop")
 POLL_S = 2.0
 GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable for this long
 
@@ -158,14 +160,27 @@ def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:
     return load_config(config, overrides)
 
 
+def _require_command(command: str) -> None:
+    """Raises UserError for a command that cannot be submitted."""
+    names = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
+    if command not in names:
+        listed = f"one of {', '.join(names)} can, and {', '.join(JOB_COMMANDS)}"
+        raise UserError(f"{shown(command)!r} cannot be submitted; {listed}")
+
+
+def _checked_command(command: str) -> str:
+    """The first argument of `raycap submit`. It is checked before the others are asked for."""
+    if command not in JOB_COMMANDS:
+        _require_command(command)
+    return command
+
+
 def parse_arguments(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Parses `raycap COMMAND ARGUMENTS` as the job will parse it. Returns the values by name.
 
     Raises UserError for a command that cannot be submitted or would refuse its arguments.
     """
-    names = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
-    if command not in names:
-        raise UserError(f"{command!r} cannot be submitted; one of {', '.join(names)} can, and status, logs, stop")
+    _require_command(command)
     if "--address" in arguments:
         raise UserError("--address was given twice; the job joins the cluster that it runs on")
     try:
@@ -322,7 +337,10 @@ def _stop(server: JobsServer, job_id: str, timeout_s: float = 120.0) -> int:
 
 def command(
     context: typer.Context,
-    command: Annotated[str, typer.Argument(help="A command of raycap; or status, logs, stop.")],
+    command: Annotated[
+        str,
+        typer.Argument(help="A command of raycap; or status, logs, stop.", callback=_checked_command, is_eager=True),
+    ],
     argument: Annotated[
         str, typer.Argument(help="The command's YAML file or images, or a job's id.", metavar="CONFIG|IMAGES|ID")
     ],
@@ -348,7 +366,7 @@ def command(
 
     Example: raycap submit run configs/demo.yaml --address http://head:8265 --set storage=s3://bucket/prefix
     """
-    manages_job = command in ("status", "logs", "stop")
+    manages_job = command in JOB_COMMANDS
     if manages_job:
         options = {"--env": env, "--secret": secret, "--detach": detach, "--with-dependencies": with_dependencies}
         refused = [*context.args, *(name for name, value in options.items() if value)]

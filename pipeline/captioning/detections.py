@@ -60,7 +60,8 @@ def read_detections(path: Path) -> dict[int, list[Detection]]:
             if len(detections[image]) > MAX_BOXES:
                 raise UserError(f"detections {path}: image {quoted(image)} has more than {MAX_BOXES} boxes")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"detections {path} cannot be read as text: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"detections {path} cannot be read as text: {reason}") from error
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:

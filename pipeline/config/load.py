@@ -116,9 +116,8 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in one YAML file. Raises UserError."""
     if not path.is_file():
-        raise UserError(
-            f"configuration {path} does not exist; give the path of a YAML file, for example configs/demo.yaml"
-        )
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(f"configuration {path} {problem}; give the path of a YAML file, for example configs/demo.yaml")
     try:
         text = read_regular_file(path, max_bytes=4 * MAX_YAML_CHARACTERS)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import subprocess
 import sys
@@ -54,6 +55,9 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
         (["scor"], "Did you mean 'score'"),
         (["score", "--reference", "a"], "No such option: --reference"),
         (["bench", "modles"], "Did you mean 'models'"),
+        (["submit", "trian"], "'trian' cannot be submitted; one of caption"),
+        (["submit", "logs"], "Missing argument 'CONFIG|IMAGES|ID'"),
+        (["run", str(ROOT / "configs")], "configs is a folder; give the path of a YAML file"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
@@ -61,6 +65,11 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "Commands:" in capsys.readouterr().err
     assert main(["https://me:secret-word@host"]) == 2
     assert "No such command 'https://host'" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"raycap {importlib.metadata.version('raycap')}\n"
 
 
 def test_no_text_goes_around_the_filter() -> None:
