@@ -198,8 +198,13 @@ def _install_hooks() -> None:
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _print_error_of_thread
     if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = lambda found: _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
+        sys.unraisablehook = _print_ignored
     warnings.showwarning = _print_warning
+
+
+def _print_ignored(found: sys.UnraisableHookArgs) -> None:
+    _print_text(f"{found.err_msg or 'Exception ignored in'}: {found.object!r}")
+    _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
 
 
 def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:

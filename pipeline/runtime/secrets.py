@@ -27,6 +27,7 @@ _SECRET_WORD = re.compile(
     r"|(?<![A-Z0-9])(?:KEY|PASS|PGPASS|PAT|PWD|PW|SIGNING|SIG|AUTHORIZATION|BEARER|JWT|DSN|CONNECTION_STRING)S?\d*(?=_|$)"
 )
 _NO_SECRETS = ("PWD", "OLDPWD")  # the shell's folders
+_NO_VALUE = re.compile(r"[a-z]{,11}|\d{4}-\d\d-\d\d")  # words and dates, which occur in messages of their own
 _ADDRESSES = re.compile(r"AWS_ENDPOINT_URL(_S3)?|\w+_PROXY", re.IGNORECASE)  # variables that may contain a password
 _SCHEME = re.compile(r"[\w+.-]+")
 _REFERENCE = re.compile(r"\$\{\w+\}")
@@ -38,7 +39,7 @@ _LOGIN = re.compile(r"[^\s:/@]+:[^\s/@]+@[\w.-]+(:\d{1,5})?/?")  # user:password
 _OPTION = re.compile(r"""(?<![^\s?&;#,"'])([\w.-]+)=([^\s&;,"']+)""")
 _COUNT = re.compile(r"\d{1,7}|true|false", re.IGNORECASE)  # the value of an option such as max_tokens
 _OPTION_OF_ADDRESS = re.compile(
-    r"""((?:[?&;#]|%3B|%26)\s*([\w.-]+)(?:=|%3D))(?:[^\s&;"'%]|%(?!3B|26))+""", re.IGNORECASE
+    r"""((?:[?&;#]|;\s+(?=pwd=)|%3B|%26)([\w.-]+)(?:=|%3D))((?:[^\s&;"'%]|%(?!3B|26))+)""", re.IGNORECASE
 )
 # What is a secret wherever it occurs: the group remains, and what follows it is removed
 _SECRETS_IN_TEXT = re.compile(
@@ -46,12 +47,14 @@ _SECRETS_IN_TEXT = re.compile(
     r"""|(["'](?:password|passwd|(?:secret_)?access_?key|secret_?key|api_?key|access_token|client_secret)["']\s?:\s?["'])"""
     r"""(?!\*\*\*|\$\{)[^"']+"""  # as in JSON
     r"""|(\b[Aa]uthorization['"]?\s*[:=]\s*b?['"]?(?:Bearer|Basic)\s+)[\w.~+/=-]+"""
-    r"""|(\b(?:Bearer|Basic)\s+)(?=[\w.~+/-]*\d)[\w.~+/=-]{8,}"""
+    r"""|(\b(?:Bearer|Basic)\s+)(?=[\w.~+/-]*\d)(?=[\w.~+/-]*[A-Za-z])[\w.~+/=-]{16,}"""
     r"""|(-----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----)(?:(?!-----)[\s\S])+"""
     r"""|(hooks\.slack\.com/services/)\S+"""
     # the tokens of GitHub, Hugging Face, Slack, GitLab and AWS, and JSON Web Tokens
     r"""|()(?<![A-Za-z0-9])(?:gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|xox[abprs]-[\w-]{10,}"""
-    r"""|glpat-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"""
+    r"""|glpat-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,})"""
+    # it starts nowhere inside another one, or a long text of such starts would take quadratic time
+    r"""|()(?<![\w-])eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"""
 )
 
 _masks: dict[str, str] = {}  # what must not be shown, and what is shown in its place
@@ -70,7 +73,7 @@ def holds_secret(text: str) -> bool:
     A user beside a password that is a `${VARIABLE}` is no secret; a user alone may be a token.
     """
     plain = _REFERENCE.sub("", text)
-    has_option = any(map(_is_secret_option, _OPTION.finditer(unquote(plain))))
+    has_option = any(_is_secret_option(*option.groups()) for option in _OPTION.finditer(unquote(plain)))
     if has_option or _SECRETS_IN_TEXT.search(text) or _LOGIN.fullmatch(plain.strip()):
         return True
     found = [split_userinfo(text)[0], *(match[0][:-1] for match in _USERINFO_IN_TEXT.finditer(text))]
@@ -81,9 +84,8 @@ def holds_secret(text: str) -> bool:
     return False
 
 
-def _is_secret_option(option: re.Match[str]) -> bool:
+def _is_secret_option(name: str, value: str) -> bool:
     """Whether NAME=VALUE is a secret by its name. A small number is one only as a password."""
-    name, value = option.groups()
     is_count = _COUNT.fullmatch(value) and re.search(r"(token|key)s?$", name, re.IGNORECASE)
     return is_secret_name(name) and not is_count
 
@@ -122,11 +124,17 @@ def _masks_of_environment() -> dict[str, str]:
     masks = dict[str, str]()
     for name, value in sorted(os.environ.items()):
         if _ADDRESSES.fullmatch(name):
-            user, _, password = value.rpartition("@")[0].rpartition("://")[2].partition(":")
-            masks |= _forms(password or user, MASK, MIN_SECRET)
-        elif is_secret_name(name) and not os.path.exists(os.path.expanduser(value)):  # noqa: PTH110, PTH111 - a path
+            password = value.rpartition("@")[0].rpartition("://")[2].partition(":")[2]
+            masks |= _forms(password, MASK, MIN_VALUE)
+        elif is_secret_name(name) and not (_NO_VALUE.fullmatch(value) or _names_a_file(name, value)):
             masks |= _forms(value.strip(), f"${{{name}}}", MIN_VALUE)  # a file's line end is not part of a secret
     return masks
+
+
+def _names_a_file(name: str, value: str) -> bool:
+    """Whether the value of a variable is the path of a file, which contains the secret."""
+    is_path = value.startswith(("/", "~", ".")) or name.upper().endswith(("FILE", "PATH", "DIR", "CREDENTIALS"))
+    return is_path and os.path.exists(os.path.expanduser(value))  # noqa: PTH110, PTH111 - not every value is a path
 
 
 def _forms(value: str, mask: str, min_length: int) -> dict[str, str]:
@@ -159,14 +167,19 @@ def forget_all() -> None:
 def without_secrets(text: str) -> str:
     """A text without users and passwords of addresses, values of secret options, and what was remembered."""
     if masks := _masks_of_environment() | _masks:  # a copy, because another thread may read a configuration meanwhile
-        longest_first = "|".join(map(_pattern, sorted(masks, key=len, reverse=True)))
-        text = re.sub(longest_first, lambda found: masks[found[0]], text)
+        text = _any_of(frozenset(masks)).sub(lambda found: masks[found[0]], text)
     text = _USERINFO_IN_TEXT.sub("", text)
     text = _SECRETS_IN_TEXT.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
     # lower case: in an address, PWD is not the shell's folder
     return _OPTION_OF_ADDRESS.sub(
-        lambda found: f"{found[1]}{MASK}" if is_secret_name(found[2].lower()) else found[0], text
+        lambda found: f"{found[1]}{MASK}" if _is_secret_option(found[2].lower(), found[3]) else found[0], text
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _any_of(values: frozenset[str]) -> re.Pattern[str]:
+    """A pattern that finds any of the values. Making it takes a hundred times as long as searching a line."""
+    return re.compile("|".join(map(_pattern, sorted(values, key=len, reverse=True))))
 
 
 def _pattern(value: str) -> str:

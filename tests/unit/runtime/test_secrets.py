@@ -86,12 +86,15 @@ def test_what_libraries_make_of_a_password_is_masked_in_messages() -> None:
         ("https://h/#access_token=b%2Fc", "https://h/#access_token=***"),
         ("x:///?odbc=UID%3Du%3BPWD%3Db%2Fc%3BA%3D1", "x:///?odbc=UID%3Du%3BPWD%3D***%3BA%3D1"),
         ("Server=h; Pwd=b; password=c d", "Server=h; Pwd=***; password=*** d"),
-        ("'Authorization': 'Basic dTpw'; Bearer abc1.d_e-f", "'Authorization': 'Basic ***'; Bearer ***"),
+        ("'Authorization': 'Basic dTpw'; Bearer abc1.d_e-f-and-more", "'Authorization': 'Basic ***'; Bearer ***"),
         ("Basic training of a Bearer without authentication", "Basic training of a Bearer without authentication"),
         (f"ghp_{'a1' * 10} and AKIA{'B2' * 8}", "*** and ***"),
         ('{"secret_key": "b", "token": "cat"}', '{"secret_key": "***", "token": "cat"}'),
         ("POST https://hooks.slack.com/services/T0/B0/c", "POST https://hooks.slack.com/services/***"),
         ("code=5 session=6 PWD=/home/me", "code=5 session=6 PWD=/home/me"),
+        ("train/Basic level02/x.jpg", "train/Basic level02/x.jpg"),
+        ("lr=0.1; sort_key=name; max_tokens=20", "lr=0.1; sort_key=name; max_tokens=20"),
+        ("https://h/?max_tokens=20", "https://h/?max_tokens=20"),
     ],
 )
 def test_addresses_in_messages(text: str, shown: str) -> None:
@@ -211,3 +214,26 @@ def test_values_that_hold_secrets(value: str) -> None:
 )
 def test_values_that_hold_no_secrets(value: str) -> None:
     assert not holds_secret(value)
+
+
+@pytest.mark.parametrize(
+    "part", ["-eyJ", "eyJ-", "-eyJaaaaaaaaaa", "eyJ.", "Basic ", "://a:", "password=", ";a=", "ghp_"]
+)
+def test_the_time_for_a_text_grows_with_its_length_alone(part: str) -> None:
+    """With its square, each of these lines of a megabyte would take hours."""
+    text = part * (2**20 // len(part))
+    assert len(without_secrets(text)) > 0 and holds_secret(text) in (True, False)
+
+
+def test_common_words_of_the_environment_are_not_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results1").mkdir()
+    for name, value in (
+        ("DB_PASSWORD", "training"), ("API_KEY_VERSION", "2024-10-21"), ("HTTPS_PROXY", "http://data:data@proxy"),
+        ("HTTP_PROXY", "http://validation@proxy"), ("MY_PASSWORD", "results1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    forget_all()
+    text = "training and validation of data on 2024-10-21"
+    assert without_secrets(text) == text
+    assert without_secrets("login with results1 failed") == "login with ${MY_PASSWORD} failed", "a folder has its name"
