@@ -388,8 +388,8 @@ class TuneAdapter:
         num_running = sum(turn.record.state not in ENDED for turn in self.turns.values())
         if self._num_failures >= max(MAX_FAILURES, num_running) and self.num_left:
             raise JobFailedError(
-                f"{self._num_failures} trials in a row failed before their first validation, the last for this reason: "
-                f"{record.reason}; correct the cause, such as a broken node, and continue with --retry-failed, which "
+                f"{self._num_failures} trials failed before their first validation, and no other trial validated "
+                f"meanwhile; the last for this reason: {record.reason}; correct the cause, such as a broken node, and continue with --retry-failed, which "
                 "runs the failed trials again; without it the search continues with other points"
             )
 

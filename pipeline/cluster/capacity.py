@@ -40,7 +40,7 @@ class ClusterStatus:
     has_autoscaler: bool
     version: int = 0  # increases with each look at the cluster's state, by the autoscaler as well
     answered: int = 0  # the version on which the autoscaler last decided
-    num_refused: int = 0  # requests for nodes at once that no node type could serve, by that decision
+    refused: Sequence[Sequence[Resources]] = ()  # what could be served by no node type, by that decision
 
     def could_fit(self, bundles: Sequence[Resources], node_types: Sequence[tuple[Resources, int]]) -> bool:
         """Whether the bundles would fit the head and new nodes. node_types: (resources, largest number of nodes)."""
@@ -100,7 +100,11 @@ def cluster_status() -> ClusterStatus:
         has_autoscaler=decision.autoscaler_state_version > 0,
         version=reply.cluster_resource_state.cluster_resource_state_version,
         answered=decision.last_seen_cluster_resource_state_version,
-        num_refused=len(decision.infeasible_gang_resource_requests),
+        refused=[
+            [each.resources_bundle for each in selector.resource_requests]
+            for gang in decision.infeasible_gang_resource_requests
+            for selector in gang.bundle_selectors
+        ],
     )
 
 
@@ -139,7 +143,7 @@ def wait_for(
                 asked = None
             elif asked is None:
                 asked = status.version
-            elif status.num_refused and status.answered > asked:
+            elif status.answered > asked and any(_are_equal(bundles, wanted) for bundles in status.refused):
                 raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
             if now - begin > limit_s:
                 raise WaitedTooLongError(
@@ -162,6 +166,12 @@ def _remedy(bundles: Sequence[Resources]) -> str:
     return (
         f"{change}lower {keys} or the number of workers and actors, or join a cluster with larger nodes or more of them"
     )
+
+
+def _are_equal(bundles: Sequence[Resources], others: Sequence[Resources]) -> bool:
+    """Whether two requests ask for the same, in any order."""
+    ours, theirs = (sorted(sorted(bundle.items()) for bundle in each) for each in (bundles, others))
+    return ours == theirs
 
 
 def _holds(node: Resources, bundle: Resources) -> bool:

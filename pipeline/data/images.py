@@ -93,8 +93,8 @@ def _require_size(image: Image.Image, max_pixels: int) -> None:
     The reason ends with `max_pixels`, by which an extraction finds the images that another limit may accept.
     """
     if image.format == "WEBP" and image.width * image.height > MAX_WEBP_SHARE * max_pixels:
-        share = f"{MAX_WEBP_SHARE:.0%} (the share for WebP) of {max_pixels}"
-        raise BadImage(f"{image.width} x {image.height} pixels, more than {share}")
+        share = f"more than {MAX_WEBP_SHARE:.0%}, which a WebP image may have, of {max_pixels}"
+        raise BadImage(f"{image.width} x {image.height} pixels, {share}")
     sizes = [image.size]
     if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
         sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))

@@ -226,14 +226,13 @@ def try_rights(folder: StoragePath) -> None:
 def try_writing(folder: StoragePath) -> None:
     """Writes a small file in a folder on S3, lists the folder and removes the file. Enough for uploads of results.
 
-    Raises StorageError naming the operation that fails.
+    Raises StorageError naming the operation that fails. Without the right to remove, the file remains.
     """
-    probe = _probe(folder)
+    probe = StoragePath(folder.uri, folder.options.hasty) / ".raycap-probe"
     try:
         probe.write_bytes(b"")
-        try:
-            StoragePath(folder.uri, probe.options).list()
-        finally:
+        StoragePath(folder.uri, probe.options).list()
+        with suppress(StorageError):
             probe.delete()
     except FileNotFoundError as error:
         raise StorageError(f"{folder}: {error.strerror or error}") from error

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import save_weights
 
 NUM_CHECKPOINTS = 2  # per stage
+CLOSE_S = 20.0  # how long a stage that ends waits for its background threads
 
 
 class AbandonedError(RuntimeError):
@@ -214,10 +215,14 @@ class StageOutput:
 
         The threads send the journal's parts without the copy's record, and the copy would seem to have unsent files.
         For a stage that has failed or was stopped, this sends the last entries as well. Raises no error if another
-        worker may write now or the storage fails; the copy then remains.
+        worker may write now or the storage fails; the copy then remains. It takes seconds also when the storage is
+        down, because the error of a stage that has failed is reported after it.
         """
-        self._pool.shutdown()
-        self._journal_pool.shutdown()
+        self._pool.shutdown(wait=False)
+        self._journal_pool.shutdown(wait=False)
+        pending = [each for each in (self._pending, self._journal_pending) if each is not None]
+        if wait(pending, CLOSE_S).not_done:
+            return
         if self.writes and self.folder.home is not None:
             home = StoragePath(self.folder.home.uri, self.folder.home.options.hasty)
             self.folder = RunFolder(self.folder.path, home)

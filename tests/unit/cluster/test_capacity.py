@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from typing import Any
 
 import pytest
 import ray  # noqa: F401
@@ -63,17 +64,23 @@ class Group:
         return False
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_refused": 0}, {"answered": 6}, {"used": 1.0}, {"num_starting": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"refused": [[{"CPU": 8}, {"CPU": 8}]]}, {"answered": 6}, {"used": 1.0}, {"num_starting": 1}]
+)
 def test_a_request_is_refused_by_a_decision_of_the_autoscaler_that_saw_it(
-    changes: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have decided before the request, have found a node type whose nodes fail, or wait for other work."""
+    """It may have decided before the request, have refused another one, or wait for other work."""
     clock = itertools.count(step=10.0)
     monkeypatch.setattr(capacity.time, "monotonic", lambda: next(clock))
     groups = sys.modules["ray.util.placement_group"]  # `ray.util` has a function of this name
     monkeypatch.setattr(groups, "placement_group", lambda *_, **__: Group())
     monkeypatch.setattr(groups, "remove_placement_group", lambda group: None)
-    states = [{"version": 5}, {"version": 6}, {"version": 8, "answered": 7, "num_refused": 1} | changes]
+    states = [
+        {"version": 5},
+        {"version": 6},
+        {"version": 8, "answered": 7, "refused": [[{"CPU": 1}], [{"CPU": 8}]]} | changes,
+    ]
     left = iter(states)
     monkeypatch.setattr(
         capacity, "cluster_status", lambda: status({"CPU": 1}, has_autoscaler=True, **next(left, states[-1]))
