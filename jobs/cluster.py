@@ -133,7 +133,9 @@ def _require_answer(address: str) -> None:
         except (OSError, OverflowError) as error:
             if time.monotonic() > deadline:
                 reason = f"nothing answered for {JOIN_WAIT_S:.0f} s ({one_line(error)})"
-                raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; check --address") from error
+                raise JobFailedError(
+                    f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
+                ) from error
         time.sleep(0.5)
 
 
@@ -158,7 +160,9 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
-                raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; check --address") from error
+                raise JobFailedError(
+                    f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
+                ) from error
         else:
             start_local_ray(
                 num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),

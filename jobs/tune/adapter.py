@@ -389,8 +389,9 @@ class TuneAdapter:
         if self._num_failures >= max(MAX_FAILURES, num_running) and self.num_left:
             raise JobFailedError(
                 f"{self._num_failures} trials failed before their first validation, and no other trial validated "
-                f"meanwhile; the last for this reason: {record.reason}; correct the cause, such as a broken node, and continue with --retry-failed, which "
-                "runs the failed trials again; without it the search continues with other points"
+                f"meanwhile; the last for this reason: {record.reason}; "
+                "correct the cause, such as a broken node, and continue with --retry-failed, which runs the failed "
+                "trials again; without it the search continues with other points"
             )
 
     def _log_start(self, record: TrialRecord) -> None:

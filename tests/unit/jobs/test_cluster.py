@@ -123,5 +123,7 @@ def test_an_address_where_nothing_answers_is_not_left_to_ray(monkeypatch: pytest
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
     monkeypatch.setattr("jobs.cluster.JOIN_WAIT_S", 0.1)
-    with pytest.raises(JobFailedError, match=rf"joined at {re.escape(address)}: nothing answered .*; check --address$"):
+    with pytest.raises(
+        JobFailedError, match=rf"joined at {re.escape(address)}: nothing answered .*; check --address or RAY_ADDRESS$"
+    ):
         connect(address)
