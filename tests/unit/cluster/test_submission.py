@@ -309,6 +309,40 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
         assert SECRET not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("comment", "is_secret"),
+    [
+        ("start with: export MLFLOW_TRACKING_PASSWORD=... and raycap run", False),
+        ("export HF_TOKEN=hf_... first", False),
+        ("HF_TOKEN=$TOKEN raycap run", False),
+        ("HF_TOKEN=${TOKEN} raycap run", False),
+        ("HF_TOKEN=$(cat token) raycap run", False),
+        ("postgresql://USER:PASSWORD@HOST/db", False),
+        ("password = <your password>", False),
+        ("password=<your password> and more", False),
+        ("try --set model.key=x", False),
+        ("order by key=length", False),
+        (f"HF_TOKEN={SECRET}", True),
+        (f"HF_TOKEN=${{TOKEN}}{SECRET}", True),
+        (f"https://h/?key={SECRET}", True),
+        (f"api_key={SECRET}", True),
+        (f"key=https://u:{SECRET}@h", True),
+        (f"postgresql://USER:{SECRET}@HOST/db", True),
+        ("-----BEGIN PRIVATE KEY-----", True),
+    ],
+)
+def test_comments_may_hold_placeholders_and_no_secrets(comment: str, is_secret: bool, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    for text in (f"name: a\n# {comment}\n", f"seed: 1\nname: a  # {comment}\n"):
+        config.write_text(text)
+        if not is_secret:
+            check_texts(config, [], [])
+            continue
+        with pytest.raises(UserError, match="line 2, contains a password.*; remove it from the comment$") as refused:
+            check_texts(config, [], [])
+        assert SECRET not in str(refused.value)
+
+
 def test_paths_of_this_machine(tmp_path: Path) -> None:
     def parsed(**changes: str) -> list[str]:
         path = tmp_path / "run.yaml"
