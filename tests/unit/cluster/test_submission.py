@@ -263,7 +263,17 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
             "key-in-lines",
             "key-in.json",
         ),
-        *(".config/gcloud/a.json", "sub/my_credentials.json", "secrets.yaml", "prod.tfvars", "linked.txt"),
+        *(
+            "sub/token",
+            "sub/secret",
+            "sub/github_pat",
+            "linked.py",
+            ".config/gcloud/a.json",
+            "sub/my_credentials.json",
+            "secrets.yaml",
+            "prod.tfvars",
+            "linked.txt",
+        ),
     }
     code = {
         "pipeline/runtime/secrets.py",
@@ -271,15 +281,18 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
         "models/tokens.py",
         "environment.yaml",
         "key.py",
+        *("models/apikey.py", "models/kubeconfig.py", "src/ed25519.py", "jobs/token/__init__.py", "docs/secrets.md"),
+        *("pipeline/secrets/__init__.py", "vocab/tokens.json", "configs/multi-token/a.yaml", "data_rsa/x.txt"),
         "docker/a",
     }
     begin, key = "-----BEGIN " + "RSA PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0B"
     contents = {"key-in-lines": f"{begin}\n{key}\n", "key-in.json": json.dumps({"key": f"{begin}\n{key}"})}
     contents["key.py"] = f"TEXT = '{begin}'"
-    for name in (secret | code) - {"linked.txt"}:
+    for name in (secret | code) - {"linked.txt", "linked.py"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(contents.get(name, name))
-    (tmp_path / "linked.txt").symlink_to(tmp_path / "id_rsa")
+    for name in ("linked.txt", "linked.py"):
+        (tmp_path / name).symlink_to(tmp_path / "id_rsa")
     assert set(find_files(tmp_path)) == code
     (message,) = [record.getMessage() for record in caplog.records]
     assert all(name in message for name in secret)
