@@ -40,16 +40,18 @@ MAY_BE_SECRET = (  # patterns of .gitignore, for lower-case paths
     *("*.kubeconfig", ".docker/", ".dockercfg", "auth_token", "credentials", "credentials.ini"),
     *("*credentials*.json", "client_secret*.json", "service-account*.json", "service_account*.json", ".secrets/"),
     *("*secret*.json", "*secret*.y*ml", "*secret*.toml", "*secret*.txt", "*.tfstate", "*.tfstate.*", "*.tfvars"),
-    *("*token*.txt", "*_token", ".huggingface/", "*password*.txt", "*api_key*.txt", "*.key.*"),
+    *("*token*.txt", ".huggingface/", "*password*.txt", "*api_key*.txt", "*.key.*"),
     *("auth.json", "kaggle.json", "rclone.conf", "**/gh/hosts.yml", ".env~", "*.pem.*", "*.env.*", "*credentials*.*.*"),
-    *("token", "token.json", "tokens.json", "oauth*.json", "rootkey.csv", "*accesskeys.csv", "*credentials.csv"),
-    *("*credentials.y*ml", "*credentials.toml", "*credentials.txt", "aws_credentials", "*deploy_key", "*_rsa"),
+    *("token.json", "oauth*.json", "rootkey.csv", "*accesskeys.csv", "*credentials.csv"),
+    *("*credentials.y*ml", "*credentials.toml", "*credentials.txt", "aws_credentials", "*deploy_key"),
     *("ssh_host_*_key", "signing[_-]key", "*ed25519*", "*.der", ".dockerconfigjson", ".netrc*", "kubeconfig*"),
     *("*kubeconfig*.y*ml", "kube.config", "admin.conf", ".*_history", ".gitconfig", "**/.m2/settings.xml", "*.pkcs12"),
-    *("gradle.properties", "*sa-key.json", "*gcp-key.json", "secret", "secrets", "secrets.*", "!secrets.py", "passwd"),
-    *("passwords.*", "apikey*", "api-key*", "*.pat", "*_pat", "cookies.txt", ".token", "*-token", "pass.txt"),
+    *("gradle.properties", "*sa-key.json", "*gcp-key.json", "secrets", "secrets.*", "passwd"),
+    *("passwords.*", "apikey*", "api-key*", "*.pat", "cookies.txt", ".token", "pass.txt"),
     *("dockerconfig.json", ".smbcredentials", ".passwd-s3fs"),
 )
+FILE_MAY_BE_SECRET = ("token", "*_token", "*-token", "secret", "*_rsa", "*_pat")  # names of files, but not of folders
+NAMES_OF_CODE = (".py", ".md")  # never left out by name, because `secrets.py` is code that reads secrets
 # A private key in a file of any name: in lines, or in a text of JSON
 _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\n)+[\w+/=:,\s-]{20}")
 MAX_KEY_BYTES = 2**16  # larger files are not searched for a private key
@@ -66,19 +68,22 @@ def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
     skipped = {path.resolve() for path in left_out}
     paths = _walk(root, root, [(root, GitIgnoreSpec.from_lines(ALWAYS_LEFT_OUT))], skipped)
     found = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
-    secrets = GitIgnoreSpec.from_lines(MAY_BE_SECRET)
+    specs = GitIgnoreSpec.from_lines(MAY_BE_SECRET), GitIgnoreSpec.from_lines(FILE_MAY_BE_SECRET)
+    targets = {name: path.resolve().relative_to(root).as_posix() for name, path in found.items()}  # of links
     may_be_secret = [
-        name for name, path in found.items() if _matches(secrets, name, path, root) or _holds_private_key(path)
+        name
+        for name, path in found.items()
+        if _suggests_secret(name, *specs) or _suggests_secret(targets[name], *specs) or _holds_private_key(path)
     ]
     if may_be_secret:
         logger.info(f"left out  {', '.join(map(printable, may_be_secret))}: the names or contents suggest secrets")
     return {name: path for name, path in found.items() if name not in may_be_secret}
 
 
-def _matches(spec: GitIgnoreSpec, name: str, path: Path, root: Path) -> bool:
-    """Whether the lower-case name of a file matches, or that of the file that it links to."""
-    target = path.resolve().relative_to(root).as_posix()
-    return spec.match_file(name.lower()) or spec.match_file(target.lower())
+def _suggests_secret(name: str, paths: GitIgnoreSpec, files: GitIgnoreSpec) -> bool:
+    """Whether the path of a file that is not code matches `paths` in lower case, or its last part `files`."""
+    lower = name.lower()
+    return not lower.endswith(NAMES_OF_CODE) and (paths.match_file(lower) or files.match_file(lower.rpartition("/")[2]))
 
 
 def _holds_private_key(path: Path) -> bool:

@@ -29,6 +29,10 @@ SOURCE_FOLDERS = ("models", "pipeline", "jobs")
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
 NO_FILES = {"features.hdf5": (SYNTHETIC,), "backbone.weights": ("none", "pretrained")}  # values that name no file
+# In comments: what stands for a secret, and `key=`, which most often is no key of encryption
+_PLACEHOLDER = re.compile(
+    r"(?<!\w)\w{0,4}(?:\.{3}|…)|\$(?:[A-Z_][A-Z0-9_]*\b|\([^)]*\))|<[^<>]+>|(?<=\bUSER:)PASSWORD\b|(?<=[\s.])key="
+)
 _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not install, because its cluster has them
 
 
@@ -137,9 +141,9 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Iterab
         texts += [("an argument", text) for text in (argument, value, value.partition("=")[2])]
     for path in () if config is None else reversed(referenced_files(config)):
         found = list(texts_in(read_file(path)))
-        comments = path.read_text("utf-8", errors="replace")  # they are sent as well
-        if holds_secret(comments) or any(is_secret(*place) for place in found):
+        if any(is_secret(*place) for place in found):
             raise _secret_in(str(path))
+        _check_lines(path)
         texts += [(str(path), text) for _, text in found]
     for source, text in texts:
         if holds_secret(text):
@@ -152,10 +156,19 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Iterab
                 )
 
 
-def _secret_in(source: str) -> UserError:
+def _check_lines(path: Path) -> None:
+    """Raises UserError for a secret in a comment of a configuration, whose file is sent as it is."""
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+        # with its end, because a private key begins with a whole line
+        if holds_secret(_PLACEHOLDER.sub("${PLACEHOLDER}", line) + "\n"):
+            remedy = "remove it from the comment" if "#" in line else None
+            raise _secret_in(f"{path}, line {number},", remedy)
+
+
+def _secret_in(source: str, remedy: str | None = None) -> UserError:
     return UserError(
-        f"{source} contains a password or token, which others could read on the cluster; write it as ${{NAME}} and "
-        "give --secret NAME"
+        f"{source} contains a password or token, which others could read on the cluster; "
+        + (remedy or "write it as ${NAME} and give --secret NAME")
     )
 
 

@@ -18,6 +18,12 @@ from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.s3 import RETRY_MINUTES
 
+# A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
+_MAY_HOLD_PASSWORD = re.compile(
+    r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@",
+    re.DOTALL,
+)
+
 
 def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
@@ -390,10 +396,10 @@ class TrackingSection(Section):
     def _check_uri(cls, uri: str | None) -> str | None:
         """Removes blanks around the address. Refuses one in which a password may not be recognized."""
         uri = None if uri is None else uri.strip()
-        if uri and not split_userinfo(uri)[0] and "@" in uri.partition(":///")[0] and not uri.startswith(("/", ".")):
+        if uri and not split_userinfo(uri)[0] and _MAY_HOLD_PASSWORD.match(uri):
             raise ValueError(
-                "tracking.uri has an @ that does not end a user and password; write SCHEME://USER:PASSWORD@HOST, with "
-                "%2F for each / and %40 for each other @"
+                "tracking.uri contains an @, and it is unclear whether a password precedes it; write "
+                "SCHEME://USER:PASSWORD@HOST with %40 and %2F inside the password, or ./ before a path"
             )
         return uri
 

@@ -68,11 +68,18 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
     """The value of a YAML document of plain values: mappings, lists, text, numbers, booleans, dates and null."""
     import yaml
 
+    constructed = list[yaml.Node]()
+
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            constructed[:] = [node]
+            return super().construct_object(node, deep)
+
     try:
         text = text.decode() if isinstance(text, bytes) else text
         if len(text) > MAX_YAML_CHARACTERS:
             raise UserError(f"{name} has {len(text)} characters of YAML; the limit is {MAX_YAML_CHARACTERS}")
-        loader = yaml.SafeLoader(text)
+        loader = Loader(text)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -85,19 +92,36 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep") from None
     except UserError:
         raise
-    except (LookupError, AttributeError) as error:  # with a text that says nothing to a user
-        raise UserError(f"{name} is not valid YAML: a value does not fit its tag (!!bool, !!int, ...)") from error
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: dates, keys, numbers
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{name} is not valid YAML: {_yaml_problem(error)}") from error
+    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # of a tag's constructor
+        raise UserError(f"{name} is not valid YAML: {_value_problem(error, constructed)}") from error
+
+
+def _value_problem(error: Exception, constructed: Sequence[yaml.Node]) -> str:
+    """What is wrong with a value, and where. It quotes nothing of it. constructed: the node of the value, if known."""
+    if not constructed:
+        return one_line(error)
+    is_date = constructed[0].tag.endswith(":timestamp") and isinstance(error, ValueError | OverflowError)
+    problem = one_line(error) if is_date else "a value does not fit its tag (!!bool, !!int, ...)"
+    return f"{problem} in {_place(constructed[0].start_mark)}"
 
 
 def _yaml_problem(error: Exception) -> str:
-    """What is wrong in YAML, and where. It quotes nothing of the text, which may be a secret."""
+    """What is wrong in YAML, and where. It quotes no word of the text, which may be a secret."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return one_line(error)
+    if r"'\t'" in problem:
+        return f"found a tab in {_place(mark)}; indent with blanks"
+    if problem == "second occurrence":
+        return f"an anchor is defined a second time in {_place(mark)}"
     problem = re.sub(r"'[^'<\s]{2,}'", "'...'", problem)  # the name of a tag or alias
-    return f"{printable(problem)} in line {mark.line + 1}, column {mark.column + 1}"
+    return f"{printable(problem)} in {_place(mark)}"
+
+
+def _place(mark: yaml.Mark) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _measure_node(
@@ -139,7 +163,7 @@ def _refuse_repeated_keys(pairs: Sequence[Any], name: str) -> None:
     seen = set[tuple[str, str]]()
     for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
         if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):
-            place = f"line {key.start_mark.line + 1}, column {key.start_mark.column + 1}"
+            place = _place(key.start_mark)
             raise UserError(f"{name} has the key {quoted(key.value)} a second time in {place}; remove one of them")
         seen.add((key.tag, key.value))
 

@@ -263,7 +263,17 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
             "key-in-lines",
             "key-in.json",
         ),
-        *(".config/gcloud/a.json", "sub/my_credentials.json", "secrets.yaml", "prod.tfvars", "linked.txt"),
+        *(
+            "sub/token",
+            "sub/secret",
+            "sub/github_pat",
+            "linked.py",
+            ".config/gcloud/a.json",
+            "sub/my_credentials.json",
+            "secrets.yaml",
+            "prod.tfvars",
+            "linked.txt",
+        ),
     }
     code = {
         "pipeline/runtime/secrets.py",
@@ -271,15 +281,18 @@ def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.Lo
         "models/tokens.py",
         "environment.yaml",
         "key.py",
+        *("models/apikey.py", "models/kubeconfig.py", "src/ed25519.py", "jobs/token/__init__.py", "docs/secrets.md"),
+        *("pipeline/secrets/__init__.py", "vocab/tokens.json", "configs/multi-token/a.yaml", "data_rsa/x.txt"),
         "docker/a",
     }
     begin, key = "-----BEGIN " + "RSA PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0B"
     contents = {"key-in-lines": f"{begin}\n{key}\n", "key-in.json": json.dumps({"key": f"{begin}\n{key}"})}
     contents["key.py"] = f"TEXT = '{begin}'"
-    for name in (secret | code) - {"linked.txt"}:
+    for name in (secret | code) - {"linked.txt", "linked.py"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(contents.get(name, name))
-    (tmp_path / "linked.txt").symlink_to(tmp_path / "id_rsa")
+    for name in ("linked.txt", "linked.py"):
+        (tmp_path / name).symlink_to(tmp_path / "id_rsa")
     assert set(find_files(tmp_path)) == code
     (message,) = [record.getMessage() for record in caplog.records]
     assert all(name in message for name in secret)
@@ -306,6 +319,40 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
         config.write_text(text)
         with pytest.raises(UserError, match="contains a password") as refused:
             check_texts(config, arguments, [])
+        assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("comment", "is_secret"),
+    [
+        ("start with: export MLFLOW_TRACKING_PASSWORD=... and raycap run", False),
+        ("export HF_TOKEN=hf_... first", False),
+        ("HF_TOKEN=$TOKEN raycap run", False),
+        ("HF_TOKEN=${TOKEN} raycap run", False),
+        ("HF_TOKEN=$(cat token) raycap run", False),
+        ("postgresql://USER:PASSWORD@HOST/db", False),
+        ("password = <your password>", False),
+        ("password=<your password> and more", False),
+        ("try --set model.key=x", False),
+        ("order by key=length", False),
+        (f"HF_TOKEN={SECRET}", True),
+        (f"HF_TOKEN=${{TOKEN}}{SECRET}", True),
+        (f"https://h/?key={SECRET}", True),
+        (f"api_key={SECRET}", True),
+        (f"key=https://u:{SECRET}@h", True),
+        (f"postgresql://USER:{SECRET}@HOST/db", True),
+        ("-----BEGIN PRIVATE KEY-----", True),
+    ],
+)
+def test_comments_may_hold_placeholders_and_no_secrets(comment: str, is_secret: bool, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    for text in (f"name: a\n# {comment}\n", f"seed: 1\nname: a  # {comment}\n"):
+        config.write_text(text)
+        if not is_secret:
+            check_texts(config, [], [])
+            continue
+        with pytest.raises(UserError, match="line 2, contains a password.*; remove it from the comment$") as refused:
+            check_texts(config, [], [])
         assert SECRET not in str(refused.value)
 
 

@@ -59,6 +59,13 @@ def test_artifacts_of_a_database_go_to_s3_with_the_storage(
         ("http://host/#token=secret-word", "http://host/"),
         ("postgresql://me:secret#word@host/db?password=secret-word", "postgresql://host/db"),
         ("sqlite:////a@b/mlflow.db", "sqlite:////a@b/mlflow.db"),
+        ("results@v2/mlruns", "results@v2/mlruns"),
+        ("~/me@home/mlruns", "~/me@home/mlruns"),
+        ("file:/a@b", "file:/a@b"),
+        ("./a:b@c", "./a:b@c"),
+        ("http://mlflow.example.com/@team", "http://mlflow.example.com/@team"),
+        ("https://mlflow.example.com/?user=me@x.org", "https://mlflow.example.com/"),
+        ("https://mlflow.example.com:5000/?user=me@x.org", "https://mlflow.example.com:5000/"),
     ],
 )
 def test_what_is_stored_of_the_address(tmp_path: Path, uri: str, public: str) -> None:
@@ -66,9 +73,15 @@ def test_what_is_stored_of_the_address(tmp_path: Path, uri: str, public: str) ->
     assert public_uri(config) == public and "secret" not in repr(config)
 
 
-@pytest.mark.parametrize("uri", ["me:secret-word@host", "http:/me:secret-word@host", "http://me:12/secret-word@host"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("me:secret-word@host", "http:/me:secret-word@host", "http://me:12/secret-word@host", "file:me:secret@host"),
+        *("me:secret/word@host", "me:x://secret@host"),
+    ],
+)
 def test_an_address_whose_password_is_not_recognized_is_refused(tmp_path: Path, uri: str) -> None:
-    with pytest.raises(UserError, match="tracking.uri has an @") as refused:
+    with pytest.raises(UserError, match="tracking.uri contains an @, and it is unclear") as refused:
         parse_config(small_config(tmp_path, tracking={"uri": uri}))
     assert "secret" not in str(refused.value)
 

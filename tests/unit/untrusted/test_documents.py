@@ -64,6 +64,11 @@ def test_hostile_yaml_is_refused(text: str | bytes, reason: str) -> None:
         ("a:\n  token: secret-word: x", "mapping values are not allowed here in line 2, column 21"),
         ('token: "secret-word', "found unexpected end of stream in line 1, column 20"),
         ("token: *secret-word", "found undefined alias '...' in line 1, column 8"),
+        ("a:\n\t- b", "found a tab in line 2, column 1; indent with blanks"),
+        ("a: &x 1\nb: &x 2", "an anchor is defined a second time in line 2, column 4"),
+        ("a: 1\nb: {c: !!bool maybe}", "a value does not fit its tag (!!bool, !!int, ...) in line 2, column 8"),
+        ("token: !!int secret-word", "a value does not fit its tag (!!bool, !!int, ...) in line 1, column 8"),
+        ("token: 2026-99-99", "month must be in 1..12 in line 1, column 8"),
         ("a: [1, 2", "expected ',' or ']', but got '<stream end>' in line 1, column 9"),
     ],
 )
