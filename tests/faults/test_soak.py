@@ -196,7 +196,8 @@ class Soak:
     def close(self) -> list[str]:
         """Ends the server and waits for all other processes. Returns the command lines of those that are left."""
         self.over.set()
-        self.server.kill()
+        with suppress(psutil.NoSuchProcess):  # an earlier call has ended it
+            self.server.kill()
         deadline = time.monotonic() + 120
         while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
             time.sleep(1)
