@@ -218,11 +218,11 @@ class StageOutput:
         worker may write now or the storage fails; the copy then remains. It takes seconds also when the storage is
         down, because the error of a stage that has failed is reported after it.
         """
-        self._pool.shutdown(wait=False)
-        self._journal_pool.shutdown(wait=False)
         pending = [each for each in (self._pending, self._journal_pending) if each is not None]
         if wait(pending, CLOSE_S).not_done:
             return
+        self._pool.shutdown()  # before the other, which it uses
+        self._journal_pool.shutdown()
         if self.writes and self.folder.home is not None:
             home = StoragePath(self.folder.home.uri, self.folder.home.options.hasty)
             self.folder = RunFolder(self.folder.path, home)
