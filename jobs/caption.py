@@ -321,7 +321,7 @@ def _write_rows(rows: Iterator[dict[str, Any]], total: int, write: Callable[[Row
 
 
 def _printer(json_lines: bool) -> Callable[[Row], None]:
-    """Returns the function that prints a row, as JSON or as text, without a character that controls a terminal."""
+    """Returns a function that prints a row as JSON or as text, with control characters escaped."""
     return lambda row: print(json.dumps(row) if json_lines else _format_row(row))
 
 

@@ -69,7 +69,7 @@ def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """The values that `prepare` writes to run.json when it creates a run.
+    """The values of run.json for a new run.
 
     run.json also contains the digest of its own values. Two processes may create a run at the same time, and digests in
     a file of their own could be those of the other process's run.json.
