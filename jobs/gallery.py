@@ -82,6 +82,7 @@ def compute_maps(
     from models.attention_maps import cross_attention
     from models.attribution import Quadrature, integrated_gradients
     from models.cluster_groups import find_clusters
+    from pipeline.features.model_inputs import on_device
     from pipeline.reports.cluster_pictures import layer_colors
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import prepare_processor
@@ -94,7 +95,7 @@ def compute_maps(
     for image, inputs, size in _load_inputs(images, bundle, config, store, dataset):
         words = image.caption.split()
         ids = torch.tensor(bundle.vocabulary.encode(words)[: caption_model.sizes.max_positions + 1], device=device)
-        features = inputs.to(device)
+        features = on_device(inputs, device)
         with torch.no_grad():
             memory = caption_model.encode(features)
         # (layers, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
@@ -134,7 +135,7 @@ def _load_inputs(
 
     from models.base import Features
     from pipeline.data.images import BadImage, decode_image, read_image_file
-    from pipeline.features.model_inputs import Images
+    from pipeline.features.model_inputs import Images, on_device
 
     max_pixels, options = config.data.max_pixels, config.storage.options
     feature_store = open_store(store, config.features) if store is not None and bundle.transform is None else None
@@ -151,7 +152,7 @@ def _load_inputs(
             continue
         if bundle.transform is not None:
             with torch.no_grad():
-                features = bundle.captioner.features(features.to(device))
+                features = bundle.captioner.features(on_device(features, device))
         elif features.lengths is None or features.boxes is None:
             features = Features(features.tokens)
         else:

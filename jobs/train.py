@@ -18,7 +18,8 @@ from pipeline.runtime.secrets import without_secrets
 from pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
 from pipeline.storage.atomic import is_disk_full
 from pipeline.storage.path import StoragePath
-from pipeline.training.loop import DivergedError, StageJob, train_stages
+from pipeline.training.finite import DivergedError
+from pipeline.training.loop import StageJob, train_stages
 from pipeline.training.stage_output import AbandonedError
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,13 @@ from models.config import ModelConfig, ModelSizes
 class Features:
     """A captioner's input for B images."""
 
-    tokens: Tensor  # stored features (B, N, C), or normalized pixels (B, 3, H, W) for a captioner with a backbone
+    # features (B, N, C), or for a captioner with a backbone normalized pixels (B, 3, H, W)
+    tokens: Tensor
     lengths: Tensor | None = None  # numbers (B,) of valid image tokens; None where all N are valid
     boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4), for models that arrange regions by them
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
-
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Features:
-        """These features on `device`; `dtype` converts the tokens only."""
-        moved = map_tensors(self, lambda tensor: tensor.to(device))
-        return replace(moved, tokens=moved.tokens.to(dtype=dtype))
 
     def select(self, rows: Tensor) -> Features:
         """The features of the images with the indices `rows` (int64, in any number and order)."""

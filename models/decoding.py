@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
 
+CHECK_EVERY = 4  # steps between the questions to a GPU whether captions have ended, each of which waits for it
 COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words
 
 Models = CaptionModel | Sequence[CaptionModel]
@@ -69,6 +70,11 @@ class Decoder:
         pairs = zip(self.models, memories, strict=True)
         self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
 
+    @property
+    def check_every(self) -> int:
+        """After how many steps the decoder asks which images have ended."""
+        return CHECK_EVERY if self.device.type == "cuda" else 1
+
     def step(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""
         first = self.shares_first_step and self.caches[0].length == 0
@@ -91,9 +97,10 @@ class Decoder:
     def drop_finished(self, finished: Tensor) -> Tensor | None:
         """Drops the images where `finished` (B,) is True, but only if they are at least half, because this copies data.
 
-        Returns the indices of the remaining images, or None when nothing was dropped.
+        Returns the indices of the remaining images, or None when nothing was dropped. Only every `check_every`-th step
+        drops images. An image that has ended can stay, because its captions do not change any more.
         """
-        if 2 * int(finished.sum()) < len(self.images):
+        if self.caches[0].length % self.check_every or 2 * int(finished.sum()) < len(self.images):
             return None
         remaining = (~finished).nonzero()[:, 0]
         self.images = self.images[remaining]

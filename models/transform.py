@@ -5,16 +5,35 @@ torch is imported only where tensors are made, so that a task that decodes image
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@lru_cache
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    """ImageNet's mean and standard deviation (3,). A copy to a GPU waits for it, so that each device gets one."""
+    import torch
+
+    mean, std = (torch.tensor(values, device=device) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return mean, std
+
+
+def normalize(pixels: Tensor) -> Tensor:
+    """(B, H, W, 3) uint8 to (B, 3, H, W) float32 in the channels-last memory format, on the pixels' device."""
+    import torch
+
+    mean, std = _statistics(pixels.device)
+    return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
 
 class ImageTransform:
@@ -30,18 +49,11 @@ class ImageTransform:
     def __call__(self, image: Image.Image) -> Tensor:
         import torch
 
-        return self.normalize(torch.from_numpy(self.resize(image)[None].copy()))[0]
+        return normalize(torch.from_numpy(self.resize(image)[None].copy())).contiguous()[0]
 
     def resize(self, image: Image.Image) -> np.ndarray:
         """Pixels (H, W, 3) uint8 of the square: the part for a CPU task, whose result is small to send."""
         return np.asarray(image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR))
-
-    def normalize(self, pixels: Tensor) -> Tensor:
-        """(B, H, W, 3) uint8 to (B, 3, H, W) float32, on the pixels' device."""
-        import torch
-
-        mean, std = (torch.tensor(values, device=pixels.device) for values in (IMAGENET_MEAN, IMAGENET_STD))
-        return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2).contiguous()
 
     def describe(self) -> dict[str, Any]:
         """The transform as JSON values, for feature keys and model bundles."""

@@ -28,7 +28,7 @@ from models.registry import build_model
 from pipeline.config.sections import OptimizerSection, StageSection
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
 from pipeline.runtime.cpu import memory_mb, prepare_processor
-from pipeline.training.batches import Batch
+from pipeline.training.batches import Batch, target_positions
 from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from pipeline.training.optimizer import make_optimizer
 from pipeline.training.reward import CaptionReward
@@ -156,7 +156,8 @@ def _training_step(case: Case, device: torch.device) -> Callable[[], None]:
     batch = Batch(
         Features(inputs),
         tokens,
-        images=np.arange(case.images),
+        target_positions(tokens, SIZES.pad),
+        images=torch.arange(case.images, device=device),
         global_targets=tokens[:, 1:].numel(),
         global_images=case.images,
     )
@@ -176,7 +177,7 @@ def _objective(case: Case, device: torch.device) -> Objective:
     """The objective of a case; that of SCST has a CIDEr-D reward over random references of 2,000 images."""
     values = {"name": "bench", "objective": case.objective, "epochs": 1, "batch_size": case.images, "lr": 1e-5}
     if case.objective == "cross_entropy":
-        return cross_entropy_objective(StageSection.model_validate(values), SIZES.pad)
+        return cross_entropy_objective(StageSection.model_validate(values))
     stage = StageSection.model_validate(values | {"scst": {"max_length": 21}})  # 20 tokens and SOS
     words = [f"w{number:05d}" for number in range(SIZES.vocabulary_size - len(SPECIALS))]
     vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
@@ -186,4 +187,4 @@ def _objective(case: Case, device: torch.device) -> Objective:
         for image in range(2000)
     }
     reward = CaptionReward(references, vocabulary, eos=True, device=device)
-    return scst_objective(stage, reward, torch.arange(case.images), SIZES.pad, vocabulary.words)
+    return scst_objective(stage, reward, reward.indices_of(range(case.images)), SIZES.pad, vocabulary.words)

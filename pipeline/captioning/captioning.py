@@ -17,7 +17,7 @@ from models.decoding import Captions, beam_search
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.features.model_inputs import Images
+from pipeline.features.model_inputs import Images, on_device
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.split_result import Hypothesis
@@ -129,7 +129,8 @@ def _caption_batch(
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
     alignment: list[float] = [math.nan] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
-        memories = [model.encode(images.load(rows).to(device)) for model, images in zip(models, inputs, strict=True)]
+        loaded = [on_device(images.load(rows), device) for images in inputs]
+        memories = [model.encode(features) for model, features in zip(models, loaded, strict=True)]
         captions, satisfied = _search(models, memories, search, [constraints.get(image) for image in image_ids])
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()

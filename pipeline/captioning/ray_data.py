@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from models.transform import ImageTransform
+from models.transform import ImageTransform, normalize
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
@@ -155,7 +155,7 @@ class _CaptionActor:
         ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
-            captions = self.service.caption(self.service.transform.normalize(pixels), self.num_results)
+            captions = self.service.caption(normalize(pixels).contiguous(), self.num_results)
             ranked = dict(zip(readable, captions, strict=True))
         rows = [ranked.get(index, []) for index in range(len(batch["reason"]))]
         return {

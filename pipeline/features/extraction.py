@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import BackboneConfig
-from models.transform import ImageTransform
+from models.transform import ImageTransform, normalize
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
@@ -303,7 +303,7 @@ class ShardWriter:
                 part = pixels[start : start + size]
                 padded = np.zeros((size, *pixels.shape[1:]), np.uint8)
                 padded[: len(part)] = part
-                images = self.transform.normalize(torch.from_numpy(padded).to(self.device))
+                images = normalize(torch.from_numpy(padded).to(self.device)).contiguous()
                 features = self.backbone(images)[: len(part)].float().cpu().numpy()
                 with np.errstate(over="ignore"):  # the caller quarantines images with an overflow
                     parts.append(features.astype(self.settings.stored_dtype))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.base import Features
-from models.transform import ImageTransform
+from models.base import Features, map_tensors
+from models.transform import ImageTransform, normalize
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, decode_image, read_image_file
 from pipeline.features.store import FeatureStore
@@ -49,21 +50,33 @@ class Images:
         return len(self.uris)
 
     def load(self, rows: np.ndarray) -> Features:
-        """The float32 inputs of these rows, as tokens.
+        """The inputs of these rows as they are stored, which `on_device` converts to model inputs.
 
-        From a store, these are features (len(rows), N, C), and for regions also their lengths and boxes. Without a
-        store, these are normalized pixels (len(rows), 3, H, W).
+        From a store, the tokens are features (len(rows), N, C) in the stored dtype; regions also have lengths and
+        boxes. Without a store, the tokens are resized pixels (len(rows), H, W, 3) uint8.
         """
         if self.store is None or self.positions is None:
             assert self.pool is not None
             return Features(torch.stack(list(self.pool.map(self._pixels, rows))))
-        tokens = torch.from_numpy(self.store.gather_at(self.positions[rows])).float()
+        tokens = torch.from_numpy(self.store.gather_at(self.positions[rows]))
         regions = self.store.regions_at(self.positions[rows])
         return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
     def _pixels(self, row: int) -> Tensor:
-        """The normalized pixels (3, H, W) of one image."""
+        """The resized pixels (H, W, 3) uint8 of one image."""
         assert self.transform is not None
         path, key = StoragePath(self.uris[row], self.options), self.keys[row]
         data = self.cache.read(path, key, MAX_BYTES) if self.cache and path.is_remote and key else read_image_file(path)
-        return self.transform(decode_image(data, self.max_pixels))
+        return torch.from_numpy(self.transform.resize(decode_image(data, self.max_pixels)).copy())
+
+
+def on_device(features: Features, device: torch.device, dtype: torch.dtype = torch.float32) -> Features:
+    """Model inputs of type `dtype` on `device` from the inputs of `Images.load`.
+
+    The inputs are copied as they are stored, which is half the bytes for float16 features and a quarter for pixels, and
+    converted on the device. From pinned memory the copy does not wait for the device. Pixels become normalized images
+    (B, 3, H, W) in the channels-last memory format.
+    """
+    moved = map_tensors(features, lambda tensor: tensor.to(device, non_blocking=True))
+    tokens = normalize(moved.tokens) if moved.tokens.dtype == torch.uint8 else moved.tokens
+    return replace(moved, tokens=tokens.to(dtype))

@@ -26,6 +26,7 @@ class Context(Protocol):
     world_rank: int
     world_size: int
     device: torch.device
+    control_group: dist.ProcessGroup | None  # for small messages from the processor's memory; None: the default group
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
@@ -63,6 +64,7 @@ class LocalContext:
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
         self.device = torch.device(device)
+        self.control_group: dist.ProcessGroup | None = None
 
     def report(self, metrics: dict[str, Any]) -> None:
         pass
@@ -91,6 +93,11 @@ class RayContext:
         context = ray.train.get_context()
         self.world_rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = torch.device("cpu") if computes_on_cpus() else get_device()
+        # Messages through NCCL would wait until the GPU has finished the step.
+        uses_nccl = self.device.type == "cuda" and self.world_size > 1
+        self.control_group: dist.ProcessGroup | None = None
+        if uses_nccl:
+            self.control_group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         set_rank(self.world_rank)
         # Signal handlers are set in the main thread, which runs the actor's methods. This is the training thread.
         ray.get(ray.get_runtime_context().current_actor.__ray_call__.remote(_note_sigterm))
@@ -134,7 +141,7 @@ def gather_objects(context: Context, value: Any) -> list[Any]:
     """The values of all ranks in their order. All ranks must call this together, and all get the result."""
     values = [value] * context.world_size
     if context.world_size > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=context.control_group)
     return values
 
 
@@ -145,8 +152,8 @@ def any_rank(context: Context, *answers: bool) -> Callable[[], list[bool]]:
     """
     if context.world_size == 1:
         return lambda: list(answers)
-    counts = torch.tensor(answers, dtype=torch.int64, device=context.device)
-    exchange = dist.all_reduce(counts, async_op=True)
+    counts = torch.tensor(answers, dtype=torch.int64)
+    exchange = dist.all_reduce(counts, group=context.control_group, async_op=True)
 
     def result() -> list[bool]:
         exchange.wait()

@@ -118,8 +118,7 @@ class HashTable:
         while len(pending):
             following = take(position, pending) + 1
             position[pending] = following
-            hit = take(self.keys, following) == take(values, pending)
-            present[pending[hit]] = True
+            present[pending] = hit = take(self.keys, following) == take(values, pending)
             pending = pending[~hit & (following + 1 < take(end, pending))]
         return position, present
 

@@ -7,22 +7,25 @@ A sample is an image with `captions_per_image` captions. For cross entropy with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from models.base import Features
+from models.base import Features, map_tensors
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.features.model_inputs import Images
+from pipeline.features.model_inputs import Images, on_device
 from pipeline.training.sample_order import samples_at, seed_of
+
+NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 
 
 def num_samples(stage: StageSection, train: Dataset) -> int:
@@ -68,16 +71,30 @@ class Batch:
 
     features: Features
     tokens: Tensor  # (B * K, T) with SOS, EOS and PAD
-    images: np.ndarray  # (B,) rows of the data set
+    target_positions: Tensor  # (P,) positions of the target tokens, words and EOS, in tokens[:, 1:].flatten()
+    images: Tensor  # (B,) rows of the data set, int64
     global_targets: int  # target tokens of the whole optimizer step, over all workers
     global_images: int  # images of the whole optimizer step
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-        """The batch on `device`, with features of type `dtype`. Pixels get the channels-last memory format."""
-        features = self.features.to(device, dtype)
-        if features.tokens.ndim == 4:  # pixels
-            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
-        return replace(self, features=features, tokens=self.tokens.to(device))
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
+        """The batch on `device`, with features of type `dtype` (see `on_device`)."""
+        return self._mapped(
+            on_device(self.features, device, dtype), lambda tensor: tensor.to(device, non_blocking=True)
+        )
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which a GPU copies while it computes."""
+        return self._mapped(map_tensors(self.features, Tensor.pin_memory), Tensor.pin_memory)
+
+    def _mapped(self, features: Features, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with these features, and with the other tensors changed."""
+        tokens, positions, images = map(change, (self.tokens, self.target_positions, self.images))
+        return replace(self, features=features, tokens=tokens, target_positions=positions, images=images)
+
+
+def target_positions(tokens: Tensor, pad: int) -> Tensor:
+    """`Batch.target_positions` of tokens (R, T). On a GPU it would wait for the device, so the loader computes it."""
+    return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
 
 
 class Batches:
@@ -88,23 +105,36 @@ class Batches:
     """
 
     def __init__(
-        self, images: Images, captions: CaptionTokens, stage: StageSection, *, seed: int, rank: int, world_size: int
+        self,
+        images: Images,
+        captions: CaptionTokens,
+        stage: StageSection,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        pins: bool = False,
     ) -> None:
+        """pins: prepare the batches in page-locked memory, for a GPU."""
         self.images, self.captions, self.stage = images, captions, stage
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.seed, self.rank, self.world_size, self.pins = seed, rank, world_size, pins
         self.num_samples = len(captions.image_of) if stage.samples_are_pairs else len(images)
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yields the micro-batches of each step from start to stop - 1.
 
-        A thread prepares those of the next step while the caller computes the current one.
+        A thread prepares those of the next NUM_PREFETCHED steps while the caller computes the current one.
         """
         with ThreadPoolExecutor(1) as pool:
-            futures = (pool.submit(self.at, step) for step in range(start, stop))  # `next` below submits one at a time
-            upcoming = next(futures, None)
-            while upcoming is not None:
-                current, upcoming = upcoming.result(), next(futures, None)
-                yield current
+            submitted = (pool.submit(self.at, step) for step in range(start, stop))  # submits one when asked for it
+            upcoming = deque(islice(submitted, NUM_PREFETCHED))
+            try:
+                while upcoming:
+                    current = upcoming.popleft().result()
+                    upcoming.extend(islice(submitted, 1))
+                    yield current
+            finally:  # the caller has stopped early
+                pool.shutdown(cancel_futures=True)
 
     def at(self, step: int) -> list[Batch]:
         """This worker's `gradient_accumulation_steps` micro-batches of a step."""
@@ -117,7 +147,15 @@ class Batches:
         for part in range(stage.gradient_accumulation_steps):
             samples = share(stage.batch_size, part * self.world_size + self.rank, num_shares)
             rows, tokens = images[samples], self.captions.padded(captions[samples].reshape(-1))
-            batches.append(Batch(self.images.load(rows), tokens, rows, targets, stage.batch_size))
+            batch = Batch(
+                features=self.images.load(rows),
+                tokens=tokens,
+                target_positions=target_positions(tokens, self.captions.pad),
+                images=torch.from_numpy(rows),
+                global_targets=targets,
+                global_images=stage.batch_size,
+            )
+            batches.append(batch.pinned() if self.pins else batch)
         return batches
 
     def _rows(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import memory_mb, prepare_processor
-from pipeline.training.batches import Batch, CaptionTokens
+from pipeline.training.batches import Batch, CaptionTokens, target_positions
 from pipeline.training.loop import feature_dtype, stage_captioner
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import make_optimizer
@@ -80,8 +80,11 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.image_of[rows[:: stage.captions_per_image]]
     side, width = config.backbone.image_size, folder.sizes.feature_width
-    shape = (size, 3, side, side) if stage.train_backbone else (size, num_tokens, width)
-    features = Features(torch.randn(shape))
+    if stage.train_backbone:
+        features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
+    else:
+        features = Features(torch.randn(size, num_tokens, width))
     if not config.has_backbone:  # regions: every image has the largest number
         features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
-    return Batch(features, captions.padded(rows), images, int(counts[rows].sum()), size)
+    tokens, targets = captions.padded(rows), int(counts[rows].sum())
+    return Batch(features, tokens, target_positions(tokens, captions.pad), torch.from_numpy(images), targets, size)

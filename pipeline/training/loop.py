@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
@@ -39,20 +38,17 @@ from pipeline.storage.file_cache import image_cache
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import load_weights
 from pipeline.training.batches import Batch, Batches, CaptionTokens
+from pipeline.training.finite import FiniteCheck
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
 from pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
-from pipeline.training.step_metrics import StepMetrics
+from pipeline.training.step_metrics import StepMetrics, summed
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
 REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation makes progress
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient is not finite. The message names stage, step and rank."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,9 @@ class StageRun:
         seed, captions = seed_of(config.seed, self.number), CaptionTokens(train, self.vocabulary)
         rank, world_size = context.world_rank, context.world_size
         images = self._images(train, store)
-        self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size)
+        on_gpu = context.device.type == "cuda"
+        self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
+        self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = self._images(validation, store)
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
@@ -189,6 +187,7 @@ class StageRun:
                 output.log("notice", progress.step, {"text": text, "total": self.total})
             if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
                 values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
+                self.finite.require()
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
             if self._validates_after(step):
                 self._validate()
@@ -199,6 +198,7 @@ class StageRun:
             elif progress.step % stage.checkpoint_every_steps == 0 or (
                 time.monotonic() - saved_at > 60 * stage.checkpoint_every_minutes
             ):
+                self.finite.require()
                 output.save_checkpoint(self.captioner, self.optimizer, progress)
                 saved_at = time.monotonic()
             if must_stop and progress.step < stop:
@@ -210,13 +210,16 @@ class StageRun:
         gather_objects(self.context, value=None)
         return True
 
-    def step(self, step: int, batches: list[Batch]) -> dict[str, float]:
-        """Makes one optimizer step over this worker's micro-batches and returns its share of the metrics."""
+    def step(self, step: int, batches: list[Batch]) -> dict[str, Tensor]:
+        """Makes one optimizer step over this worker's micro-batches and returns its share of the metrics.
+
+        No operation here waits for a GPU, except those of the objective.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step)
         self.optimizer.zero_grad(set_to_none=True)
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
-        metrics: dict[str, float] = defaultdict(float)
+        metrics: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
@@ -227,25 +230,14 @@ class StageRun:
             with self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
-                self._require_finite("loss", output.metrics["loss"], step)
                 # The losses of all workers add up to the global loss, but DDP averages their gradients.
                 (output.loss * self.context.world_size).backward()
-            for key, value in output.metrics.items():
-                metrics[key] += value
-        norm = float(nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf))
-        self._require_finite("gradient norm", norm, step)
+            metrics = summed(metrics, output.metrics)
+        norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
+        self.finite.add(step, {"loss": metrics["loss"], "gradient norm": norm})
         # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
-        metrics["gradient_norm"] = norm / self.context.world_size
         self.optimizer.step()
-        return metrics
-
-    def _require_finite(self, name: str, value: float, step: int) -> None:
-        """Raises DivergedError for infinity and NaN."""
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"the {name} is {value} in stage {self.stage.name}, step {step}, rank {self.context.world_rank}; "
-                "the last good checkpoint stays: lower lr or add max_grad_norm"
-            )
+        return metrics | {"gradient_norm": norm.double() / self.context.world_size}
 
     def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
         """The model inputs of some images: stored features, or pixels when `store` is None."""
@@ -287,6 +279,7 @@ class StageRun:
 
     def _validate(self) -> None:
         """Scores the validation split, updates the progress, and saves a checkpoint."""
+        self.finite.require()
         begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
         reported_at = begin
@@ -316,7 +309,7 @@ class StageRun:
         """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
         rows = [torch.tensor(hypothesis.tokens) for hypothesis in best.values()]
         tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
-        return float(self.validation_reward(tokens, list(best)).mean())
+        return float(self.validation_reward(tokens, self.validation_reward.indices_of(list(best))).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
         """Lowers the rate on a plateau, and ends the stage when it stops improving or SCST makes captions worse.

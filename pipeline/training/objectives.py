@@ -15,6 +15,7 @@ Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,10 +38,13 @@ MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_r
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One micro-step's shares of the means: summed over micro-steps and workers they give the batch's values."""
+    """One micro-step's shares of the means: summed over micro-steps and workers they give the batch's values.
+
+    The metrics stay on the device, because reading a number makes the processor wait for a GPU.
+    """
 
     loss: Tensor
-    metrics: dict[str, float]
+    metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
 # The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
@@ -53,7 +57,7 @@ def make_objective(
 ) -> tuple[Objective, CaptionReward | None]:
     """The objective of a stage over its training images, and its reward (None for cross entropy)."""
     if stage.objective == "cross_entropy":
-        return cross_entropy_objective(stage, vocabulary.pad), None
+        return cross_entropy_objective(stage), None
     reward = CaptionReward(
         train.references(),
         vocabulary,
@@ -62,38 +66,40 @@ def make_objective(
         device=device,
         cache=cache_folder(),
     )
-    image_ids = torch.tensor(train.column("image_id"))
-    return scst_objective(stage, reward, image_ids, vocabulary.pad, vocabulary.words), reward
+    indices = reward.indices_of(train.column("image_id"))
+    return scst_objective(stage, reward, indices, vocabulary.pad, vocabulary.words), reward
 
 
-def cross_entropy_objective(stage: StageSection, pad: int) -> Objective:
+def cross_entropy_objective(stage: StageSection) -> Objective:
     """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
-        logits = wrapped(batch.features, batch.tokens[:, :-1])
-        loss = smoothed_cross_entropy(logits, batch.tokens[:, 1:], pad, stage.label_smoothing) / batch.global_targets
-        return StepOutput(loss, {"loss": float(loss.detach())})
+        logits = wrapped(batch.features, batch.tokens[:, :-1]).flatten(0, 1)[batch.target_positions]
+        targets = batch.tokens[:, 1:].flatten()[batch.target_positions]
+        loss = smoothed_cross_entropy(logits, targets, stage.label_smoothing) / batch.global_targets
+        return StepOutput(loss, {"loss": loss.detach().double()})
 
     return compute
 
 
 def scst_objective(
-    stage: StageSection, reward: CaptionReward, image_ids: torch.Tensor, pad: int, words: tuple[str, ...]
+    stage: StageSection, reward: CaptionReward, indices: Tensor, pad: int, words: tuple[str, ...]
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    image_ids: the image id of each row of the data set. words: the words in the order of their token ids.
+    indices: the number of each row of the data set in the reward, on its device (`CaptionReward.indices_of`).
+    words: the words in the order of their token ids.
     """
     section = stage.sampling
-    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words])
+    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=indices.device)
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
-        ids = image_ids[batch.images]
+        images = indices[batch.images]
         tokens, greedy_tokens = _sample_captions(captioner, batch, section, generator)
-        rewards = reward(tokens, ids.repeat_interleave(section.num_samples).tolist()).view(-1, section.num_samples)
+        rewards = reward(tokens, images.repeat_interleave(section.num_samples)).view(-1, section.num_samples)
         if greedy_tokens is not None:
-            baseline = reward(greedy_tokens, ids.tolist())[:, None]
+            baseline = reward(greedy_tokens, images)[:, None]
         elif section.baseline == "mean":
             baseline = rewards.mean(1, keepdim=True)
         else:
@@ -104,16 +110,16 @@ def scst_objective(
         log_probs = caption_log_probs(wrapped(batch.features, tokens[:, :-1]), scored_tokens, pad)
         count = batch.global_images * section.num_samples
         loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
-        num_scored = int((scored_tokens[:, 1:] != pad).sum())
+        num_scored = (scored_tokens[:, 1:] != pad).sum().clamp(min=1)
         metrics = {
-            "loss": float(loss.detach()),
-            "reward": float(rewards.sum()) / count,
-            "reward_sq_mean": float(rewards.square().sum()) / count,
-            "advantage_abs_mean": float(advantage.abs().sum()) / count,
+            "loss": loss.detach().double(),
+            "reward": rewards.sum() / count,
+            "reward_sq_mean": rewards.square().sum() / count,
+            "advantage_abs_mean": advantage.abs().sum() / count,
             # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. It is weighted
             # by this micro-step's share of the captions, because the shares are summed.
-            "entropy": -float(log_probs.detach().sum()) / max(num_scored, 1) * len(tokens) / count,
-            **_caption_stats(tokens.cpu(), eos, pad, is_open_ending, count),
+            "entropy": -log_probs.detach().sum().double() / num_scored * len(tokens) / count,
+            **_caption_stats(tokens, eos, pad, is_open_ending, count),
         }
         return StepOutput(loss, metrics)
 
@@ -182,7 +188,7 @@ def _sample_captions(
     return captions.tokens.flatten(0, 1), None if baseline is None else baseline.tokens[:, 0]
 
 
-def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, float]:
+def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, Tensor]:
     """Statistics that show when SCST fails: length, open endings ("a man with a"), repetitions, captions with EOS.
 
     Each is a sum divided by `count`, the number of sampled captions of the whole optimizer step.
@@ -195,25 +201,23 @@ def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, c
     trigrams, is_complete = words.unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
     is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
     return {
-        "length": float(lengths.sum()) / count,
-        "broken_endings": float((is_open_ending[last_words] & (lengths > 0)).sum()) / count,
+        "length": lengths.sum().double() / count,
+        "broken_endings": (is_open_ending[last_words] & (lengths > 0)).sum().double() / count,
         # triu(1) leaves only pairs of different positions, each once.
-        "repeated_trigrams": float(is_equal.triu(1).any(-1).any(-1).sum()) / count,
-        "ended": float((tokens == eos).any(1).sum()) / count,
+        "repeated_trigrams": is_equal.triu(1).any(-1).any(-1).sum().double() / count,
+        "ended": (tokens == eos).any(1).sum().double() / count,
     }
 
 
-def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing: float) -> Tensor:
+def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
     """The label-smoothed loss summed over the target tokens, as ExpansionNet v2's code computes it.
 
     The target class has probability 1 - smoothing and the other V - 1 classes share `smoothing`; the loss is the
     Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. The caller divides the sum
     by the number of target tokens of the global batch, so that the gradient does not depend on the number of workers.
 
-    logits (..., V) of any float dtype; targets (...) int64, `pad` at positions without a target.
+    logits (P, V) of any float dtype and targets (P,) int64, at the positions that have a target.
     """
-    valid_mask = targets != pad
-    logits, targets = logits[valid_mask], targets[valid_mask]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if smoothing == 0:
         return F.cross_entropy(logits, targets, reduction="sum")
@@ -222,8 +226,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, pad: int, smoothing:
     of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
     # The sum over all classes includes the target with weight `rest`, so the first term adds only the difference.
     negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
-    log_target, log_rest = torch.tensor([1 - smoothing, rest], dtype=torch.float64).log().tolist()
-    negative_entropy = (1 - smoothing) * log_target + smoothing * log_rest
+    negative_entropy = (1 - smoothing) * math.log(1 - smoothing) + smoothing * math.log(rest)
     return negative_entropy * len(targets) - negative_cross_entropy.sum()
 
 

@@ -69,10 +69,15 @@ class CaptionReward:
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
         self._ignored = torch.tensor(ignored, device=device)
 
-    def __call__(self, tokens: Tensor, images: Sequence[int]) -> Tensor:
+    def indices_of(self, images: Sequence[int]) -> Tensor:
+        """The numbers (len(images),) int64, on the reward's device, under which the reward has these image ids."""
+        return torch.tensor([self.index_of[int(image)] for image in images], device=self._ignored.device)
+
+    def __call__(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
 
-        tokens: (R, T) on the reward's device; those after the first EOS are ignored. images: R image ids.
+        tokens: (R, T) on the reward's device; those after the first EOS are ignored. indices: (R,) the captions'
+        images, numbered by `indices_of`.
         """
         is_eos = tokens == self.eos_id
         num_eos_before = is_eos.cumsum(1) - is_eos.long()
@@ -80,7 +85,6 @@ class CaptionReward:
         if not self.eos:
             is_word &= ~is_eos
         order = (~is_word).long().argsort(stable=True, dim=1)  # moves the words to the front and keeps their order
-        indices = torch.tensor([self.index_of[int(image)] for image in images], device=tokens.device)
         return self.scorer.score(tokens.gather(1, order), is_word.sum(1), indices)
 
 

@@ -1,16 +1,24 @@
-"""Metrics of the steps between two journal entries: means over steps and ranks, speed, time spent waiting for data."""
+"""Metrics of the steps between two journal entries: means over steps and ranks, speed, time spent waiting for data.
+
+They stay on the device until an entry is written, so that a step does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 
 import torch
+from torch import Tensor
 
 from pipeline.runtime.context import Context, sum_over_ranks
 from pipeline.runtime.cpu import memory_mb
 from pipeline.runtime.system_metrics import system_metrics
+
+
+def summed(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sums with `metrics` added. The first metrics decide about the names."""
+    return {key: sums[key] + value for key, value in metrics.items()} if sums else metrics
 
 
 class StepMetrics:
@@ -18,7 +26,7 @@ class StepMetrics:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.sums: dict[str, float] = defaultdict(float)
+        self.sums: dict[str, Tensor] = {}
         self.steps, self.wait_s = 0, 0.0
         self.begin = self.last_step_end = time.monotonic()
 
@@ -26,10 +34,9 @@ class StepMetrics:
         """Counts the time since the last step as time spent waiting for data."""
         self.wait_s += time.monotonic() - self.last_step_end
 
-    def add(self, metrics: dict[str, float]) -> None:
-        """Adds this rank's metrics of one step."""
-        for key, value in metrics.items():
-            self.sums[key] += value
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        """Adds this rank's metrics of one step, float64 scalars on the context's device."""
+        self.sums = summed(self.sums, metrics)
         self.steps += 1
         self.last_step_end = time.monotonic()
 
@@ -38,10 +45,12 @@ class StepMetrics:
 
         batch_size: images per step over all ranks. In the result, data_wait is the share of the time spent waiting.
         """
-        elapsed, device = time.monotonic() - self.begin, self.context.device
-        keys = sorted(self.sums)
-        values = torch.tensor([*(self.sums[key] for key in keys), self.wait_s], dtype=torch.float64, device=device)
-        *sums, wait_s = sum_over_ranks(self.context, values).tolist()
+        device, keys = self.context.device, sorted(self.sums)
+        wait_s = torch.tensor(self.wait_s, dtype=torch.float64, device=device)
+        *sums, total_wait_s = sum_over_ranks(
+            self.context, torch.stack([*(self.sums[key] for key in keys), wait_s])
+        ).tolist()
+        elapsed = time.monotonic() - self.begin  # after `tolist`, which waits for the device
         means = {key: value / self.steps for key, value in zip(keys, sums, strict=True)}
         reward_sq_mean = means.pop("reward_sq_mean", None)
         if reward_sq_mean is not None:
@@ -49,7 +58,7 @@ class StepMetrics:
         return {
             **means,
             "images_per_s": batch_size * self.steps / elapsed,
-            "data_wait": wait_s / self.context.world_size / elapsed,
+            "data_wait": total_wait_s / self.context.world_size / elapsed,
             "memory_mb": memory_mb(device),
             **system_metrics(device),
         }

@@ -14,6 +14,7 @@ from models.decoding import beam_search
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.service import CaptionService
+from pipeline.features.model_inputs import on_device
 from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, StageRun, train_stages
@@ -49,7 +50,8 @@ def test_a_training_step_is_the_cpus(tmp_path: Path, name: str) -> None:
         metrics.append([run.step(step, run.batches.at(step)) for step in range(3)])
         weights.append({key: value.cpu() for key, value in run.captioner.state_dict().items()})
     for expected, found in zip(*metrics, strict=True):
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        numbers = {key: value.item() for key, value in found.items()}
+        assert numbers == pytest.approx({key: value.item() for key, value in expected.items()}, rel=1e-9, abs=1e-12)
     for key, value in weights[0].items():
         assert torch.allclose(weights[1][key], value, rtol=1e-9, atol=1e-9), key
 
@@ -64,7 +66,7 @@ def test_beam_search_is_the_cpus(config: ModelConfig) -> None:
     features = Features(torch.randn(4, 9, 12, dtype=torch.float64), torch.tensor([9, 3, 7, 5]), boxes)
     results = []
     for device in (torch.device("cpu"), torch.device(DEVICE)):
-        memory = model.to(device).encode(features.to(device))
+        memory = model.to(device).encode(on_device(features, device))
         results.append(beam_search(model, memory, beam_size=3, max_length=12, num_results=3))
     expected, found = results
     assert torch.equal(found.tokens.cpu(), expected.tokens)

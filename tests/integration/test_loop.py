@@ -17,7 +17,8 @@ from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
-from pipeline.training.loop import NOTICE, STOPPING, DivergedError, StageJob, StageRun, train_stages
+from pipeline.training.finite import DivergedError
+from pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, train_stages
 from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run

@@ -110,7 +110,7 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     )
     (batch,) = batches.at(3)
     whole = FeatureStore(store)
-    expected = whole.regions_at(positions(whole, [train.column("key")[row] for row in batch.images]))
+    expected = whole.regions_at(positions(whole, [train.column("key")[row] for row in batch.images.tolist()]))
     for values, expected_values in zip((batch.features.lengths, batch.features.boxes), expected, strict=True):
         assert values is not None and expected_values is not None and np.array_equal(values.numpy(), expected_values)
 

@@ -82,8 +82,8 @@ def test_bfloat16_logits(model: CaptionModel, recorded: dict[str, Any]) -> None:
 def loss(model: CaptionModel, recorded: dict[str, Any]) -> Tensor:
     tokens = recorded["tokens"]
     logits = model(Features(recorded["features"], real_lengths(recorded)), tokens[:, :-1])
-    total = smoothed_cross_entropy(logits, tokens[:, 1:], recorded["pad"], 0.1)
-    return total / (tokens[:, 1:] != recorded["pad"]).sum()
+    is_target = tokens[:, 1:] != recorded["pad"]
+    return smoothed_cross_entropy(logits[is_target], tokens[:, 1:][is_target], 0.1) / is_target.sum()
 
 
 def test_label_smoothed_loss_and_gradient_norms(model: CaptionModel, recorded: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pipeline.data.dataset import read_annotations
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
-from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples
+from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
 from tests.conftest import write_karpathy
 
 
@@ -52,12 +52,14 @@ def test_workers_share_what_one_worker_would_see(
     for step in (0, 1, 7):
         (single,) = whole.at(step)
         pieces = [part for rank in (0, 1) for part in Batches(*parts, split, seed=3, rank=rank, world_size=2).at(step)]
-        assert sorted(row for piece in pieces for row in piece.images) == sorted(single.images)
+        assert sorted(row for piece in pieces for row in piece.images.tolist()) == sorted(single.images.tolist())
         assert {piece.global_targets for piece in pieces} == {single.global_targets}
         targets = sum(int((piece.tokens[:, 1:] != parts[1].pad).sum()) for piece in pieces)
         assert targets == single.global_targets
         for piece in pieces:
-            assert torch.equal(piece.features.tokens[:, 0, 0].long(), torch.from_numpy(piece.images))
+            assert torch.equal(piece.features.tokens[:, 0, 0].long(), piece.images)
+            targets_of_piece = piece.tokens[:, 1:].flatten()[piece.target_positions]
+            assert torch.equal(targets_of_piece, piece.tokens[:, 1:][piece.tokens[:, 1:] != parts[1].pad])
             assert piece.tokens.shape[0] == len(piece.images) * captions_per_image
 
 
@@ -90,11 +92,14 @@ def test_the_number_of_samples_is_the_batches(
 def test_a_batch_moves_as_a_whole() -> None:
     """Features are converted, region lengths and tokens keep their types, pixels become channels-last."""
     regions = Features(torch.ones(2, 3, 4), torch.tensor([1, 3]), torch.ones(2, 3, 4))
-    batch = Batch(regions, torch.ones(2, 5, dtype=torch.int64), np.array([0, 1]), 8, 2)
+    tokens = torch.ones(2, 5, dtype=torch.int64)
+    batch = Batch(regions, tokens, target_positions(tokens, 0), torch.tensor([0, 1]), 8, 2)
     moved = batch.to(torch.device("meta"), torch.float64)
     tensors = (moved.features.tokens, moved.features.lengths, moved.features.boxes, moved.tokens)
     assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
     assert moved.features.tokens.dtype == torch.float64 and moved.tokens.dtype == torch.int64
     assert (moved.global_targets, moved.global_images) == (8, 2)
-    pixels = replace(batch, features=Features(torch.ones(2, 3, 8, 8))).to(torch.device("cpu"))
+    assert moved.target_positions.shape == (8,) and moved.target_positions.device == moved.images.device
+    pixels = replace(batch, features=Features(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))).to(torch.device("cpu"))
+    assert pixels.features.tokens.shape == (2, 3, 8, 8)
     assert pixels.features.tokens.is_contiguous(memory_format=torch.channels_last)

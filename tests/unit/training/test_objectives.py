@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +31,8 @@ def test_label_smoothing_is_a_divergence_from_the_smoothed_target(size: int, smo
             goal = torch.full((size,), smoothing / (size - 1), dtype=torch.float64)
             goal[target] = 1 - smoothing
             slow += float(torch.nn.functional.kl_div(row.log_softmax(-1), goal, reduction="sum"))
-    assert float(smoothed_cross_entropy(logits, targets, 0, smoothing)) == pytest.approx(slow, rel=1e-10, abs=1e-10)
+    fast = smoothed_cross_entropy(logits[targets != 0], targets[targets != 0], smoothing)
+    assert float(fast) == pytest.approx(slow, rel=1e-10, abs=1e-10)
 
 
 def test_caption_log_probs_leave_padding_out() -> None:
@@ -58,11 +57,12 @@ def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
     stage = StageSection(name="s", objective="scst", epochs=1, batch_size=2, lr=1, scst=section)
     sampled = []
 
-    def reward(tokens: torch.Tensor, images: Sequence[int]) -> torch.Tensor:
+    def reward(tokens: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         sampled.append(tokens)
         return torch.arange(len(tokens)).double().square()
 
-    batch = Batch(Features(torch.randn(2, 4, 5)), torch.zeros(2, 2, dtype=torch.int64), np.array([0, 1]), 4, 2)
+    tokens = torch.zeros(2, 2, dtype=torch.int64)
+    batch = Batch(Features(torch.randn(2, 4, 5)), tokens, torch.arange(0), torch.arange(2), 4, 2)
     run = scst_objective(stage, reward, torch.tensor([7, 8]), 0, ("PAD", "SOS", "EOS", "a", "b", "c"))  # type: ignore[arg-type]
     loss = run(captioner, captioner, batch, torch.Generator().manual_seed(3)).loss
     tokens = sampled[0]

@@ -55,7 +55,8 @@ def test_reward_baseline_and_loss_are_the_references(shared: Path) -> None:
     width = max(map(len, samples))
     tokens = torch.tensor([[vocabulary.ids[w] for w in c] + [vocabulary.pad] * (width - len(c)) for c in samples])
     images = [image for image in record["picked_image_ids"] for _ in range(5)]
-    found = CaptionReward(references, vocabulary, eos=True)(tokens, images).view(-1, 5)
+    reward = CaptionReward(references, vocabulary, eos=True)
+    found = reward(tokens, reward.indices_of(images)).view(-1, 5)
     assert np.allclose(found, record["reward"], rtol=0, atol=1e-6)
     baseline = (found.sum(1, keepdim=True) - found) / 4
     assert np.allclose(baseline, record["leave_one_out_baseline"], rtol=0, atol=1e-6)
@@ -69,8 +70,9 @@ def test_without_eos_the_end_does_not_count() -> None:
     ended = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.eos]])
     cut = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.pad]])
     with_eos, without = (CaptionReward(references, vocabulary, eos=eos) for eos in (True, False))
-    assert with_eos(ended, [1]) > with_eos(cut, [1])
-    assert without(ended, [1]) == without(cut, [1])
+    image = with_eos.indices_of([1])
+    assert with_eos(ended, image) > with_eos(cut, image)
+    assert without(ended, image) == without(cut, image)
 
 
 def test_documents_may_be_captions() -> None:
@@ -102,7 +104,7 @@ def test_the_index_is_built_once_a_machine(
     def score(texts: dict[int, list[str]] = references, eos: bool = True, cache: Path | None = tmp_path / "c") -> float:
         reward = CaptionReward(texts, vocabulary, eos=eos, cache=cache)
         assert reward.ground_truth is not None and reward.ground_truth[0] > 0.5
-        return float(reward(tokens, [0]))
+        return float(reward(tokens, reward.indices_of([0])))
 
     first = score()
     assert first == score(cache=None) and first > 0

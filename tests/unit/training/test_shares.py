@@ -72,10 +72,10 @@ def caption_tokens() -> CaptionTokens:
     return CaptionTokens(cast(Any, dataset), cast(Any, vocabulary))
 
 
-def fake_reward(tokens: Tensor, images: list[int]) -> Tensor:
+def fake_reward(tokens: Tensor, images: Tensor) -> Tensor:
     """A number in [-1, 1] that depends on a caption's tokens and its image."""
     weights = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)
-    return ((tokens * weights).sum(1) + torch.tensor(images)).sin()
+    return ((tokens * weights).sum(1) + images).sin()
 
 
 def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: Any) -> Any:
@@ -91,7 +91,7 @@ def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: 
 
 def objective_of(stage: StageSection) -> Objective:
     if stage.objective == "cross_entropy":
-        return cross_entropy_objective(stage, PAD)
+        return cross_entropy_objective(stage)
     return scst_objective(stage, cast(CaptionReward, fake_reward), torch.arange(NUM_IMAGES), PAD, WORDS)
 
 
@@ -105,7 +105,7 @@ def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: in
             output = objective_of(stage)(captioner, captioner, batch, torch.Generator())
             output.loss.backward()  # type: ignore[no-untyped-call]
             for name, value in output.metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + value
+                metrics[name] = metrics.get(name, 0.0) + value.item()
     gradients = [parameter.grad.flatten() for parameter in captioner.parameters() if parameter.grad is not None]
     return torch.cat(gradients), metrics
 
