@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.backbone import Backbone
 from models.base import CaptionModel, Features, Memory
+from models.encoder_decoder import Layer
 
 
 class Captioner(nn.Module):
@@ -25,6 +26,17 @@ class Captioner(nn.Module):
         if self.backbone is None:
             raise ValueError("this captioner has no backbone: it works on stored features (images, tokens, width) only")
         return replace(inputs, tokens=self.backbone(inputs.tokens))
+
+    def compile_layers(self) -> None:
+        """Compiles every layer of the model and every block of the backbone in place, at their first use.
+
+        Compiled as a whole, a captioner would exchange gradients between processes only after the backward pass.
+        """
+        layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, Layer)]
+        if self.backbone is not None:
+            layers += [block for stage in self.backbone.swin.layers for block in stage.blocks]
+        for layer in layers:
+            layer.compile()
 
     def encode(self, inputs: Features) -> Memory:
         return self.model.encode(self.features(inputs))

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from annotated_types import MaxLen
-
-from models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words
+from models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words, max_length
 
 
 class Identity(Enum):
@@ -99,7 +97,7 @@ class ExpansionNetConfig(ModelConfig):
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
-    static_expansion: Annotated[tuple[Groups, ...], MaxLen(100)] | None = (32, 64, 128, 256, 512)
+    static_expansion: Annotated[tuple[Groups, ...], max_length(100)] | None = (32, 64, 128, 256, 512)
     dynamic_expansion: Count | None = 16
     encoder_dynamic_expansion: Count | None = None
     dropout: Decimal = 0.3
@@ -256,12 +254,12 @@ class BackboneConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
 
-    name: Annotated[str, MaxLen(100), TEXT] = "swin_large_patch4_window12_384"
+    name: Annotated[str, max_length(100), TEXT] = "swin_large_patch4_window12_384"
     weights: Annotated[Text, Identity.FILE] = "none"
     image_size: Pixels = 384
     embed_dim: Width | None = None
-    depths: Annotated[tuple[Layers, ...], MaxLen(MAX_STAGES)] | None = None
-    num_heads: Annotated[tuple[Count, ...], MaxLen(MAX_STAGES)] | None = None
+    depths: Annotated[tuple[Layers, ...], max_length(MAX_STAGES)] | None = None
+    num_heads: Annotated[tuple[Count, ...], max_length(MAX_STAGES)] | None = None
     window_size: Count | None = None
     drop_path: Decimal = 0.0
     gradient_checkpointing: bool = False

@@ -283,7 +283,9 @@ class StageSection(Section):
     dropout: Fraction | None = None  # None: the model's dropout
     drop_path: Fraction | None = None  # None: the backbone's drop_path
     max_grad_norm: PositiveFloat | None = None
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    # of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere
+    precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which workers exchange gradients
     scst: ScstSection | None = None
     validate_every_epochs: Epochs = 1.0
     patience: Positive | None = None  # end the stage after this many validations in a row without a new best score
@@ -325,7 +327,7 @@ class WorkersSection(Section):
     max_wait_minutes: Minutes = 30  # how long a stage waits for the cluster's resources before it starts
     max_stall_minutes: Minutes = 60  # how long a stage or search may make no progress, for any reason, before it ends
     log_every_steps: Positive = 20
-    compile: bool = False  # torch.compile: needs a C++ compiler on CPUs, and its results differ in the last bits
+    compile: bool = False  # torch.compile of each layer: needs a C++ compiler; its results differ in the last bits
 
     @property
     def counts(self) -> range:

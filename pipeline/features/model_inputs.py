@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from models.base import Features, map_tensors
 from models.transform import ImageTransform, normalize
-from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, decode_image, read_image_file
-from pipeline.features.store import FeatureStore
-from pipeline.storage.file_cache import ImageCache
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
+
+if TYPE_CHECKING:
+    from pipeline.data.dataset import Dataset
+    from pipeline.features.store import FeatureStore
+    from pipeline.storage.file_cache import ImageCache
 
 NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 

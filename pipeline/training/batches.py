@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,11 +20,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.base import Features, map_tensors
-from pipeline.config.sections import StageSection
-from pipeline.data.dataset import Dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.features.model_inputs import Images, on_device
+from pipeline.features.model_inputs import on_device
 from pipeline.training.sample_order import samples_at, seed_of
+
+if TYPE_CHECKING:
+    from pipeline.config.sections import StageSection
+    from pipeline.data.dataset import Dataset
+    from pipeline.data.vocabulary import Vocabulary
+    from pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 

@@ -18,6 +18,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import memory_mb, prepare_processor
+from pipeline.runtime.precision import float32_products
 from pipeline.training.batches import Batch, CaptionTokens, target_positions
 from pipeline.training.loop import feature_dtype, stage_captioner
 from pipeline.training.objectives import check_reward, make_objective
@@ -64,8 +65,10 @@ def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: to
         check_reward(stage, reward)
     batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
-    with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
-        objective(captioner, captioner, batch, generator).loss.backward()
+    with float32_products(stage.precision):
+        with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
+            loss = objective(captioner, captioner, batch, generator).loss
+        loss.backward()
     optimizer.step()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
@@ -33,6 +34,7 @@ from pipeline.features.store import FeatureStore, open_store
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
+from pipeline.runtime.precision import float32_products
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.file_cache import image_cache
 from pipeline.storage.path import StoragePath
@@ -122,6 +124,15 @@ def feature_dtype(stage: StageSection) -> torch.dtype:
     return torch.float64 if stage.precision == "float64" else torch.float32
 
 
+def data_parallel(captioner: Captioner, stage: StageSection) -> DistributedDataParallel:
+    """The captioner with gradients averaged over the workers, exchanged in the stage's `gradient_dtype`."""
+    # Buffers need no broadcast, because they are constants.
+    wrapped = DistributedDataParallel(captioner, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if stage.gradient_dtype == "bfloat16":
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
+
+
 class StageRun:
     """Trains one stage on one worker. Raises ValueError if the stage needs features and the job has no store."""
 
@@ -150,11 +161,11 @@ class StageRun:
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
-        self.wrapped: nn.Module = self.captioner
         if config.workers.compile:
-            self.wrapped = torch.compile(self.wrapped)  # type: ignore[assignment]
-        if world_size > 1:  # buffers need no broadcast, because they are constants
-            self.wrapped = DistributedDataParallel(self.wrapped, gradient_as_bucket_view=True, broadcast_buffers=False)
+            self.captioner.compile_layers()
+        self.wrapped: nn.Module = self.captioner
+        if world_size > 1:
+            self.wrapped = data_parallel(self.captioner, stage)
         self.total = total_steps(stage, self.batches.num_samples)
         self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
         self.progress, self.had_notice = Progress(), False
@@ -176,7 +187,8 @@ class StageRun:
             metrics.batch_arrived()
             # exchanged while the step is computed
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
-            metrics.add(self.step(step, batches))
+            with float32_products(stage.precision):
+                metrics.add(self.step(step, batches))
             progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,15 @@ from torch.nn import functional as F
 
 from models.captioner import Captioner
 from models.decoding import beam_search, greedy, sample
-from pipeline.config.sections import ScstSection, StageSection
-from pipeline.data.dataset import Dataset
-from pipeline.data.vocabulary import Vocabulary
 from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.storage.cache import cache_folder
 from pipeline.training.batches import Batch
 from pipeline.training.reward import CaptionReward
+
+if TYPE_CHECKING:
+    from pipeline.config.sections import ScstSection, StageSection
+    from pipeline.data.dataset import Dataset
+    from pipeline.data.vocabulary import Vocabulary
 
 MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data
 

@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.data.vocabulary import EOS, Vocabulary
 from pipeline.errors import DamagedError
-from pipeline.runs.identity import code_digest
 from pipeline.scoring.cider import CiderD
 from pipeline.storage.atomic import atomic_folder, file_lock
 from pipeline.storage.cache import REWARD_INDEXES
@@ -59,6 +58,8 @@ class CaptionReward:
         if cache is None:
             scorer = build()
         else:  # image ids are left out of the digest: the index contains only the order of the images
+            from pipeline.runs.identity import code_digest
+
             content = [code_digest(), eos, caption_documents, vocabulary.to_json(), *map(list, references.values())]
             scorer = _cached(cache, hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32], build)
         scores = scorer.metadata.get("ground_truth")

@@ -1,0 +1,143 @@
+"""The command `raycap bench gpu`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from jobs.bench.gpu.device import GpuFacts, facts_of, profile, waits
+from jobs.bench.gpu.parts import PAPER, PARTS, REHEARSAL, Plan, Row
+from jobs.bench.gpu.training_step import training_step
+from pipeline.errors import UserError
+from pipeline.runtime.cpu import prepare_processor
+
+A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
+COLUMNS = "{:<12}{:<46}{:<10}{:>9}{:>10}{:>7}{:>8}{:>7}{:>7}"
+HEADER = COLUMNS.format("part", "case", "precision", "s/call", "images/s", "GiB", "TFLOP", "peak", "hours")
+
+
+def bench_gpu(
+    out: Annotated[Path, typer.Option(help="The folder for table.txt, rows.json and profile.txt.")] = Path("bench-gpu"),
+    minutes: Annotated[float, typer.Option(min=0.01, help="No measurement starts after this time.")] = 25,
+    parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas.")] = ",".join(
+        part.__name__ for part in PARTS
+    ),
+    rehearse: Annotated[bool, typer.Option(help="Run every part on the CPU at a small size, to test it.")] = False,
+) -> None:
+    """Speed and memory of the paper's recipe, extraction and decoding on one GPU.
+
+    It needs torch, timm and typer, neither data nor a network, and at most `--minutes`. Weights and data are random.
+    The column `peak` is the share of the GPU's peak for products of this precision; `hours` are those of the stage on
+    COCO. Cases that do not fit into the memory, or for which no time remains, are named and left out.
+
+    Example: raycap bench gpu --out results/gpu --minutes 15
+    """
+    if not rehearse and not torch.cuda.is_available():
+        raise UserError("torch sees no GPU; run this on a machine with one, or give --rehearse to test it on the CPU")
+    by_name = {part.__name__: part for part in PARTS}
+    if unknown := set(parts.split(",")) - by_name.keys():
+        raise UserError(f"--parts names {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
+    device = torch.device("cpu" if rehearse else "cuda")
+    plan, begin = REHEARSAL if rehearse else PAPER, time.monotonic()
+    prepare_processor(1 if rehearse else None)
+    out.mkdir(parents=True, exist_ok=True)
+    facts, rows = facts_of(device), list[Row]()
+    with (out / "table.txt").open("w") as table:
+
+        def show(line: str) -> None:
+            print(line, flush=True)
+            print(line, file=table, flush=True)
+
+        show(describe(device))
+        show(HEADER)
+        for part in parts.split(","):
+            for name, measure_row in by_name[part](plan, device):
+                if time.monotonic() - begin > 60 * minutes:
+                    show(f"{part:<12}{name}: left out, {minutes:g} minutes have passed")
+                    continue
+                try:
+                    rows.append(measure_row())
+                    show(line_of(rows[-1], facts))
+                except torch.OutOfMemoryError:
+                    show(f"{part:<12}{name}: out of memory")
+                gc.collect()  # the models of the last row, before the next one is made
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                (out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        for line in recipe_lines(rows, plan):
+            show(line)
+        if "training" in parts:
+            write_profile(out / "profile.txt", plan, device)
+        show(f"finished in {time.monotonic() - begin:.0f} s; results in {out}")
+
+
+def describe(device: torch.device) -> str:
+    """The device and the versions."""
+    versions = f"torch {torch.__version__}, {os.cpu_count()} processor cores"
+    if device.type != "cuda":
+        return f"rehearsal on the CPU at a small size: its numbers mean nothing; {versions}"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}, {versions}"
+
+
+def line_of(row: Row, facts: GpuFacts | None) -> str:
+    """A row of the table."""
+    measured = row.measured
+    operations = f"{measured.operations / 1e12:.2f}" if measured.operations else ""
+    share = ""
+    if facts is not None and measured.operations:
+        share = f"{100 * measured.operations / measured.seconds / facts.peak(row.precision):.0f} %"
+    return COLUMNS.format(
+        row.part,
+        row.case,
+        row.precision,
+        f"{measured.seconds:.4f}",
+        f"{row.per_second:.1f}",
+        f"{measured.memory_gib:.1f}",
+        operations,
+        share,
+        f"{row.hours:.2f}" if row.samples else "",
+    )
+
+
+def recipe_lines(rows: Iterable[Row], plan: Plan) -> list[str]:
+    """The hours of the whole recipe: the fastest row of each stage, and extraction and decoding at their fastest."""
+    fastest: dict[str, Row] = {}
+    for row in rows:
+        key = row.case.split(",")[0] if row.samples else row.part
+        if key not in fastest or row.per_second > fastest[key].per_second:
+            fastest[key] = row
+    if missing := [stage.name for stage in plan.stages if stage.name not in fastest]:
+        return [f"the whole recipe cannot be estimated without {', '.join(missing)}"]
+    stages = [fastest[stage.name] for stage in plan.stages]
+    parts = [f"{row.case} {row.precision} {row.hours:.2f} h" for row in stages]
+    total = sum(row.hours for row in stages)
+    # before each frozen stage the features of all 123,287 images; after each of the 20 epochs captions of 5,000 images
+    for part, images in (("extraction", 2 * 123_287), ("decoding", 20 * 5000)):
+        if part in fastest:
+            hours = images / fastest[part].per_second / 3600
+            parts.append(f"{part} {hours:.2f} h")
+            total += hours
+    return [f"the whole recipe on COCO: {' + '.join(parts)} = {total:.2f} h; the paper: {A100_HOURS} hours of an A100"]
+
+
+def write_profile(path: Path, plan: Plan, device: torch.device) -> None:
+    """Writes the slowest operations of an SCST step and the lines at which it waits for the GPU."""
+    case = replace(plan.stages[2], precision="bfloat16")
+    step = training_step(case, device, plan.scale)
+    for _ in range(3):
+        step()
+    found = waits(step, device)
+    lines = [f"One step of {case.name}, {case.images} images, {case.precision}", ""]
+    lines += [f"The processor waits for the GPU {found.total()} times:"]
+    lines += [f"{times:>4} {place}" for place, times in found.most_common()]
+    path.write_text("\n".join([*lines, "", profile(step, device)]) + "\n")

@@ -1,0 +1,120 @@
+"""Facts about GPUs, and how a computation on one is measured."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jobs.bench.measuring import timed
+from pipeline.runtime.cpu import memory_mb
+
+GROUPS = 3  # of calls, whose median counts
+GROUP_S = 0.5  # roughly the seconds of a group
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """A GPU's peak of dense products in 10^12 operations per second by precision, and 10^12 bytes of memory per second.
+
+    From the vendor's data sheets.
+    """
+
+    float32: float
+    tf32: float
+    bfloat16: float
+    bandwidth: float
+
+    def peak(self, precision: str) -> float:
+        """Operations per second."""
+        return float(getattr(self, precision)) * 1e12
+
+
+# the first name that is part of a device's name counts
+FACTS = {
+    "H200": GpuFacts(67, 494, 989, 4.8),
+    "H100 PCIe": GpuFacts(51, 378, 756, 2.0),
+    "H100": GpuFacts(67, 494, 989, 3.35),
+    "A100": GpuFacts(19.5, 156, 312, 2.0),
+    "L40S": GpuFacts(91.6, 183, 362, 0.86),
+    "L4": GpuFacts(30.3, 60, 121, 0.3),
+    "A10G": GpuFacts(35, 35, 70, 0.6),
+}
+
+
+def facts_of(device: torch.device) -> GpuFacts | None:
+    """The facts of a GPU; None for one that the table lacks and for a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((facts for part, facts in FACTS.items() if part in name), None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One call: its seconds, the peak memory in GiB, and its operations, where a product of two numbers counts two."""
+
+    seconds: float
+    memory_gib: float
+    operations: int
+
+
+def measure(call: Callable[[], Any], device: torch.device, *, warm_up: int = 2, counts: bool = True) -> Measured:
+    """Measures a call after `warm_up` others, as the median of groups of calls. A GPU is awaited after each group.
+
+    On a CPU, which only rehearses, a group is one call.
+
+    counts: also count the operations, in one more call. Compiled code has none to count.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    operations = 0
+    if counts:
+        counter = FlopCounterMode(display=False)
+        with counter:
+            call()
+        operations = counter.get_total_flops()
+    for _ in range(warm_up):
+        timed(call, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    _, single = timed(call, device)
+    size = max(1, min(50, round(GROUP_S / single))) if device.type == "cuda" else 1
+
+    def group() -> None:
+        for _ in range(size):
+            call()
+
+    seconds = statistics.median(timed(group, device)[1] / size for _ in range(GROUPS))
+    return Measured(seconds, memory_mb(device) / 1024, operations)
+
+
+def waits(call: Callable[[], Any], device: torch.device) -> Counter[str]:
+    """How often a call made the processor wait for the GPU, by the line of code; empty without a GPU."""
+    if device.type != "cuda":
+        return Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    synchronizing = (warning for warning in caught if "synchronizing" in str(warning.message))
+    return Counter(f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in synchronizing)
+
+
+def profile(call: Callable[[], Any], device: torch.device, rows: int = 25) -> str:
+    """A table of the operations of one call that take the most time."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        timed(call, device)
+    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=50))

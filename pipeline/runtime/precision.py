@@ -1,0 +1,64 @@
+"""The precision of float32 products on a GPU, and the choice of the fastest precision by measuring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
+ROUNDS = 3
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """In a `with` block, float32 products on a GPU are exact, or for the precision "tf32" in TensorFloat-32.
+
+    TensorFloat-32 rounds factors to 10 bits after the point (GPUs since Ampere). Without this block, torch uses it for
+    convolutions and not for matrices. On other processors nothing changes.
+    """
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+
+
+@dataclass(frozen=True)
+class PrecisionTimes:
+    """The seconds of one computation in both precisions, on a device with this name."""
+
+    device: str
+    float32: float
+    bfloat16: float
+
+    @property
+    def fastest(self) -> str:
+        """The precision to use: bfloat16 only if it is clearly faster."""
+        return "bfloat16" if self.float32 > MIN_SPEEDUP * self.bfloat16 else "float32"
+
+
+def measure_precisions(compute: Callable[[], object], device: torch.device) -> PrecisionTimes:
+    """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process. Takes six computations.
+
+    A processor that supports bfloat16 may still be slower with it, so that only a measurement shows what is faster.
+    """
+
+    def seconds(is_bfloat16: bool) -> float:
+        begin = time.perf_counter()
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
+            compute()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    times = [(seconds(is_bfloat16=False), seconds(is_bfloat16=True)) for _ in range(ROUNDS)][1:]  # the first warms up
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return PrecisionTimes(name, min(each for each, _ in times), min(each for _, each in times))

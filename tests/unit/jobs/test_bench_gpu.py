@@ -1,0 +1,78 @@
+"""The GPU benchmark's rehearsal on the CPU, with the packages of a machine that has only torch, timm and typer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.bench.gpu.parts import PAPER
+from jobs.bench.gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
+from jobs.cli import main
+from pipeline.config.sections import OptimizerSection, ScstSection, StageSection
+from tests.conftest import ROOT
+
+# Everything else comes with torch, timm and typer.
+REHEARSAL = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"ray", "pydantic", "mlflow", "pyarrow", "boto3", "annotated_types", "h5py"}:
+            raise ModuleNotFoundError(f"no module named {name}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from pathlib import Path
+from jobs.bench.gpu.command import bench_gpu
+bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], True)
+"""
+
+
+def rehearse(out: Path, parts: str) -> str:
+    """The output of a rehearsal in a process without the other packages."""
+    command = [sys.executable, "-c", REHEARSAL, str(out), parts]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
+
+
+def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    output = rehearse(tmp_path, "training,extraction,decoding,captions")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {(row["part"], row["precision"]) for row in rows} == {
+        (part, precision)
+        for part in ("training", "extraction", "decoding", "captions")
+        for precision in ("float32", "tf32", "bfloat16")
+    }
+    assert {row["case"].split(",")[0] for row in rows if row["samples"]} == {stage.name for stage in PAPER.stages}
+    assert all(row["measured"]["seconds"] > 0 for row in rows)
+    assert all(row["measured"]["operations"] > 0 for row in rows if row["part"] != "captions")
+    assert re.search(r"the whole recipe on COCO: xe_frozen .* = [\d.]+ h", output)
+    assert "aten::" in (tmp_path / "profile.txt").read_text()
+    table = (tmp_path / "table.txt").read_text()
+    assert table.splitlines()[:-1] == [line for line in output.splitlines() if line in table][:-1]
+    assert output.splitlines()[-1].startswith("finished in ")
+
+
+def test_without_a_gpu_it_ends_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main(["bench", "gpu", "--out", str(tmp_path / "out")]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--rehearse", "--parts", "training,cooking", "--out", str(tmp_path / "out")]) == 2
+    assert "--parts names cooking" in capsys.readouterr().err
+
+
+def test_its_settings_are_the_configurations_defaults() -> None:
+    """The benchmark cannot import pydantic, so that it repeats them."""
+    sampling = ScstSection(max_length=SAMPLING["max_length"])  # type: ignore[arg-type]
+    assert sampling.model_dump().keys() - SAMPLING.keys() == {"max_cider_drop"}
+    assert {key: getattr(sampling, key) for key in SAMPLING} == SAMPLING
+    assert OptimizerSection().model_dump() == vars(OPTIMIZER)
+    assert StageSection.model_fields["label_smoothing"].default == LABEL_SMOOTHING
