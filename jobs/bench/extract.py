@@ -44,7 +44,8 @@ def bench_extract(
     """
     import ray
 
-    from pipeline.features.extraction import Extractor, resolve_dtype
+    from pipeline.features.extraction import Extractor
+    from pipeline.features.measured_precision import measure_extraction
     from pipeline.runs.prepare import initial_backbone
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
@@ -62,14 +63,15 @@ def bench_extract(
         config = load_config(project_root() / "configs" / "demo.yaml", overrides)
         weights = root / "backbone.safetensors"
         save_weights(initial_backbone(config), weights)
-        extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
-        dtype = resolve_dtype("auto")
+        dtype = in_new_process(measure_extraction, config.backbone, config.features).fastest
+        settings = config.features.model_copy(update={"compute_dtype": dtype})
+        extractor = Extractor(config.backbone, weights, settings, config.data.max_pixels)
         print(f"{len(table)} images, swin_tiny at {image_size} px, batches of {batch_size}, {dtype}, {threads} threads")
-        plain_before = in_new_process(_plain_loop_rate, extractor, dtype, table)
+        plain_before = in_new_process(_plain_loop_rate, extractor, table)
         start_ray(config, address=None)
         ray_data = _ray_data_rate(table, root / "ray", extractor)
         ray.shutdown()
-        plain_after = in_new_process(_plain_loop_rate, extractor, dtype, table)
+        plain_after = in_new_process(_plain_loop_rate, extractor, table)
     print(f"plain loop   {plain_before:.1f} and {plain_after:.1f} images/s, before and after")
     print(f"Ray Data     {ray_data:.1f} images/s")
     print(f"ratio        {ray_data / ((plain_before + plain_after) / 2):.3f}")
@@ -87,11 +89,11 @@ def _image_table(folder: Path | None, count: int, scratch: Path) -> pa.Table:
     return pa.table({"key": keys, "uri": [str(path) for path in paths]})
 
 
-def _plain_loop_rate(extractor: Extractor, dtype: str, table: pa.Table) -> float:
+def _plain_loop_rate(extractor: Extractor, table: pa.Table) -> float:
     """Images per second of a loop that decodes, resizes and computes one batch after the other in one thread."""
     from pipeline.features.extraction import ShardWriter
 
-    writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor, dtype)
+    writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor)
 
     def extract(part: list[str]) -> None:
         images = (decode_image(Path(uri).read_bytes(), extractor.max_pixels) for uri in part)

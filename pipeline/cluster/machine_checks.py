@@ -13,9 +13,11 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+from models.config import BackboneConfig
 from pipeline.cluster.finding import Finding
 from pipeline.cluster.jobs_api import find_token
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import FeatureSection
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import split_userinfo
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
@@ -48,16 +50,19 @@ def torch_pair() -> Finding:
 
 
 def bfloat16(config: RunConfig | None) -> Finding:
-    """Whether features are computed in bfloat16, which is fast only on hardware that supports it."""
-    from pipeline.features.extraction import resolve_dtype
+    """The time of a backbone's blocks in float32 and in bfloat16, measured here, and the faster one."""
+    import torch
 
-    if resolve_dtype("auto") == "bfloat16":
-        text = "in hardware: features are computed in bfloat16 unless a configuration says float32"
-        return Finding("bfloat16", "ok", text)
-    if config is not None and config.features.compute_dtype == "bfloat16":
-        text = "features.compute_dtype asks for bfloat16, which this processor only emulates"
-        return Finding("bfloat16", "warn", text, "set features.compute_dtype=float32, which is faster here")
-    return Finding("bfloat16", "ok", "not in hardware: features are computed in float32")
+    from pipeline.features.measured_precision import measure_extraction
+
+    backbone = BackboneConfig() if config is None else config.backbone
+    settings = FeatureSection(gpus_per_actor=1 if torch.cuda.is_available() else 0)
+    times = measure_extraction(backbone, settings)
+    text = f"an image takes {1000 * times.float32:.1f} ms in float32 and {1000 * times.bfloat16:.1f} ms in bfloat16"
+    text += f" ({times.device}, one block of each stage of {backbone.name})"
+    if config is not None and config.features.compute_dtype == "bfloat16" and times.fastest == "float32":
+        return Finding("bfloat16", "warn", text, "set features.compute_dtype=float32, which is not slower here")
+    return Finding("bfloat16", "ok", f"{text}: extraction takes {times.fastest} unless features.compute_dtype is set")
 
 
 def gpus(config: RunConfig | None, on_cluster: bool) -> Finding:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -49,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+CALLS_PER_ACTOR = 2  # batches that an actor has at a time: one is computed, one is written
 MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
@@ -59,23 +59,16 @@ StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Extractor:
-    """The settings that determine features: the backbone, the file with its weights, and the numeric settings."""
+    """The settings that determine features: the backbone, the file with its weights, and the numeric settings.
+
+    `settings.compute_dtype` must be a concrete dtype when features are described or computed (`decided_precision`).
+    """
 
     backbone: BackboneConfig
     weights: Path  # safetensors file of the backbone's state
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
-
-    @property
-    def compute_dtype(self) -> str:
-        """The name of a concrete dtype, so that a store has one precision. `auto` means bfloat16 for actors with GPUs.
-
-        Otherwise `auto` follows the processor of the driver's machine.
-        """
-        if self.settings.compute_dtype == "auto" and self.settings.gpus_per_actor:
-            return "bfloat16"
-        return resolve_dtype(self.settings.compute_dtype)
 
     def describe(self) -> dict[str, Any]:
         """Everything that changes a feature."""
@@ -84,7 +77,7 @@ class Extractor:
             "backbone": {key: value for key, value in asdict(self.backbone).items() if key not in ignored},
             "weights": weights_file_digest(self.weights),
             "transform": ImageTransform(self.backbone.image_size).describe(),
-            "compute": self.compute_dtype,
+            "compute": self.settings.compute_dtype,
             "stored": self.settings.stored_dtype,
         }
 
@@ -95,20 +88,6 @@ class Plan(NamedTuple):
     num_images: int  # distinct images in the data set
     missing: pa.Table  # columns key and uri of the images to compute; every content key occurs once
     unusable: dict[str, str]  # {content key: reason} of images that an earlier extraction could not use
-
-
-def resolve_dtype(name: str) -> str:
-    """A dtype's name. `auto` becomes bfloat16 with hardware support (Ampere or later, AVX512-BF16), else float32."""
-    if name != "auto":
-        return name
-    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # without a GPU, torch need not be imported
-        has_bfloat16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-    else:
-        import torch
-
-        on_gpu = torch.cuda.is_available()
-        has_bfloat16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
-    return "bfloat16" if has_bfloat16 else "float32"
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
@@ -188,7 +167,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
     }
-    arguments = {"folder": folder, "extractor": extractor, "dtype": extractor.compute_dtype}
+    arguments = {"folder": folder, "extractor": extractor}
     if folder.is_remote:  # workers on other machines cannot read the driver's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
@@ -218,7 +197,12 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             ShardWriter,
             fn_constructor_kwargs=arguments,
             batch_size=settings.rows_per_shard,
-            compute=ActorPoolStrategy(size=settings.num_actors),
+            # An actor writes one shard while its computing thread has the next one.
+            compute=ActorPoolStrategy(
+                size=settings.num_actors,
+                max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+                enable_true_multi_threading=True,
+            ),
             num_cpus=ACTOR_CPUS,
             num_gpus=settings.gpus_per_actor,
             runtime_env={"env_vars": ONE_ARENA},
@@ -245,9 +229,13 @@ def _writer(**arguments: Any) -> ShardWriter:
 
 
 class ShardWriter:
-    """Computes the features of a batch of images and writes them as one shard. Each process has one writer."""
+    """Computes the features of a batch of images and writes them as one shard. Each process has one writer.
 
-    def __init__(self, folder: StoragePath, extractor: Extractor, dtype: str, weights: Any = None) -> None:
+    Several threads may call it. One thread computes for all of them, so that a shard is hashed and written while the
+    next one is computed.
+    """
+
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
         """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file."""
         import torch
 
@@ -256,7 +244,7 @@ class ShardWriter:
 
         self.folder, self.settings = folder, extractor.settings
         self.device = device_for(extractor.settings.gpus_per_actor)
-        self.dtype = getattr(torch, dtype)
+        self.dtype = getattr(torch, extractor.settings.compute_dtype)
         self.transform = ImageTransform(extractor.backbone.image_size)
         self.thread = computing_thread(extractor.settings.threads_per_actor)
         self.backbone = self.thread.submit(self._load, extractor, weights).result()
@@ -280,34 +268,34 @@ class ShardWriter:
         decoded = np.flatnonzero(reasons == "")
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
-            features = self.thread.submit(self.features, batch["pixels"][decoded]).result()
-            finite = np.isfinite(features).all(axis=(1, 2))
+            features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()
             reasons[decoded[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
             if finite.any():
                 keys = [key for key, is_finite in zip(keys, finite, strict=True) if is_finite]
                 write_shard(self.folder, keys, features[finite])
         return {"key": batch["key"], "reason": reasons.astype(str)}
 
-    def features(self, pixels: np.ndarray) -> np.ndarray:
-        """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8.
+    def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.
 
+        Both are computed on the device, which sends half the bytes. A value too large for the stored dtype is infinite.
         Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
         features of an image have the same bits in every batch.
         """
         import torch
 
-        size = self.settings.batch_size
-        parts = []
+        size, stored = self.settings.batch_size, getattr(torch, self.settings.stored_dtype)
+        parts, finite = [], []
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             for start in range(0, len(pixels), size):
                 part = pixels[start : start + size]
                 padded = np.zeros((size, *pixels.shape[1:]), np.uint8)
                 padded[: len(part)] = part
                 images = normalize(torch.from_numpy(padded).to(self.device)).contiguous()
-                features = self.backbone(images)[: len(part)].float().cpu().numpy()
-                with np.errstate(over="ignore"):  # the caller quarantines images with an overflow
-                    parts.append(features.astype(self.settings.stored_dtype))
-        return np.concatenate(parts)
+                features = self.backbone(images)[: len(part)].to(stored)
+                parts.append(features.cpu().numpy())
+                finite.append(features.isfinite().all(2).all(1).cpu().numpy())
+        return np.concatenate(parts), np.concatenate(finite)
 
 
 def write_quarantine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -51,19 +52,35 @@ def flaky_decode(batch: dict[str, np.ndarray], **settings: Any) -> dict[str, Any
 class FlakyWriter(ShardWriter):
     """A writer that is killed in its first start, fails in its second, and whose storage fails once."""
 
-    def __init__(self, folder: StoragePath, extractor: Extractor, dtype: str, weights: Any = None) -> None:
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
         self.events = extractor.weights.parent
         if is_first(self.events, "killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if is_first(self.events, "failed"):
             raise RuntimeError("no memory")
-        super().__init__(folder, extractor, dtype, weights)
+        super().__init__(folder, extractor, weights)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         done = super().__call__(batch)
         if is_first(self.events, "writing"):
             raise StorageError("s3://features: storage failed")
         return done
+
+
+class WaitingWriter(ShardWriter):
+    """A writer whose first call waits for the beginning of the second, in the same process."""
+
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
+        super().__init__(folder, extractor, weights)
+        self.is_first_call, self.second_call = True, threading.Event()
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self.is_first_call:
+            self.is_first_call = False
+            if not self.second_call.wait(60):
+                raise RuntimeError("the actor makes one call after the other")
+        self.second_call.set()
+        return super().__call__(batch)
 
 
 @pytest.fixture
@@ -107,6 +124,14 @@ def test_actors_that_die_and_storage_that_fails_cost_only_time(
     assert any(f"{NUM_IMAGES} images in" in line for line in lines) and not unusable
     store = FeatureStore(folder)
     assert len(store) == len(store.keys) == NUM_IMAGES
+
+
+def test_an_actor_computes_a_shard_while_it_writes_another(
+    ray_session: None, tmp_path: Path, images: Dataset, extractor: Extractor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extraction, "ShardWriter", WaitingWriter)
+    folder, unusable = extract(images, tmp_path / "features", extractor, not_watched)
+    assert len(FeatureStore(folder)) == NUM_IMAGES and not unusable
 
 
 def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(

@@ -36,7 +36,7 @@ LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # Every heavy dependency and the files that may name it; jobs/ are the Ray drivers.
 HOMES = {
-    "timm": {"models/backbone.py"},
+    "timm": {"models/backbone.py", "jobs/bench/gpu/parts.py"},
     "ray.train": {"pipeline/runtime/context.py", "jobs/train.py"},
     "ray.data": {
         "pipeline/features/extraction.py",

@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.runtime.cpu import prepare_processor
 
 A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
+BY_NAME = {part.__name__: part for part in PARTS}
 COLUMNS = "{:<12}{:<46}{:<10}{:>9}{:>10}{:>7}{:>8}{:>7}{:>7}"
 HEADER = COLUMNS.format("part", "case", "precision", "s/call", "images/s", "GiB", "TFLOP", "peak", "hours")
 
@@ -28,9 +29,7 @@ HEADER = COLUMNS.format("part", "case", "precision", "s/call", "images/s", "GiB"
 def bench_gpu(
     out: Annotated[Path, typer.Option(help="The folder for table.txt, rows.json and profile.txt.")] = Path("bench-gpu"),
     minutes: Annotated[float, typer.Option(min=0.01, help="No measurement starts after this time.")] = 25,
-    parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas.")] = ",".join(
-        part.__name__ for part in PARTS
-    ),
+    parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas.")] = ",".join(BY_NAME),
     rehearse: Annotated[bool, typer.Option(help="Run every part on the CPU at a small size, to test it.")] = False,
 ) -> None:
     """Speed and memory of the paper's recipe, extraction and decoding on one GPU.
@@ -43,9 +42,8 @@ def bench_gpu(
     """
     if not rehearse and not torch.cuda.is_available():
         raise UserError("torch sees no GPU; run this on a machine with one, or give --rehearse to test it on the CPU")
-    by_name = {part.__name__: part for part in PARTS}
-    if unknown := set(parts.split(",")) - by_name.keys():
-        raise UserError(f"--parts names {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
+    if unknown := set(parts.split(",")) - BY_NAME.keys():
+        raise UserError(f"--parts names {', '.join(sorted(unknown))}; there are {', '.join(BY_NAME)}")
     device = torch.device("cpu" if rehearse else "cuda")
     plan, begin = REHEARSAL if rehearse else PAPER, time.monotonic()
     prepare_processor(1 if rehearse else None)
@@ -60,7 +58,7 @@ def bench_gpu(
         show(describe(device))
         show(HEADER)
         for part in parts.split(","):
-            for name, measure_row in by_name[part](plan, device):
+            for name, measure_row in BY_NAME[part](plan, device):
                 if time.monotonic() - begin > 60 * minutes:
                     show(f"{part:<12}{name}: left out, {minutes:g} minutes have passed")
                     continue

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import timm
@@ -129,9 +129,9 @@ def extraction(plan: Plan, device: torch.device) -> Rows:
         return Backbone(plan.scale.backbone, with_weights=False)
 
     def vit() -> nn.Module:
-        model = timm.create_model(plan.vit, pretrained=False, img_size=plan.vit_size, num_classes=0)
+        model: Any = timm.create_model(plan.vit, pretrained=False, img_size=plan.vit_size, num_classes=0)
         model.forward = model.forward_features
-        return model
+        return cast(nn.Module, model)
 
     sizes = {plan.scale.backbone.name: (swin, plan.scale.backbone.image_size), plan.vit: (vit, plan.vit_size)}
     for name, (make, side) in sizes.items():

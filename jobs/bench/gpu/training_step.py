@@ -27,7 +27,7 @@ from pipeline.training.reward import CaptionReward
 # the settings that objectives and optimizers read, with the configuration's defaults
 OPTIMIZER: Any = SimpleNamespace(name="radam", betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0)
 LABEL_SMOOTHING = 0.1
-SAMPLING = {
+SAMPLING: dict[str, Any] = {
     "num_samples": 5,
     "max_length": 21,  # 20 tokens and SOS
     "sampler": "multinomial",
@@ -91,7 +91,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
     backbone = None
     if case.end_to_end:
         backbone = Backbone(replace(scale.backbone, gradient_checkpointing=case.checkpointing), with_weights=False)
-        backbone = backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        backbone = backbone.to(memory_format=torch.channels_last)
     captioner = Captioner(model, backbone).to(device).train()
     if case.compiled:
         captioner.compile_layers()

@@ -16,6 +16,7 @@ from pipeline.cluster import machine_checks as checks
 from pipeline.cluster.finding import Finding
 from pipeline.config.load import load_config, parse_config
 from pipeline.config.run import RunConfig
+from pipeline.runtime.precision import PrecisionTimes
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
 from pipeline.storage.s3 import S3Object
 from tests.conftest import small_config
@@ -38,15 +39,17 @@ def test_a_torchvision_from_another_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.level == "fail" and "nms does not exist" in found.text and "one place" in found.remedy
 
 
-def test_bfloat16_without_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolved(name: str) -> str:
-        return "float32" if name == "auto" else name
-
-    config = config_of(tmp_path, features={"compute_dtype": "bfloat16"})
-    assert checks.bfloat16(config).level == "ok" or "emulates" in checks.bfloat16(config).text
-    monkeypatch.setattr("pipeline.features.extraction.resolve_dtype", resolved)
-    assert checks.bfloat16(config).level == "warn" and "float32" in checks.bfloat16(config).remedy
-    assert checks.bfloat16(None).level == "ok"
+@pytest.mark.parametrize(("float32", "faster"), [(0.2, "bfloat16"), (0.11, "float32"), (0.05, "float32")])
+def test_the_faster_precision_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, float32: float, faster: str
+) -> None:
+    times = PrecisionTimes("a processor", float32, bfloat16=0.1)
+    monkeypatch.setattr("pipeline.features.measured_precision.measure_extraction", lambda *_: times)
+    asked = checks.bfloat16(config_of(tmp_path, features={"compute_dtype": "bfloat16"}))
+    assert asked.level == ("ok" if faster == "bfloat16" else "warn")
+    plain = checks.bfloat16(None)
+    assert plain.level == "ok" and f"{1000 * float32:.1f} ms in float32" in plain.text
+    assert f"extraction takes {faster}" in plain.text
 
 
 def test_missing_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,31 +1,130 @@
-"""The precision of features."""
+"""The precision `auto` of an extraction, and a shard that is written while the next one is computed."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from models.backbone import Backbone
 from models.config import BackboneConfig
 from pipeline.config.sections import FeatureSection
-from pipeline.features import extraction
-from pipeline.features.extraction import Extractor
+from pipeline.features import extraction, measured_precision
+from pipeline.features.extraction import Extractor, ShardWriter
+from pipeline.features.measured_precision import decided_precision, measure_extraction
+from pipeline.features.store import FeatureStore
+from pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.weights import save_weights
 
-
-@pytest.mark.parametrize("processor", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "as the processor"),
-        ({"gpus_per_actor": 0.5}, "bfloat16"),
-        ({"compute_dtype": "bfloat16"}, "bfloat16"),
-        ({"compute_dtype": "float32", "gpus_per_actor": 1}, "float32"),
-    ],
+SWIN = BackboneConfig(
+    "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
 )
-def test_actors_with_gpus_do_not_compute_as_the_processor_of_the_driver(
-    settings: dict[str, Any], expected: str, processor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extraction, "resolve_dtype", lambda name: processor if name == "auto" else name)
-    extractor = Extractor(BackboneConfig(), Path("weights"), FeatureSection(**settings), 1)
-    assert extractor.compute_dtype == (processor if expected == "as the processor" else expected)
+WAIT_S = 60
+
+
+def not_watched() -> AbstractContextManager[Callable[[], object]]:
+    return nullcontext(lambda: None)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[PrecisionTimes]:
+    """The results of the measurements that will be made, the next one last."""
+    times: list[PrecisionTimes] = []
+    monkeypatch.setattr(measured_precision, "_measure_on_ray", lambda *_: times.pop())
+    return times
+
+
+def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, measured: list[PrecisionTimes]) -> None:
+    """Another measurement would decide otherwise, as one on another machine may."""
+    place = storage_path(tmp_path)
+    measured.append(PrecisionTimes("this processor", float32=1.0, bfloat16=0.5))
+
+    def decide(backbone: BackboneConfig = SWIN, folder: StoragePath = place, **settings: Any) -> str:
+        return decided_precision(backbone, FeatureSection(**settings), folder, not_watched)
+
+    assert decide() == "bfloat16" and not measured
+    measured.append(PrecisionTimes("another", float32=0.1, bfloat16=0.5))
+    assert decide() == decide(batch_size=64, num_actors=3) == "bfloat16" and len(measured) == 1, "kept"
+    assert decide(compute_dtype="float32") == "float32" and len(measured) == 1, "asked for"
+    assert decide(gpus_per_actor=1) == "float32" and not measured, "another kind of device"
+    (record,) = [path for path in tmp_path.iterdir() if "this processor" in path.read_text()]
+    assert json.loads(record.read_text())["float32"] == 1.0
+    record.write_text('{"precision": ')
+    measured.append(PrecisionTimes("this processor", float32=0.1, bfloat16=0.5))
+    assert decide() == "float32" and decide() == "float32" and not measured, "a damaged record is made again"
+
+
+@pytest.mark.parametrize(("float32", "fastest"), [(1.0, "float32"), (1.1, "float32"), (1.2, "bfloat16")])
+def test_bfloat16_must_be_clearly_faster(float32: float, fastest: str) -> None:
+    assert PrecisionTimes("", float32, bfloat16=1.0).fastest == fastest
+
+
+def test_a_measurement_computes_in_both_precisions() -> None:
+    dtypes = []
+
+    def compute() -> None:
+        dtypes.append(torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
+    times = measure_precisions(compute, torch.device("cpu"))
+    assert dtypes == 3 * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
+    whole = measure_extraction(SWIN, FeatureSection())
+    assert whole.device == "CPU" and whole.float32 > 0 and whole.bfloat16 > 0
+
+
+def writer_of(folder: Path) -> ShardWriter:
+    save_weights(Backbone(SWIN), folder / "backbone.safetensors")
+    settings = FeatureSection(compute_dtype="float32", batch_size=2)
+    return ShardWriter(
+        storage_path(folder / "store"), Extractor(SWIN, folder / "backbone.safetensors", settings, 10**6)
+    )
+
+
+def batch(number: int) -> dict[str, np.ndarray]:
+    pixels = np.random.default_rng(number).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    return {"key": np.array([f"{number}-{row}" for row in range(3)]), "pixels": pixels, "reason": np.array([""] * 3)}
+
+
+def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first write waits until the second computation has begun, which fails if one waits for the other."""
+    writer, begun, original = writer_of(tmp_path), threading.Semaphore(0), extraction.write_shard
+    features = writer.features
+
+    def computing(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        begun.release()
+        return features(pixels)
+
+    def writing(*arguments: Any) -> None:
+        if arguments[1][0].startswith("0"):
+            assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S), "the next one was not computed"
+        original(*arguments)
+
+    monkeypatch.setattr(writer, "features", computing)
+    monkeypatch.setattr(extraction, "write_shard", writing)
+    with ThreadPoolExecutor(extraction.CALLS_PER_ACTOR) as pool:
+        done = list(pool.map(writer, map(batch, range(4))))
+    assert all((each["reason"] == "").all() for each in done)
+    assert len(FeatureStore(tmp_path / "store")) == 12
+
+
+def test_features_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 has no number above 65,504; the check is made on the device, for each image."""
+    writer, backbone = writer_of(tmp_path), Backbone(SWIN).eval()
+
+    def large(images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = backbone(images)
+        found[0, 1, 2] = 1e6
+        return found
+
+    monkeypatch.setattr(writer, "backbone", large)
+    done = writer(batch(1))
+    assert [bool(reason) for reason in done["reason"]] == [True, False, True], "the first of each batch of two"
+    assert "not finite in float16" in done["reason"][0] and len(FeatureStore(tmp_path / "store")) == 1

@@ -53,7 +53,7 @@ def test_weights_that_are_replaced_are_not_downloaded(tmp_path: Path, downloads:
     stored = folder.path / "init" / "backbone.safetensors"
     captioner = stage_captioner(folder, stage, torch.device("cpu"))
     extractor = Extractor(folder.config.backbone, stored, config.features, config.data.max_pixels)
-    writer = ShardWriter(config.storage_place / "features", extractor, "float32")
+    writer = ShardWriter(config.storage_place / "features", extractor)
     initial = initial_backbone(config).state_dict()
     for backbone in (captioner.backbone, writer.backbone):
         assert backbone is not None

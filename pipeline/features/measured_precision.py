@@ -1,0 +1,98 @@
+"""The precision `auto` of an extraction: measured once, where actors compute, and kept in the storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
+
+from models.config import BackboneConfig
+from pipeline.config.sections import ACTOR_CPUS, FeatureSection
+from pipeline.features.store import feature_key
+from pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from pipeline.storage.path import StoragePath
+
+logger = logging.getLogger(__name__)
+
+NUM_STAGES = 4  # of the Swins that timm names
+PRECISIONS = ("float32", "bfloat16")
+
+
+def decided_precision(
+    backbone: BackboneConfig,
+    settings: FeatureSection,
+    folder: StoragePath,
+    start_ray: Callable[[], AbstractContextManager[object]],
+) -> str:
+    """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
+
+    folder: where the storage keeps the decision for each backbone and kind of device, so that all of its features have
+    one precision, on whatever machine they are computed later. The first extraction measures, in a Ray task with an
+    actor's resources, which takes some seconds.
+    """
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype
+    kind = "GPU" if settings.gpus_per_actor else "CPU"
+    sizes = {key: value for key, value in asdict(backbone).items() if key not in ("weights", "drop_path")}
+    record = folder / f"{feature_key({'backbone': sizes, 'device': kind})}.json"
+    decision = _recorded(record)
+    if decision is None:
+        times = _measure_on_ray(backbone, settings, start_ray)
+        decision = times.fastest
+        record.write_bytes(json.dumps({"precision": decision, **asdict(times)}, indent=1).encode())
+        logger.info(
+            f"features  in {decision} from now on: an image takes {1000 * times.float32:.0f} ms in float32 and "
+            f"{1000 * times.bfloat16:.0f} ms in bfloat16 ({times.device}, one block of each stage)"
+        )
+    return decision
+
+
+def _recorded(record: StoragePath) -> str | None:
+    """The storage's decision; None without one. A record that cannot be read is made again."""
+    try:
+        precision = json.loads(record.read_bytes(4096))["precision"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return precision if precision in PRECISIONS else None
+
+
+def _measure_on_ray(
+    backbone: BackboneConfig, settings: FeatureSection, start_ray: Callable[[], AbstractContextManager[object]]
+) -> PrecisionTimes:
+    """Measures in a Ray task with the resources of an actor."""
+    with start_ray():
+        import ray
+
+        task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
+        times: PrecisionTimes = ray.get(task.remote(backbone, settings))
+    return times
+
+
+def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
+    """Seconds per image of a backbone with one block in each stage, whose shapes are those of the whole backbone.
+
+    A CPU computes one image at a time, and a GPU a batch.
+    """
+    from pipeline.runtime.context import device_for
+    from pipeline.runtime.cpu import computing_thread
+
+    device: Any = device_for(settings.gpus_per_actor)
+    size = settings.batch_size if device.type == "cuda" else 1
+
+    def measure() -> PrecisionTimes:
+        import torch
+
+        from models.backbone import Backbone
+
+        num_stages = NUM_STAGES if backbone.depths is None else len(backbone.depths)
+        thin = replace(backbone, depths=(1,) * num_stages, weights="none", gradient_checkpointing=False)
+        model = Backbone(thin, with_weights=False).eval().to(device)
+        images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)
+        return measure_precisions(lambda: model(images), device)
+
+    with computing_thread(settings.threads_per_actor) as thread:
+        times = thread.submit(measure).result()
+    return replace(times, float32=times.float32 / size, bfloat16=times.bfloat16 / size)
