@@ -137,8 +137,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Te
 
 
 def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) in the memory layout that the products of `attend` read: once for all steps."""
-    return key.mT.contiguous().mT, value.contiguous()
+    """Keys and values (..., N, d) in the memory layout that `attend` reads: once for all steps.
+
+    The products on a CPU read keys by columns. On a GPU the fused kernel reads them by rows.
+    """
+    key = key.mT.contiguous().mT if key.device.type == "cpu" else key.contiguous()
+    return key, value.contiguous()
 
 
 def sinusoids(count: int, width: int, first: int = 0) -> Tensor:

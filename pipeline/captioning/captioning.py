@@ -78,9 +78,9 @@ def caption_batches(
     Each rank captions its shard, every `world_size`-th image; no process group is needed. Several models form an
     ensemble; all are set to evaluation mode. `inputs` contains each model's inputs of the same images in the same
     order. `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out,
-    fewer images are captioned at a time, down to one. Each item still covers `search.settings.batch_size` images.
+    fewer images are captioned at a time, down to one. Each item still covers `images_at_a_time` images.
     """
-    shard, batch_size = _shard(inputs[0], context), search.settings.batch_size
+    shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
     size = batch_size  # images that are captioned at a time
     for model in models:
         model.eval()

@@ -366,10 +366,18 @@ class EvaluationSection(Section):
     beam_size: Beams = 5
     max_length: Tokens = 20
     num_results: Beams = 1  # captions per image, at most beam_size
-    batch_size: Annotated[BatchSize, Identity.IGNORED] = 32
+    # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
+    batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, faster where the processor has it
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None
+
+    def images_at_a_time(self, device: str) -> int:
+        """The images of one search on a device of the type "cpu" or "cuda".
+
+        A GPU takes the same time for 32 as for many more, because it waits for the processor at each step.
+        """
+        return self.batch_size or (256 if device == "cuda" else 32)
 
     @property
     def protocol(self) -> str:

@@ -187,12 +187,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             num_cpus=1,
         )
     else:
-        decoded = source.map_batches(
-            decode_batch,
-            fn_kwargs=decoding,
-            batch_size=None,
-            num_cpus=DECODING_CPUS,
-        )
+        decoded = source.map_batches(decode_batch, fn_kwargs=decoding, batch_size=None, num_cpus=DECODING_CPUS)
         computed = decoded.map_batches(
             ShardWriter,
             fn_constructor_kwargs=arguments,

@@ -141,8 +141,9 @@ def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_wid
         tokens = captions * (sampling.max_length if is_scst else 1)
         _require_step(f"stages.{stage.name}", config, samples * image_tokens, tokens)
     search = config.evaluation
-    tokens = search.batch_size * search.beam_size * search.max_length
-    _require_step("evaluation", config, search.batch_size * image_tokens, tokens)
+    images = search.images_at_a_time("cpu")  # on a GPU a batch that is too large becomes smaller
+    tokens = images * search.beam_size * search.max_length
+    _require_step("evaluation", config, images * image_tokens, tokens)
 
 
 def _require_parameters(name: str, count: int) -> None:

@@ -130,7 +130,8 @@ def recipe_lines(rows: Iterable[Row], plan: Plan) -> list[str]:
 
 def write_profile(path: Path, plan: Plan, device: torch.device) -> None:
     """Writes the slowest operations of an SCST step and the lines at which it waits for the GPU."""
-    case = replace(plan.stages[2], precision="bfloat16")
+    stage = plan.stages[2]
+    case = replace(stage, precision="bfloat16", images=min(stage.images, plan.max_images))
     step = training_step(case, device, plan.scale)
     for _ in range(3):
         step()

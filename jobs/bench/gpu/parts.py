@@ -44,6 +44,7 @@ class Plan:
 
     scale: Scale
     stages: tuple[Case, ...]
+    max_images: int  # per training step
     extraction_batches: tuple[int, ...]
     decoding_batches: tuple[int, ...]
     num_files: int
@@ -56,7 +57,7 @@ class Plan:
         return ("float32", "tf32", "bfloat16")
 
 
-PAPER = Plan(Scale(), STAGES, (32, 128), (16, 64, 256, 512), 512, "vit_base_patch16_384", 384, compiles=True)
+PAPER = Plan(Scale(), STAGES, 48, (32, 128), (16, 64, 256, 512), 512, "vit_base_patch16_384", 384, compiles=True)
 _SMALL_SWIN = BackboneConfig(
     name="swin_tiny_patch4_window7_224", image_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
 )
@@ -66,7 +67,8 @@ _SMALL_MODEL = ExpansionNetConfig(
 )  # fmt: skip
 REHEARSAL = Plan(
     Scale(_SMALL_MODEL, _SMALL_SWIN, vocabulary=60, feature_width=32, tokens=16, words=5, reference_images=8),
-    tuple(replace(stage, images=4) for stage in STAGES),
+    STAGES,
+    4,
     (2,),
     (2,),
     3,
@@ -108,6 +110,7 @@ def training(plan: Plan, device: torch.device) -> Rows:
         if plan.compiles:
             cases.append(replace(cases[-1], compiled=True))
         for case in cases:
+            case = replace(case, images=min(case.images, plan.max_images))
             name = stage.name
             if stage.end_to_end:
                 name += ", checkpointing" if case.checkpointing else ", all activations kept"
