@@ -24,7 +24,7 @@ class _ByteDropout(torch.autograd.Function):
         # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
         words = torch.empty((count + 7) // 8, dtype=torch.int64, device=x.device).random_(-(2**63), None)
         # a random byte below `dropped` becomes 0, any other 1
-        mask = words.view(torch.uint8)[:count].view(x.shape).clamp_(dropped - 1, dropped).sub_(dropped - 1)
+        mask = words.view(torch.uint8)[:count].view(x.shape).ge_(dropped)
         ctx.save_for_backward(mask)
         ctx.scale = 256 / (256 - dropped)
         return _scaled(x, mask, ctx.scale)
