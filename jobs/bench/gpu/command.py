@@ -14,7 +14,8 @@ from typing import Annotated
 import torch
 import typer
 
-from jobs.bench.gpu.device import GpuFacts, facts_of, profile, waits
+from jobs.bench.gpu.device import FACTS, GpuFacts, facts_of, profile, waits
+from jobs.bench.gpu.estimate import estimate_lines
 from jobs.bench.gpu.parts import PAPER, PARTS, REHEARSAL, Plan, Row
 from jobs.bench.gpu.training_step import training_step
 from pipeline.errors import UserError
@@ -30,6 +31,10 @@ def bench_gpu(
     out: Annotated[Path, typer.Option(help="The folder for table.txt, rows.json and profile.txt.")] = Path("bench-gpu"),
     minutes: Annotated[float, typer.Option(min=0.01, help="No measurement starts after this time.")] = 25,
     parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas.")] = ",".join(BY_NAME),
+    estimate: Annotated[
+        str | None,
+        typer.Option(help="Estimate the recipe's hours on this GPU instead, for example H200; needs no GPU."),
+    ] = None,
     rehearse: Annotated[bool, typer.Option(help="Run every part on the CPU at a small size, to test it.")] = False,
 ) -> None:
     """Speed and memory of the paper's recipe, extraction and decoding on one GPU.
@@ -40,13 +45,18 @@ def bench_gpu(
 
     Example: raycap bench gpu --out results/gpu --minutes 15
     """
+    prepare_processor(1 if rehearse else None)
+    if estimate is not None:
+        if estimate not in FACTS:
+            raise UserError(f"--estimate {estimate} is not in the table of GPUs; there are {', '.join(FACTS)}")
+        print("\n".join(estimate_lines(estimate, FACTS[estimate], REHEARSAL if rehearse else PAPER)))
+        return
     if not rehearse and not torch.cuda.is_available():
         raise UserError("torch sees no GPU; run this on a machine with one, or give --rehearse to test it on the CPU")
     if unknown := set(parts.split(",")) - BY_NAME.keys():
         raise UserError(f"--parts names {', '.join(sorted(unknown))}; there are {', '.join(BY_NAME)}")
     device = torch.device("cpu" if rehearse else "cuda")
     plan, begin = REHEARSAL if rehearse else PAPER, time.monotonic()
-    prepare_processor(1 if rehearse else None)
     out.mkdir(parents=True, exist_ok=True)
     facts, rows = facts_of(device), list[Row]()
     with (out / "table.txt").open("w") as table:

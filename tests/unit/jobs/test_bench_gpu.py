@@ -29,7 +29,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from pathlib import Path
 from jobs.bench.gpu.command import bench_gpu
-bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], True)
+bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], None, True)
 """
 
 
@@ -67,6 +67,20 @@ def test_without_a_gpu_it_ends_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
 def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu", "--rehearse", "--parts", "training,cooking", "--out", str(tmp_path / "out")]) == 2
     assert "--parts names cooking" in capsys.readouterr().err
+
+
+def test_an_estimate_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--estimate", "H200", "--rehearse"]) == 0
+    first, header, *stages, last = capsys.readouterr().out.splitlines()
+    assert "989 TFLOP/s" in first and "launches" in header and len(stages) == len(PAPER.stages)
+    total = 0.0
+    for line in stages:
+        _, steps, _, _, _, *seconds, hours = line.split()
+        assert float(hours) == pytest.approx(float(steps) * max(map(float, seconds)) / 3600, rel=0.1)
+        total += float(hours)
+    assert float(last.split()[-2]) == pytest.approx(total, abs=0.05)
+    assert main(["bench", "gpu", "--estimate", "TPU"]) == 2
+    assert "--estimate TPU is not in the table" in capsys.readouterr().err
 
 
 def test_its_settings_are_the_configurations_defaults() -> None:
