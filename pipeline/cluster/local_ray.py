@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import psutil
 
 from pipeline.errors import UserError
 
@@ -33,8 +36,28 @@ def start_local_ray(**options: Any) -> None:
         patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=group)),
         # Ray replaces a loopback address that is given to `ray.init` by the machine's own, except with this constant.
         patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        ending_children(),
     ):
         ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """Ends the processes that the block has started if it raises an exception, also KeyboardInterrupt.
+
+    Ray itself ends its node's main process, and the node's agents notice that only up to two minutes later.
+    """
+    process = psutil.Process()
+    before = set(process.children(recursive=True))
+    try:
+        yield
+    except BaseException:
+        started = [child for child in process.children(recursive=True) if child not in before]
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(started, timeout=5)
+        raise
 
 
 def private_folder() -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from pipeline.cluster.local_ray import private_folder, protect_token
+from pipeline.cluster.local_ray import ending_children, private_folder, protect_token
 from pipeline.errors import UserError
 
 
@@ -48,3 +51,21 @@ def test_a_token_from_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("HOME", "/proc/nowhere")  # cannot be written
     protect_token()
+
+
+def test_an_interrupted_start_leaves_no_process() -> None:
+    """Neither children nor their children; those from before the block remain."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    nested = f"import subprocess, time; subprocess.Popen({sleep!r}); print('started', flush=True); time.sleep(600)"
+    earlier = subprocess.Popen(sleep)
+    try:
+        with pytest.raises(KeyboardInterrupt), ending_children():
+            later = subprocess.Popen([sys.executable, "-c", nested], stdout=subprocess.PIPE, text=True)
+            assert later.stdout is not None and later.stdout.readline() == "started\n"
+            (grandchild,) = psutil.Process(later.pid).children()
+            raise KeyboardInterrupt
+        assert later.wait(10) != 0 and not psutil.wait_procs([grandchild], timeout=10)[1]
+        assert earlier.poll() is None
+    finally:
+        earlier.kill()
+        earlier.wait()

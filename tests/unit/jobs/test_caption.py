@@ -177,7 +177,13 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"4 of 7 images are in {place} already"
     assert re.fullmatch(rf"captions: {place} \(3 images in \d+ s, [\d.]+ images/s\)", said[-1])
-    assert "".join((place / name).read_bytes().decode() for name in sorted(place.list())) == local.read_text()
+    parts = "".join((place / name).read_bytes().decode() for name in sorted(place.list()))
+    for line, expected in zip(
+        map(json.loads, parts.splitlines()), map(json.loads, local.read_text().splitlines()), strict=True
+    ):
+        # The sum depends on the size of the batch, in the last digits on some processors.
+        assert line.pop("log_prob") == pytest.approx(expected.pop("log_prob"), abs=1e-5)
+        assert line == expected
     with pytest.raises(UserError, match="part-000001.jsonl: line 1 was written with"):
         caption(names, str(bundle), out=place.uri, beam_size=2)
 
