@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from models.backbone import Backbone
 from models.base import Features
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from models.captioner import Captioner
+from models.config import (
+    BackboneConfig,
+    ClustFormerConfig,
+    ExpansionNetConfig,
+    MeshedMemoryConfig,
+    ModelConfig,
+    ModelSizes,
+)
 from models.decoding import beam_search
 from models.registry import build_model
+from pipeline.captioning import captioning
 from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.captioning import caption_images
 from pipeline.captioning.service import CaptionService
-from pipeline.features.model_inputs import on_device
+from pipeline.config.sections import EvaluationSection, FeatureSection
+from pipeline.features.extraction import Extractor, ShardWriter
+from pipeline.features.model_inputs import Images, on_device
+from pipeline.features.store import open_store
 from pipeline.runs.journal import read_journal
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from pipeline.runtime.context import LocalContext, any_rank
+from pipeline.runtime.precision import float32_products
+from pipeline.storage.path import storage_path
+from pipeline.storage.weights import save_weights
+from pipeline.training.finite import DivergedError
+from pipeline.training.loop import StageJob, StageRun, data_parallel, train_stages
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, write_images
+from tests.support.golden import EXPANSIONNET as GOLDEN
+from tests.support.golden import import_expansionnet
 from tests.support.runs import STAGES, prepare_run
 
 pytestmark = pytest.mark.cuda
@@ -73,7 +97,7 @@ def test_beam_search_is_the_cpus(config: ModelConfig) -> None:
     assert torch.allclose(found.log_probs.cpu(), expected.log_probs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 def test_every_stage_trains(tmp_path: Path, precision: str) -> None:
     """All stages with sampling, dropout and autocast, checkpoints and validation."""
     stages = small_config(tmp_path)["stages"]
@@ -98,3 +122,89 @@ def test_a_service_captions_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
         for service in services:
             assert service.attention(pixels[0], caption).shape[0] == len(caption.split())
             assert service.attribution(pixels[0], caption).gap.isfinite().all()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-2), ("bfloat16", 3e-2)])
+@torch.no_grad()
+def test_the_reference_logits(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """ExpansionNet v2's golden values, relative to the largest logit of each row."""
+    arrays = {name: torch.from_numpy(value) for name, value in np.load(GOLDEN / "expected.npz").items()}
+    pad = json.loads((GOLDEN / "expected.json").read_text())["pad"]
+    model = import_expansionnet("checkpoint.pth", tmp_path / "bundle").captioner.model.to(DEVICE).eval()
+    lengths = arrays["features"].shape[1] - arrays["feature_padding"]
+    features = on_device(Features(arrays["features"], lengths), torch.device(DEVICE))
+    with float32_products(precision), torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bfloat16"):
+        logits = model(features, arrays["tokens"][:, :-1].to(DEVICE)).float().cpu()
+    error = (logits - arrays["logits"]).abs().amax(-1) / arrays["logits"].abs().amax(-1)
+    assert error[arrays["tokens"][:, 1:] != pad].max() < tolerance
+
+
+def test_a_loss_that_is_not_finite_is_found_before_weights_are_saved(tmp_path: Path) -> None:
+    stages = small_config(tmp_path)["stages"][:1]
+    folder, store = prepare_run(tmp_path, stages=stages)
+    run = StageRun(LocalContext(DEVICE), folder, folder.config.stages[0], StageJob(folder, STAGES[:1], store))
+    assert run.finite.defers and run.batches.pins
+    with torch.no_grad():
+        next(iter(run.captioner.model.parameters())).fill_(float("nan"))
+    with pytest.raises(DivergedError, match="stage xe_frozen, step 0, rank 0"):
+        run.run()
+    assert not list(folder.stage("xe_frozen").glob("step-*"))
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+def test_a_process_group_of_nccl(tmp_path: Path, gradient_dtype: str) -> None:
+    """One process: the exchange runs and changes nothing but the rounding. Small messages go over gloo."""
+    stages = small_config(tmp_path)["stages"][:1]
+    folder, store = prepare_run(tmp_path, stages=[stages[0] | {"gradient_dtype": gradient_dtype, "dropout": 0.0}])
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        context = LocalContext(DEVICE)
+        context.control_group = dist.new_group(backend="gloo")  # type: ignore[assignment]
+        job, section = StageJob(folder, STAGES[:1], store), folder.config.stages[0]
+        plain, parallel = (StageRun(context, folder, section, job) for _ in range(2))
+        parallel.wrapped = data_parallel(parallel.captioner, section)
+        for step in range(3):
+            losses = [run.step(step, run.batches.at(step))["loss"].item() for run in (plain, parallel)]
+            assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        context.world_size = 2  # asks the group of one process, as several would ask
+        assert any_rank(context, True, False)() == [True, False]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_features_are_the_cpus(tmp_path: Path) -> None:
+    """The GPU casts and checks what the CPU casts and checks; float32 on both."""
+    swin = BackboneConfig(
+        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
+    )
+    save_weights(Backbone(swin), tmp_path / "backbone.safetensors")
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), np.uint8)
+    found = []
+    for gpus in (0, 1):
+        settings = FeatureSection(compute_dtype="float32", batch_size=2, gpus_per_actor=gpus)
+        extractor = Extractor(swin, tmp_path / "backbone.safetensors", settings, 10**6)
+        features, finite = ShardWriter(storage_path(tmp_path / "store"), extractor).features(pixels)
+        assert finite.all() and features.dtype == np.float16
+        found.append(features.astype(np.float32))
+    assert np.abs(found[0] - found[1]).max() < 5e-3
+
+
+def test_a_search_without_memory_takes_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the memory that torch may take, so that the first batches do not fit."""
+    folder, store = prepare_run(tmp_path)
+    images = folder.dataset.split("train")
+    inputs = Images(images, open_store(store, folder.config.features), None, 10**6, 1)
+    model = build_model(folder.config.model, folder.sizes)
+    sizes: list[int] = []
+    original = captioning._caption_batch
+
+    def limited(*arguments: Any) -> Any:
+        sizes.append(len(arguments[-1]))
+        if len(arguments[-1]) > 4:
+            torch.empty(2**50, dtype=torch.uint8, device=DEVICE)  # raises OutOfMemoryError
+        return original(*arguments)
+
+    monkeypatch.setattr(captioning, "_caption_batch", limited)
+    settings = EvaluationSection(beam_size=2, max_length=8, batch_size=16)
+    found = caption_images(Captioner(model).to(DEVICE), inputs, folder.vocabulary, settings, LocalContext(DEVICE))
+    assert len(found) == len(images) and sizes[0] == 16 and max(sizes[2:]) <= 8 and min(sizes) >= 1
