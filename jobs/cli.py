@@ -81,7 +81,10 @@ BENCHMARKS = {
     "ray": Entry("jobs.bench.ray:bench_ray", "Time that Ray Train and a slow storage add to a training step."),
     "tracker": Entry("jobs.bench.tracker:bench_tracker", "Time that tracking adds to a training step."),
     "reward": Entry("jobs.bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."),
-    "gpu": Entry("jobs.bench.gpu.command:bench_gpu", "The paper's recipe, extraction and decoding on one GPU."),
+    "gpu": Entry(
+        "jobs.bench.gpu.command:bench_gpu",
+        "Speed and memory of the paper's recipe, extraction and decoding on one GPU.",
+    ),
     "train": Entry("jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
     "extract": Entry("jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."),
     "store": Entry("jobs.bench.store:bench_store", "Random reads from the feature store."),

@@ -7,18 +7,22 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.config import BackboneConfig
 from pipeline.config.sections import ACTOR_CPUS, FeatureSection
 from pipeline.features.store import feature_key
-from pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from pipeline.storage.path import StoragePath
+from pipeline.untrusted.documents import parse_json
+
+if TYPE_CHECKING:
+    from pipeline.runtime.precision import PrecisionTimes
 
 logger = logging.getLogger(__name__)
 
 NUM_STAGES = 4  # of the Swins that timm names
 PRECISIONS = ("float32", "bfloat16")
+MAX_BYTES = 4096  # of a record
 
 
 def decided_precision(
@@ -53,9 +57,10 @@ def decided_precision(
 def _recorded(record: StoragePath) -> str | None:
     """The storage's decision; None without one. A record that cannot be read is made again."""
     try:
-        precision = json.loads(record.read_bytes(4096))["precision"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        content = parse_json(record.read_bytes(MAX_BYTES), str(record))
+    except (FileNotFoundError, ValueError):
         return None
+    precision = content.get("precision") if isinstance(content, dict) else None
     return precision if precision in PRECISIONS else None
 
 
@@ -86,6 +91,7 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
         import torch
 
         from models.backbone import Backbone
+        from pipeline.runtime.precision import measure_precisions
 
         num_stages = NUM_STAGES if backbone.depths is None else len(backbone.depths)
         thin = replace(backbone, depths=(1,) * num_stages, weights="none", gradient_checkpointing=False)
