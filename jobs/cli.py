@@ -83,7 +83,7 @@ BENCHMARKS = {
     "reward": Entry("jobs.bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."),
     "gpu": Entry(
         "jobs.bench.gpu.command:bench_gpu",
-        "Speed and memory of the paper's recipe, extraction and decoding on one GPU.",
+        "Speed of training, extraction and decoding on one GPU.",
     ),
     "train": Entry("jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
     "extract": Entry("jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from models.backbone import Backbone
 from models.base import CaptionModel, Features, Memory
 from models.encoder_decoder import Layer
+
+MAX_FORMS = 64  # of a layer that are compiled
 
 
 class Captioner(nn.Module):
@@ -32,6 +35,9 @@ class Captioner(nn.Module):
 
         Compiled as a whole, a captioner would exchange gradients between processes only after the backward pass.
         """
+        # All blocks of a backbone are one piece of code. By default torch compiles 8 forms of it, for different shapes,
+        # masks and drop paths, in training and in evaluation, and runs the others as they are.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
         layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, Layer)]
         if self.backbone is not None:
             layers += [block for stage in self.backbone.swin.layers for block in stage.blocks]

@@ -170,7 +170,8 @@ def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block, share = _locate(sums, uniform[:, None])
     words = block * width + torch.arange(width, device=block.device)
     inside = probabilities.gather(1, words.clamp(max=count - 1)).masked_fill(words >= count, 0.0)
-    return (block * width + _locate(inside, share)[0])[:, 0]
+    # With NaN from a diverged model, the last block may give an index beyond the last word.
+    return (block * width + _locate(inside, share)[0])[:, 0].clamp_(max=count - 1)
 
 
 def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from jobs.cluster import start_ray
 from jobs.options import Threads
 from pipeline.config.load import load_config
 from pipeline.data.images import decode_image
+from pipeline.features.measured_precision import measure_extraction
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import storage_path
 from pipeline.storage.weights import save_weights
@@ -45,7 +46,6 @@ def bench_extract(
     import ray
 
     from pipeline.features.extraction import Extractor
-    from pipeline.features.measured_precision import measure_extraction
     from pipeline.runs.prepare import initial_backbone
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:

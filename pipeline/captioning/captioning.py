@@ -129,8 +129,8 @@ def _caption_batch(
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
     alignment: list[float] = [math.nan] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
-        loaded = [on_device(images.load(rows), device) for images in inputs]
-        memories = [model.encode(features) for model, features in zip(models, loaded, strict=True)]
+        pairs = zip(models, inputs, strict=True)
+        memories = [model.encode(on_device(images.load(rows), device)) for model, images in pairs]
         captions, satisfied = _search(models, memories, search, [constraints.get(image) for image in image_ids])
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()

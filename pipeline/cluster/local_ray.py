@@ -6,6 +6,7 @@ and sockets are in a folder that only this user can open. docs/cluster.md names 
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import sys
@@ -19,6 +20,8 @@ from unittest.mock import patch
 import psutil
 
 from pipeline.errors import UserError
+
+AGENTS_S = 3.0  # for processes to end
 
 
 def start_local_ray(**options: Any) -> None:
@@ -39,6 +42,16 @@ def start_local_ray(**options: Any) -> None:
         ending_children(),
     ):
         ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
+    atexit.register(_shut_down)  # before Ray's own shutdown, which was registered earlier
+
+
+def _shut_down() -> None:
+    """Ends Ray, and those of its agents that have not ended with it, because they were just starting."""
+    import ray
+
+    started = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _kill(psutil.wait_procs(started, AGENTS_S)[1])
 
 
 @contextmanager
@@ -52,12 +65,16 @@ def ending_children() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        started = [child for child in process.children(recursive=True) if child not in before]
-        for child in started:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(started, timeout=5)
+        _kill([child for child in process.children(recursive=True) if child not in before])
         raise
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    """Kills processes and waits until they have ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, AGENTS_S)
 
 
 def private_folder() -> Path:

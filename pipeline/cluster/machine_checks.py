@@ -19,6 +19,7 @@ from pipeline.cluster.jobs_api import find_token
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import FeatureSection
 from pipeline.errors import UserError
+from pipeline.features.measured_precision import measure_extraction
 from pipeline.runtime.secrets import split_userinfo
 from pipeline.scoring.java import JavaError, free_memory_mb, java_version
 from pipeline.scoring.java_metrics import spice_models
@@ -51,18 +52,20 @@ def torch_pair() -> Finding:
 
 def bfloat16(config: RunConfig | None) -> Finding:
     """The time of a backbone's blocks in float32 and in bfloat16, measured here, and the faster one."""
-    import torch
-
-    from pipeline.features.measured_precision import measure_extraction
-
-    backbone = BackboneConfig() if config is None else config.backbone
-    settings = FeatureSection(gpus_per_actor=1 if torch.cuda.is_available() else 0)
-    times = measure_extraction(backbone, settings)
+    if config is not None and not config.has_backbone:
+        return Finding("bfloat16", "ok", "a detector's features need no backbone")
+    backbone, settings = BackboneConfig(), FeatureSection()
+    if config is not None:
+        backbone, settings = config.backbone, config.features
+    try:
+        times = measure_extraction(backbone, settings)
+    except (RuntimeError, ValueError) as error:  # no GPU here, or one without free memory
+        return Finding("bfloat16", "warn", f"the speed of {backbone.name} cannot be measured here: {reason_of(error)}")
     text = f"an image takes {1000 * times.float32:.1f} ms in float32 and {1000 * times.bfloat16:.1f} ms in bfloat16"
     text += f" ({times.device}, one block of each stage of {backbone.name})"
-    if config is not None and config.features.compute_dtype == "bfloat16" and times.fastest == "float32":
+    if settings.compute_dtype == "bfloat16" and times.fastest == "float32":
         return Finding("bfloat16", "warn", text, "set features.compute_dtype=float32, which is not slower here")
-    return Finding("bfloat16", "ok", f"{text}: extraction takes {times.fastest} unless features.compute_dtype is set")
+    return Finding("bfloat16", "ok", f"{text}; auto means {times.fastest} in a storage that has not decided yet")
 
 
 def gpus(config: RunConfig | None, on_cluster: bool) -> Finding:

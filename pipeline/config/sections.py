@@ -375,7 +375,7 @@ class EvaluationSection(Section):
     def images_at_a_time(self, device: str) -> int:
         """The images of one search on a device of the type "cpu" or "cuda".
 
-        A GPU takes the same time for 32 as for many more, because it waits for the processor at each step.
+        On a GPU a search of few images waits for the processor at each step.
         """
         return self.batch_size or (256 if device == "cuda" else 32)
 

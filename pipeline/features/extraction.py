@@ -273,7 +273,7 @@ class ShardWriter:
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.
 
-        Both are computed on the device, which sends half the bytes. A value too large for the stored dtype is infinite.
+        Both are computed on the device. A value too large for the stored dtype is infinite.
         Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
         features of an image have the same bits in every batch.
         """

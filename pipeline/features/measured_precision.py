@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import BackboneConfig
 from pipeline.config.sections import ACTOR_CPUS, FeatureSection
+from pipeline.features.interruptions import one_sentence
 from pipeline.features.store import feature_key
 from pipeline.storage.path import StoragePath
+from pipeline.storage.s3 import ConflictError
 from pipeline.untrusted.documents import parse_json
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 NUM_STAGES = 4  # of the Swins that timm names
 PRECISIONS = ("float32", "bfloat16")
+NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing")  # keys of a backbone that change no feature's time
 MAX_BYTES = 4096  # of a record
 
 
@@ -40,13 +44,17 @@ def decided_precision(
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
     kind = "GPU" if settings.gpus_per_actor else "CPU"
-    sizes = {key: value for key, value in asdict(backbone).items() if key not in ("weights", "drop_path")}
+    sizes = {key: value for key, value in asdict(backbone).items() if key not in NOT_A_SIZE}
     record = folder / f"{feature_key({'backbone': sizes, 'device': kind})}.json"
-    decision = _recorded(record)
+    decision, tag = _recorded(record)
     if decision is None:
         times = _measure_on_ray(backbone, settings, start_ray)
-        decision = times.fastest
-        record.write_bytes(json.dumps({"precision": decision, **asdict(times)}, indent=1).encode())
+        content = {"precision": times.fastest, **asdict(times), "nonce": secrets.token_hex(8)}
+        try:
+            record.write_if(json.dumps(content, indent=1).encode(), tag)
+            decision = times.fastest
+        except ConflictError:  # another extraction was faster
+            decision = _recorded(record)[0] or times.fastest
         logger.info(
             f"features  in {decision} from now on: an image takes {1000 * times.float32:.0f} ms in float32 and "
             f"{1000 * times.bfloat16:.0f} ms in bfloat16 ({times.device}, one block of each stage)"
@@ -54,26 +62,30 @@ def decided_precision(
     return decision
 
 
-def _recorded(record: StoragePath) -> str | None:
-    """The storage's decision; None without one. A record that cannot be read is made again."""
+def _recorded(record: StoragePath) -> tuple[str | None, str | None]:
+    """The storage's decision, and the tag of the record; None without one. A damaged record has no decision."""
     try:
-        content = parse_json(record.read_bytes(MAX_BYTES), str(record))
-    except (FileNotFoundError, ValueError):
-        return None
-    precision = content.get("precision") if isinstance(content, dict) else None
-    return precision if precision in PRECISIONS else None
+        data, tag = record.read_tagged()
+    except FileNotFoundError:
+        return None, None
+    with suppress(ValueError):
+        content = parse_json(data[:MAX_BYTES], str(record))
+        if isinstance(content, dict) and content.get("precision") in PRECISIONS:
+            return str(content["precision"]), tag
+    logger.warning(f"damaged   {record} is no record of a precision; it is made again")
+    return None, tag
 
 
 def _measure_on_ray(
     backbone: BackboneConfig, settings: FeatureSection, start_ray: Callable[[], AbstractContextManager[object]]
 ) -> PrecisionTimes:
     """Measures in a Ray task with the resources of an actor."""
-    with start_ray():
+    with start_ray(), one_sentence("the measurement of precisions"):
         import ray
 
         task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
         times: PrecisionTimes = ray.get(task.remote(backbone, settings))
-    return times
+        return times
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:

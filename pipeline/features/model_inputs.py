@@ -78,8 +78,8 @@ def on_device(features: Features, device: torch.device, dtype: torch.dtype = tor
 
     The inputs are copied as they are stored, which is half the bytes for float16 features and a quarter for pixels, and
     converted on the device. From pinned memory the copy does not wait for the device. Pixels become normalized images
-    (B, 3, H, W) in the channels-last memory format.
+    (B, 3, H, W).
     """
     moved = map_tensors(features, lambda tensor: tensor.to(device, non_blocking=True))
-    tokens = normalize(moved.tokens) if moved.tokens.dtype == torch.uint8 else moved.tokens
+    tokens = normalize(moved.tokens).contiguous() if moved.tokens.dtype == torch.uint8 else moved.tokens
     return replace(moved, tokens=tokens.to(dtype))

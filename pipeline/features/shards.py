@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import mmap
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,7 @@ class ShardMaps:
         self.folder, self.infos, self.cache = folder, infos, cache
         if cache is not None:  # shards beyond the limit are read in ranges: they would evict others
             self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
+        self._lock = threading.RLock()  # training prefetches in a thread while it validates
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
         self._boxes: dict[int, np.ndarray] = {}
         self._whole: set[int] = set()  # the local shards that were compared with their digests
@@ -137,7 +139,8 @@ class ShardMaps:
         if not order:
             return np.empty((0, 0, 0), np.float16)
         shard_numbers, row_numbers = shards.tolist(), rows.tolist()
-        new = sorted(set(shard_numbers) - self._open.keys())
+        with self._lock:
+            new = sorted(set(shard_numbers) - self._open.keys())
         if len(new) > 1 and (self.cache is not None or not self._whole.issuperset(new)):  # copies or checks several
             with ThreadPoolExecutor(NUM_COPIES) as pool:
                 list(pool.map(self._local_file, new))
@@ -165,15 +168,16 @@ class ShardMaps:
         return np.stack([self._boxes_of(shard)[row] for shard, row in zip(shards.tolist(), rows, strict=True)])
 
     def shard(self, number: int) -> _Shard:
-        """The open shard with this number. Opening it may close another one."""
-        if number in self._open:
-            self._open.move_to_end(number)
-        else:
-            path = self.folder / f"{self.infos[number].shard}.npy"
-            self._open[number] = _Shard(path, self._local_file(number))
-            if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)  # unmapped once no array refers to it
-        return self._open[number]
+        """The open shard with this number. Opening it may close another one. Several threads may ask."""
+        with self._lock:
+            if number in self._open:
+                self._open.move_to_end(number)
+            else:
+                path = self.folder / f"{self.infos[number].shard}.npy"
+                self._open[number] = _Shard(path, self._local_file(number))
+                if len(self._open) > MAX_OPEN:
+                    self._open.popitem(last=False)  # unmapped once no array refers to it
+            return self._open[number]
 
     def _local_file(self, number: int) -> Path | None:
         """The local file of a shard; None for a remote one that does not fit the cache."""

@@ -88,6 +88,7 @@ class RayContext:
 
     def __init__(self, asked_to_stop: Callable[[], bool]) -> None:
         import ray.train
+        import ray.util
         from ray.train.torch import get_device
 
         context = ray.train.get_context()
@@ -97,6 +98,7 @@ class RayContext:
         uses_nccl = self.device.type == "cuda" and self.world_size > 1
         self.control_group: dist.ProcessGroup | None = None
         if uses_nccl:
+            _choose_interface(ray.util.get_node_ip_address())
             self.control_group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         set_rank(self.world_rank)
         # Signal handlers are set in the main thread, which runs the actor's methods. This is the training thread.
@@ -125,6 +127,18 @@ class RayContext:
             time.sleep(STOP_POLL_S)
             with suppress(OSError):
                 self._must_stop = self._asked_to_stop()
+
+
+def _choose_interface(address: str) -> None:
+    """Makes gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME names one.
+
+    By default gloo uses the address of the host's name, which may be one that only the host itself can reach.
+    """
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _note_sigterm(actor: object) -> None:

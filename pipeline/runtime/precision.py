@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,12 +16,13 @@ ROUNDS = 3
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """In a `with` block, float32 products on a GPU are exact, or for the precision "tf32" in TensorFloat-32.
+    """In a `with` block, products of float32 numbers on a GPU use all their bits, or with "tf32" TensorFloat-32.
 
     TensorFloat-32 rounds factors to 10 bits after the point (GPUs since Ampere). Without this block, torch uses it for
     convolutions and not for matrices. On other processors nothing changes.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "tf32" if precision == "tf32" else "ieee"

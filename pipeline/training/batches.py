@@ -81,13 +81,14 @@ class Batch:
     global_images: int  # images of the whole optimizer step
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """The batch on `device`, with features of type `dtype` (see `on_device`)."""
-        return self._mapped(
-            on_device(self.features, device, dtype), lambda tensor: tensor.to(device, non_blocking=True)
-        )
+        """The batch on `device`, with features of type `dtype` (see `on_device`), and pixels channels-last."""
+        features = on_device(self.features, device, dtype)
+        if features.tokens.ndim == 4:
+            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
+        return self._mapped(features, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """The batch in page-locked memory, from which a GPU copies while it computes."""
+        """The batch in page-locked memory. To copy it to a GPU, the processor does not wait for the GPU."""
         return self._mapped(map_tensors(self.features, Tensor.pin_memory), Tensor.pin_memory)
 
     def _mapped(self, features: Features, change: Callable[[Tensor], Tensor]) -> Batch:

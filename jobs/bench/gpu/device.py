@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import warnings
 from collections import Counter
@@ -35,7 +36,7 @@ class GpuFacts:
         return float(getattr(self, precision)) * 1e12
 
 
-# the first name that is part of a device's name counts
+# the first name whose words are part of a device's name counts
 FACTS = {
     "H200": GpuFacts(67, 494, 989, 4.8),
     "H100 PCIe": GpuFacts(51, 378, 756, 2.0),
@@ -51,8 +52,8 @@ def facts_of(device: torch.device) -> GpuFacts | None:
     """The facts of a GPU; None for one that the table lacks and for a CPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((facts for part, facts in FACTS.items() if part in name), None)
+    words = f" {re.sub(r'[^A-Za-z0-9]', ' ', torch.cuda.get_device_name(device))} "
+    return next((facts for name, facts in FACTS.items() if f" {name} " in words), None)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def waits(call: Callable[[], Any], device: torch.device) -> Counter[str]:
             call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    synchronizing = (warning for warning in caught if "synchronizing" in str(warning.message))
+    synchronizing = (warning for warning in caught if "called a synchronizing" in str(warning.message))
     return Counter(f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in synchronizing)
 
 

@@ -29,6 +29,7 @@ from pipeline.runtime.precision import float32_products
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20
+BEAM = "beam 5"
 MAX_PIXELS = 10**8
 STAGES = (
     Case("xe_frozen", "cross_entropy", 48, samples=8 * COCO_PAIRS),
@@ -165,7 +166,7 @@ def extraction(plan: Plan, device: torch.device) -> Rows:
 def decoding(plan: Plan, device: torch.device) -> Rows:
     """Beam search and sampling from features, to 20 tokens."""
     for batch in plan.decoding_batches:
-        for kind in ("beam 5", "5 samples"):
+        for kind in (BEAM, "5 samples"):
             for precision in plan.precisions:
 
                 def row(batch: int = batch, kind: str = kind, precision: str = precision) -> Row:
@@ -174,7 +175,7 @@ def decoding(plan: Plan, device: torch.device) -> Rows:
 
                     def run() -> Any:
                         memory = model.encode(features)
-                        if kind == "beam 5":
+                        if kind == BEAM:
                             return beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
                         return sample(model, memory, num_samples=SAMPLES, max_length=TOKENS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from models.backbone import Backbone
 from models.base import Features
@@ -27,6 +29,7 @@ from pipeline.training.reward import CaptionReward
 # the settings that objectives and optimizers read, with the configuration's defaults
 OPTIMIZER: Any = SimpleNamespace(name="radam", betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0)
 LABEL_SMOOTHING = 0.1
+DROP_PATH = 0.1  # of the recipe's stages
 SAMPLING: dict[str, Any] = {
     "num_samples": 5,
     "max_length": 21,  # 20 tokens and SOS
@@ -90,7 +93,8 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
     set_dropout(model, 0.1 if case.objective == "scst" else 0.3)  # the dropout of the paper's stages
     backbone = None
     if case.end_to_end:
-        backbone = Backbone(replace(scale.backbone, gradient_checkpointing=case.checkpointing), with_weights=False)
+        config = replace(scale.backbone, gradient_checkpointing=case.checkpointing, drop_path=DROP_PATH)
+        backbone = Backbone(config, with_weights=False)
         backbone = backbone.to(memory_format=torch.channels_last)
     captioner = Captioner(model, backbone).to(device).train()
     if case.compiled:
@@ -110,7 +114,8 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
                 # one process: the module for the gradient is the captioner itself, without a wrapper
                 output = objective(captioner, captioner, on_device, generator)
             output.loss.backward()
-            finite.add(number, {"loss": output.metrics["loss"]})
+            norm = nn.utils.clip_grad_norm_(captioner.parameters(), math.inf)
+            finite.add(number, {"loss": output.metrics["loss"], "gradient norm": norm})
             optimizer.step()
         number += 1
         if number % 20 == 0:

@@ -44,12 +44,18 @@ def test_the_faster_precision_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, float32: float, faster: str
 ) -> None:
     times = PrecisionTimes("a processor", float32, bfloat16=0.1)
-    monkeypatch.setattr("pipeline.features.measured_precision.measure_extraction", lambda *_: times)
+    monkeypatch.setattr("pipeline.cluster.machine_checks.measure_extraction", lambda *_: times)
     asked = checks.bfloat16(config_of(tmp_path, features={"compute_dtype": "bfloat16"}))
     assert asked.level == ("ok" if faster == "bfloat16" else "warn")
     plain = checks.bfloat16(None)
     assert plain.level == "ok" and f"{1000 * float32:.1f} ms in float32" in plain.text
-    assert f"extraction takes {faster}" in plain.text
+    assert f"auto means {faster}" in plain.text
+
+    def fail(*_: object) -> PrecisionTimes:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr("pipeline.cluster.machine_checks.measure_extraction", fail)
+    assert checks.bfloat16(None).level == "warn" and "out of memory" in checks.bfloat16(None).text
 
 
 def test_missing_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, measure
     assert decide() == "bfloat16" and not measured
     measured.append(PrecisionTimes("another", float32=0.1, bfloat16=0.5))
     assert decide() == decide(batch_size=64, num_actors=3) == "bfloat16" and len(measured) == 1, "kept"
+    assert decide(replace(SWIN, gradient_checkpointing=True, drop_path=0.1)) == "bfloat16", "the same features"
     assert decide(compute_dtype="float32") == "float32" and len(measured) == 1, "asked for"
     assert decide(gpus_per_actor=1) == "float32" and not measured, "another kind of device"
     (record,) = [path for path in tmp_path.iterdir() if "this processor" in path.read_text()]
@@ -61,6 +63,22 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, measure
     record.write_text('{"precision": ')
     measured.append(PrecisionTimes("this processor", float32=0.1, bfloat16=0.5))
     assert decide() == "float32" and decide() == "float32" and not measured, "a damaged record is made again"
+
+
+def test_the_first_of_two_extractions_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = storage_path(tmp_path)
+    times = [PrecisionTimes("slow", float32=0.1, bfloat16=1.0), PrecisionTimes("fast", float32=1.0, bfloat16=0.1)]
+    found: list[str] = []
+
+    def measure(*_: Any) -> PrecisionTimes:
+        mine = times.pop()
+        if times:  # while the first measures, the second begins and ends
+            found.append(decided_precision(SWIN, FeatureSection(), place, not_watched))
+        return mine
+
+    monkeypatch.setattr(measured_precision, "_measure_on_ray", measure)
+    found.append(decided_precision(SWIN, FeatureSection(), place, not_watched))
+    assert found == ["float32", "float32"] and not times
 
 
 @pytest.mark.parametrize(("float32", "fastest"), [(1.0, "float32"), (1.1, "float32"), (1.2, "bfloat16")])

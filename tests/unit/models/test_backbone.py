@@ -9,7 +9,8 @@ import torch
 
 from models.backbone import Backbone, load_swin, set_drop_path
 from models.captioner import Captioner
-from models.config import BackboneConfig
+from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from models.registry import build_model
 from tests.support.models import (
     SMALL_SWIN,
     small_captioner,
@@ -54,6 +55,30 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     for ours, theirs in zip(plain.parameters(), saving.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_every_block_is_compiled_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a drop path each block has another form, and torch compiles only few forms of a piece of code by default."""
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        def run(*arguments: torch.Tensor) -> object:
+            calls.append("block")
+            return graph.forward(*arguments)
+
+        return run
+
+    plain_compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain_compile(module, backend=backend))
+    backbone = Backbone(BackboneConfig(**vars(SMALL_SWIN) | {"depths": (2, 12), "drop_path": 0.1}))
+    sizes = ModelSizes(backbone.width, 12, 8, 1, 2, 0)
+    captioner = Captioner(build_model(ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2), sizes), backbone)
+    captioner.compile_layers()
+    for training in (False, True, False):
+        captioner.train(training)
+        calls.clear()
+        backbone(torch.randn(2, 3, 32, 32))
+        assert len(calls) >= 14, f"only {len(calls)} of 14 blocks are compiled"
 
 
 @pytest.mark.parametrize(

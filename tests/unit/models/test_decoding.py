@@ -402,9 +402,11 @@ def test_edges_are_sentences() -> None:
             wide.init_cache(memory, 2).expand_beams(3)
 
 
-def test_not_a_number_is_drawn_without_an_index_error() -> None:
-    drawn = draw_by_inversion(torch.full((2, 30), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
-    assert bool(((drawn >= 0) & (drawn < 30)).all())
+@pytest.mark.parametrize("words", [30, 40, 41, 50, 10369])
+def test_not_a_number_is_drawn_without_an_index_error(words: int) -> None:
+    """Also where the last block of words is not full."""
+    drawn = draw_by_inversion(torch.full((2, words), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    assert bool(((drawn >= 0) & (drawn < words)).all())
 
 
 @torch.no_grad()
