@@ -57,8 +57,9 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_every_block_is_compiled_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a drop path each block has another form, and torch compiles only few forms of a piece of code by default."""
+def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a drop path each block has another form, and torch compiles only few forms of a piece of code: here two."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     calls: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
@@ -70,15 +71,13 @@ def test_every_block_is_compiled_in_training_and_evaluation(monkeypatch: pytest.
 
     plain_compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain_compile(module, backend=backend))
-    backbone = Backbone(BackboneConfig(**vars(SMALL_SWIN) | {"depths": (2, 12), "drop_path": 0.1}))
+    backbone = Backbone(BackboneConfig(**vars(SMALL_SWIN) | {"depths": (1, 3), "drop_path": 0.1}))
     sizes = ModelSizes(backbone.width, 12, 8, 1, 2, 0)
     captioner = Captioner(build_model(ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2), sizes), backbone)
     captioner.compile_layers()
-    for training in (False, True, False):
-        captioner.train(training)
-        calls.clear()
-        backbone(torch.randn(2, 3, 32, 32))
-        assert len(calls) >= 14, f"only {len(calls)} of 14 blocks are compiled"
+    captioner.train()
+    backbone(torch.randn(2, 3, 32, 32))
+    assert len(calls) >= 4, f"only {len(calls)} of 4 blocks are compiled"
 
 
 @pytest.mark.parametrize(
