@@ -84,7 +84,7 @@ def bench_gpu(
                 (out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
         for line in recipe_lines(rows, plan):
             show(line)
-        if "training" in parts and time.monotonic() - begin < 60 * minutes:
+        if "training" in parts.split(",") and time.monotonic() - begin < 60 * minutes:
             write_profile(out / "profile.txt", plan, device)
         show(f"finished in {time.monotonic() - begin:.0f} s; results in {out}")
 

@@ -49,7 +49,7 @@ class Cost:
 
 
 def cost_of(case: Case, plan: Plan) -> Cost:
-    """Counts a step of `NUM_IMAGES` images on this CPU, and scales it to the case."""
+    """The cost of a training step. A step of `NUM_IMAGES` images is counted, and scaled to the number of the case."""
     small = replace(case, images=NUM_IMAGES)
     step = training_step(small, torch.device("cpu"), plan.scale)
     step()  # the optimizer allocates its moments

@@ -30,6 +30,7 @@ from pipeline.runtime.precision import float32_products
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20
 BEAM = "beam 5"
+PRECISIONS = ("float32", "tf32", "bfloat16")
 MAX_PIXELS = 10**8
 STAGES = (
     Case("xe_frozen", "cross_entropy", 48, samples=8 * COCO_PAIRS),
@@ -52,10 +53,6 @@ class Plan:
     vit: str
     vit_size: int
     compiles: bool
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        return ("float32", "tf32", "bfloat16")
 
 
 PAPER = Plan(Scale(), STAGES, 48, (32, 128), (16, 64, 256, 512), 512, "vit_base_patch16_384", 384, compiles=True)
@@ -105,7 +102,7 @@ Rows = Iterator[tuple[str, Callable[[], Row]]]  # the name of each row, and a fu
 def training(plan: Plan, device: torch.device) -> Rows:
     """Steps of the recipe's four stages: each precision, without checkpointing of activations, and compiled."""
     for stage in plan.stages:
-        cases = [replace(stage, precision=precision) for precision in plan.precisions]
+        cases = [replace(stage, precision=precision) for precision in PRECISIONS]
         if stage.end_to_end:
             cases.append(replace(cases[-1], checkpointing=False))
         if plan.compiles:
@@ -140,7 +137,7 @@ def extraction(plan: Plan, device: torch.device) -> Rows:
     sizes = {plan.scale.backbone.name: (swin, plan.scale.backbone.image_size), plan.vit: (vit, plan.vit_size)}
     for name, (make, side) in sizes.items():
         for batch in plan.extraction_batches:
-            for precision in plan.precisions:
+            for precision in PRECISIONS:
 
                 def row(
                     name: str = name,
@@ -167,7 +164,7 @@ def decoding(plan: Plan, device: torch.device) -> Rows:
     """Beam search and sampling from features, to 20 tokens."""
     for batch in plan.decoding_batches:
         for kind in (BEAM, "5 samples"):
-            for precision in plan.precisions:
+            for precision in PRECISIONS:
 
                 def row(batch: int = batch, kind: str = kind, precision: str = precision) -> Row:
                     model = endless_model(plan.scale, device)
@@ -187,7 +184,7 @@ def decoding(plan: Plan, device: torch.device) -> Rows:
 
 def captions(plan: Plan, device: torch.device) -> Rows:
     """Captions of JPEG files of 640 x 480 pixels in memory. Threads decode a batch while the GPU captions another."""
-    for precision in plan.precisions:
+    for precision in PRECISIONS:
 
         def row(precision: str = precision) -> Row:
             model = endless_model(plan.scale, device)
