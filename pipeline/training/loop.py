@@ -247,8 +247,8 @@ class StageRun:
             metrics = summed(metrics, output.metrics)
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
         self.finite.add(step, {"loss": metrics["loss"], "gradient norm": norm})
-        # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
         self.optimizer.step()
+        # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
 
     def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
