@@ -85,8 +85,8 @@ def caption(
         int, typer.Option(min=3, help="Tokens per caption, including begin and end.")
     ] = SEARCH_DEFAULTS.max_length,
     precision: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="float32, or bfloat16: faster for large models where supported; a few captions differ."),
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
     ] = SEARCH_DEFAULTS.precision,
     explain: Annotated[
         Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
@@ -124,7 +124,12 @@ def caption(
             "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
             "grid features, import it again with --backbone"
         )
-    options = CaptionOptions({"beam_size": beam_size, "max_length": max_length, "precision": precision}, num_results)
+    search: dict[str, Any] = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
+    cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
+    if precision == "auto":
+        search["precision"] = _measured_precision(opened, search, cluster)
+        _print_note(f"{search['precision']} is used, the faster precision where the images are captioned")
+    options = CaptionOptions(search, num_results)
     signature: dict[str, Any] = {}
     done: dict[str, bool] = {}
     place = None if out is None else storage_path(out)
@@ -150,7 +155,6 @@ def caption(
     decorations = Decorations()
     captioning: AbstractContextManager[Iterator[dict[str, Any]]]
     if uses_ray:
-        cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
         captioning = _captioning_on_ray(pending, opened, options, cluster)
     else:
         captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, explain, decorations))
@@ -231,9 +235,7 @@ def _captioning_on_ray(
 
     has_joined_cluster = connect(cluster.address)
     pool = start_pool(cluster, has_joined_cluster)
-    source: ModelSource = StoredBundle(model.location, bundle_digests(model.folder))
-    if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
-        source = SentBundle.of(model.folder)
+    source = _source(model, has_joined_cluster)
     assert model.bundle.transform is not None
     size = model.bundle.transform.image_size
     watch = StallWatch(
@@ -250,6 +252,27 @@ def _captioning_on_ray(
                 yield {"image": name, "error": error} if error else _output_row(name, ranked)
 
         yield rows()
+
+
+def _source(model: OpenedBundle, has_joined_cluster: bool) -> ModelSource:
+    """The source from which Ray's processes load the model."""
+    if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
+        return SentBundle.of(model.folder)
+    return StoredBundle(model.location, bundle_digests(model.folder))
+
+
+def _measured_precision(model: OpenedBundle, search: dict[str, Any], cluster: ClusterOptions) -> str:
+    """float32 or bfloat16: the faster one in a process of the cluster, or without a cluster in this process."""
+    from pipeline.captioning.ray_data import fastest_precision
+
+    if not cluster_address(cluster.address):
+        return fastest_precision(StoredBundle(model.location), search, gpus=None)
+    import ray
+
+    pool = start_pool(cluster, has_joined_cluster=connect(cluster.address))
+    task = ray.remote(fastest_precision).options(num_cpus=pool.cpus, num_gpus=pool.gpus)
+    precision: str = ray.get(task.remote(_source(model, has_joined_cluster=True), search, pool.gpus))
+    return precision
 
 
 def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool:

@@ -10,6 +10,7 @@ import socket
 import time
 from typing import Literal
 
+from pipeline.captioning.measured_precision import with_search_precision
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.local_ray import start_local_ray
 from pipeline.config.run import RunConfig
@@ -46,6 +47,11 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
         return
     _require_gpus(config, ray.cluster_resources().get("GPU", 0))
     require_others(config.workers, len(stage_bundles(config, "training")))
+
+
+def with_precision(config: RunConfig, address: str | None) -> RunConfig:
+    """The configuration with the precision of its searches. Ray is needed if `auto` has not been measured yet."""
+    return with_search_precision(config, lambda: start_ray(config, address, "captions"))
 
 
 def require_others(workers: WorkersSection, count: int) -> None:
@@ -114,7 +120,7 @@ def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     workers, features = config.workers, config.features
     if stage == "features":
         actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
-        return [*[actor] * features.num_actors, {"CPU": DECODING_CPUS}]
+        return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]
     # Captions and the dry run progress with one worker, and training with the smallest number of workers.
     count = workers.counts[0] if stage == "training" else 1
     return [workers.bundle] * count

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
-from jobs.cluster import check_resources, start_ray
+from jobs.cluster import check_resources, start_ray, with_precision
 from jobs.named_files import check_output_place, open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
@@ -91,6 +91,7 @@ def evaluate(
     constraint_file = constraints or run_config.evaluation.constraints
     check_resources(run_config, address)
     _check_inputs(run_config, stage, constraint_file)
+    run_config = with_precision(run_config, address)
     evaluation = Evaluation(run_config, models or (), features)
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     evaluation.find_images(splits or (), stage, out)

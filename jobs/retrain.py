@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.cluster import check_address, start_ray
+from jobs.cluster import check_address, start_ray, with_precision
 from jobs.options import Address, Config, Set
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import load_config
@@ -73,4 +73,4 @@ def retrain(
         return rollback(run_config)
     check_address(address)  # `start_ray` looks at the resources, if there is something to train
     check_before_writing(run_config)
-    return retrain_once(run_config, RayWork(address))
+    return retrain_once(with_precision(run_config, address), RayWork(address))

@@ -7,11 +7,12 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import Stage, check_address, check_resources, start_ray
+from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
@@ -55,6 +56,7 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
     from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
+    config = with_precision(config, address)
     folder = prepare(config)
     try:
         summary = folder.summary
@@ -118,6 +120,7 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
     from pipeline.runs.prepare import prepare
 
+    config = with_precision(config, address)
     folder = prepare(config)
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
@@ -159,30 +162,44 @@ def shares_text(config: RunConfig, stage: StageSection) -> str:
     return f"{span(counts[0], counts[-1])} workers x {span(*config.micro_batch_sizes(stage))}{accumulated}"
 
 
-def _has_config(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether config.yaml of a run's folder is not damaged and has these values."""
+def _stored_config(folder: RunFolder) -> RunConfig | None:
+    """The configuration in a run's folder, which has what an earlier attempt has decided; None if it is damaged."""
     try:
-        return folder.config == config
+        return folder.config
     except (DamagedError, UserError) as error:  # a UserError for keys that were renamed since
         logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-        return False
+        return None
+
+
+def _with_checkpointing(config: RunConfig, checkpointing: bool | Literal["auto"]) -> RunConfig:
+    """The configuration with a decision in place of `backbone.gradient_checkpointing: auto`."""
+    if config.backbone.gradient_checkpointing != "auto":
+        return config
+    backbone = replace(config.backbone, gradient_checkpointing=checkpointing)
+    return config.model_copy(update={"backbone": backbone})
 
 
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
+        self.folder, self.config, self.address = folder, config, address
         # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
-        if not _has_config(folder, config):
-            write_text(folder.path / "config.yaml", dump_config(config))
-            folder.push("config.yaml")
-        self.folder = RunFolder(folder.path, folder.home)  # `folder` has cached the earlier configuration
-        self.config, self.address = config, address
+        stored = _stored_config(folder)
+        if stored is not None:
+            self.config = _with_checkpointing(config, stored.backbone.gradient_checkpointing)
+        if stored != self.config:
+            self._write_config()
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
         self.tracker = Tracker(self.folder, config)
         self.tracker.start()
+
+    def _write_config(self) -> None:
+        write_text(self.folder.path / "config.yaml", dump_config(self.config))
+        self.folder.push("config.yaml")
+        self.folder = RunFolder(self.folder.path, self.folder.home)  # the other object has cached the old values
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
@@ -259,11 +276,18 @@ class RunDriver:
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
         task = ray.remote(dry_run).options(num_returns="streaming", **workers.task_options)
+        checkpointing = False
         with self._timed("dry run"), watch:
             for result in watch.results([task.remote(self.folder)]):
                 if result.error is not None:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
-                logger.info(f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB")
+                checkpointing |= result.checkpointing
+                text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
+                logger.info(text + (", with activations computed again" if result.checkpointing else ""))
+        decided = _with_checkpointing(self.config, checkpointing)
+        if decided != self.config:  # kept for later attempts, which may have no dry run
+            self.config = decided
+            self._write_config()
 
     def _check_disk(self) -> None:
         """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""

@@ -32,13 +32,17 @@ class Backbone(nn.Module):
         self.swin = swin = _create_swin(config, pretrained=with_weights and config.weights == "pretrained")
         if with_weights and config.weights not in ("none", "pretrained"):
             load_swin(self, read_tensors(Path(config.weights)))
-        swin.set_grad_checkpointing(config.gradient_checkpointing)
+        self.set_gradient_checkpointing(config.gradient_checkpointing is True)
         self.width: int = swin.num_features
         rows, columns = swin.patch_embed.grid_size
         for _ in range(len(swin.layers) - 1):
             rows, columns = (rows + 1) // 2, (columns + 1) // 2  # merging patches halves each side and pads odd ones
         self.grid: tuple[int, int] = (rows, columns)
         self.num_tokens = self.grid[0] * self.grid[1]
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether a backward pass computes the blocks' activations again, which takes less memory and more time."""
+        self.swin.set_grad_checkpointing(enabled)
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.swin.forward_features(images)  # (B, rows, columns, C)

@@ -262,7 +262,8 @@ class BackboneConfig:
     num_heads: Annotated[tuple[Count, ...], max_length(MAX_STAGES)] | None = None
     window_size: Count | None = None
     drop_path: Decimal = 0.0
-    gradient_checkpointing: bool = False
+    # compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice
+    gradient_checkpointing: Annotated[bool | Literal["auto"], Identity.IGNORED] = "auto"
 
     def __post_init__(self) -> None:
         if not self.name.startswith("swin_"):

@@ -63,9 +63,10 @@ def caption_stream(
 ) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
     """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
 
-    The best caption comes first. search: the settings of a `CaptionService`. Ray must have been started, and every node
-    must be able to read local names. Raises StorageError while the storage is out of order or refuses requests, and
-    JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for one.
+    The best caption comes first. search: the settings of a `CaptionService`, with a precision other than `auto`. Ray
+    must have been started, and every node must be able to read local names. Raises StorageError while the storage is
+    out of order or refuses requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the
+    caller must watch for one.
 
     Each NAMES_AT_A_TIME images are one execution of Ray Data, which starts its own captioning processes. So only the
     list of names grows with the number of images, not the time until the first caption or the memory that Ray needs.
@@ -81,6 +82,13 @@ def caption_stream(
         for start in range(0, len(names), NAMES_AT_A_TIME):
             for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], image_size, arguments, pool):
                 yield _text(row["name"]), list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
+
+
+def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
+    """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
+    prepare_processor()
+    device = None if gpus is None else device_for(gpus).type
+    return CaptionService(model.load(), device=device, **search).precision
 
 
 def _captioned_rows(

@@ -21,11 +21,12 @@ from models.attention_maps import cross_attention
 from models.attribution import Attribution, integrated_gradients
 from models.base import Features
 from models.cluster_groups import Clusters, find_clusters
-from models.decoding import beam_search
+from models.decoding import Captions, beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.config.sections import SEARCH_DEFAULTS
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
+from pipeline.runtime.precision import measure_precisions
 from pipeline.runtime.secrets import without_secrets
 from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 from pipeline.untrusted.names import printable, relative_name
@@ -35,7 +36,7 @@ MAX_PIXELS = 100_000_000  # Larger images are refused.
 MAX_IMAGE_BYTES = 32 * 2**20  # in column `image`; a decoder may take a microsecond for each byte of a hostile file
 MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time
 BATCH_SIZE = 16  # images
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16")
 NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ logger = logging.getLogger(__name__)
 class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
-    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. device: cpu or
-    cuda; None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
+    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
+    constructor captions an image several times and takes the faster one. device: cpu or cuda; None for a GPU if torch
+    sees one. The bundle is moved there, and the methods take pixels on any device.
     uri_roots: the local folders and s3:// prefixes below which `predict` may read images for its callers.
     """
 
@@ -59,7 +61,7 @@ class CaptionService:
         uri_roots: Sequence[str] = (),
     ) -> None:
         if precision not in PRECISIONS:
-            raise ValueError(f"precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
+            raise ValueError(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
@@ -67,6 +69,10 @@ class CaptionService:
         self.uri_roots = _roots(uri_roots)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         bundle.captioner.to(self.device)
+        if precision == "auto":
+            side = bundle.transform.image_size
+            image = torch.zeros(1, 3, side, side, device=self.device)
+            self.precision = measure_precisions(lambda: self._search(image, num_results=1), self.device).fastest
 
     def pixels(self, data: bytes) -> Tensor:
         """An image file's normalized pixels (3, H, W). Raises BadImage with the reason."""
@@ -75,18 +81,22 @@ class CaptionService:
     @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
         """The captions of each image (B, 3, H, W) with their log-probabilities, best first."""
-        captioner = self.bundle.captioner
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            captions = beam_search(
-                captioner.model,
-                captioner.encode(Features(pixels.to(self.device))),
-                beam_size=self.beam_size,
-                max_length=min(self.max_length, captioner.model.sizes.max_positions),
-                num_results=num_results,
-            )
+            captions = self._search(pixels.to(self.device), num_results)
         log_probs = captions.log_probs.sum(-1).tolist()
         texts = [[self.bundle.vocabulary.decode(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
         return [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
+
+    def _search(self, pixels: Tensor, num_results: int) -> Captions:
+        """The best captions of each image (B, 3, H, W)."""
+        captioner = self.bundle.captioner
+        return beam_search(
+            captioner.model,
+            captioner.encode(Features(pixels)),
+            beam_size=self.beam_size,
+            max_length=min(self.max_length, captioner.model.sizes.max_positions),
+            num_results=num_results,
+        )
 
     @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:

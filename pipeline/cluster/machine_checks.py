@@ -61,8 +61,7 @@ def bfloat16(config: RunConfig | None) -> Finding:
         times = measure_extraction(backbone, settings)
     except (RuntimeError, ValueError) as error:  # no GPU here, or one without free memory
         return Finding("bfloat16", "warn", f"the speed of {backbone.name} cannot be measured here: {reason_of(error)}")
-    text = f"an image takes {1000 * times.float32:.1f} ms in float32 and {1000 * times.bfloat16:.1f} ms in bfloat16"
-    text += f" ({times.device}, one block of each stage of {backbone.name})"
+    text = f"{times}, with one block of each stage of {backbone.name}"
     if settings.compute_dtype == "bfloat16" and times.fastest == "float32":
         return Finding("bfloat16", "warn", text, "set features.compute_dtype=float32, which is not slower here")
     return Finding("bfloat16", "ok", f"{text}; auto means {times.fastest} in a storage that has not decided yet")
@@ -88,7 +87,7 @@ def gpus_wanted(config: RunConfig | None) -> float:
     if config is None:
         return 0
     training = config.workers.num_workers * config.workers.gpus_per_worker
-    return max(training, config.features.num_actors * config.features.gpus_per_actor)
+    return max(training, config.features.least_actors * config.features.gpus_per_actor)
 
 
 def java() -> Finding:

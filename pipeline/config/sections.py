@@ -198,7 +198,8 @@ class FeatureSection(Section):
     stored_dtype: Literal["float16", "float32"] = "float16"
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
     rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
-    num_actors: Annotated[Processes, Identity.IGNORED] = 1
+    # extracting processes; None: one on CPUs, and on GPUs as many as the cluster has GPUs for
+    num_actors: Annotated[Processes | None, Identity.IGNORED] = None
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
     threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
     # up to this many images are extracted by tasks: starting actors would take longer than they save
@@ -214,6 +215,16 @@ class FeatureSection(Section):
 
     def check_values(self) -> None:
         refuse_renamed_value("features.hdf5", self.hdf5)
+
+    @property
+    def least_actors(self) -> int:
+        """The processes without which the extraction does not begin."""
+        return self.num_actors or 1
+
+    @property
+    def most_actors(self) -> int | None:
+        """The processes of a long extraction; None for as many as the cluster has room for."""
+        return None if self.num_actors is None and self.gpus_per_actor else self.least_actors
 
     @property
     def cache_bytes(self) -> int | None:
@@ -368,7 +379,8 @@ class EvaluationSection(Section):
     num_results: Beams = 1  # captions per image, at most beam_size
     # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
-    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, faster where the processor has it
+    # bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None
 

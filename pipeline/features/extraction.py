@@ -61,7 +61,7 @@ StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
 class Extractor:
     """The settings that determine features: the backbone, the file with its weights, and the numeric settings.
 
-    `settings.compute_dtype` must be a concrete dtype when features are described or computed (`decided_precision`).
+    `settings.compute_dtype` must be a concrete dtype when features are described or computed (`extraction_precision`).
     """
 
     backbone: BackboneConfig
@@ -183,7 +183,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             _decode_and_compute,
             fn_kwargs={"decoding": decoding, **arguments},
             batch_size=None,
-            compute=TaskPoolStrategy(size=settings.num_actors),
+            compute=TaskPoolStrategy(size=settings.least_actors),
             num_cpus=1,
         )
     else:
@@ -194,7 +194,8 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             batch_size=settings.rows_per_shard,
             # An actor writes one shard while its computing thread has the next one.
             compute=ActorPoolStrategy(
-                size=settings.num_actors,
+                min_size=settings.least_actors,
+                max_size=settings.most_actors,
                 max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
                 enable_true_multi_threading=True,
             ),

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import secrets
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import BackboneConfig
 from pipeline.config.sections import ACTOR_CPUS, FeatureSection
+from pipeline.features.decided_precision import decided_precision
 from pipeline.features.interruptions import one_sentence
-from pipeline.features.store import feature_key
 from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import ConflictError
-from pipeline.untrusted.documents import parse_json
 
 if TYPE_CHECKING:
     from pipeline.runtime.precision import PrecisionTimes
 
-logger = logging.getLogger(__name__)
-
 NUM_STAGES = 4  # of the Swins that timm names
-PRECISIONS = ("float32", "bfloat16")
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing")  # keys of a backbone that change no feature's time
-MAX_BYTES = 4096  # of a record
 
 
-def decided_precision(
+def extraction_precision(
     backbone: BackboneConfig,
     settings: FeatureSection,
     folder: StoragePath,
@@ -43,37 +34,9 @@ def decided_precision(
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
-    kind = "GPU" if settings.gpus_per_actor else "CPU"
     sizes = {key: value for key, value in asdict(backbone).items() if key not in NOT_A_SIZE}
-    record = folder / f"{feature_key({'backbone': sizes, 'device': kind})}.json"
-    decision, tag = _recorded(record)
-    if decision is None:
-        times = _measure_on_ray(backbone, settings, start_ray)
-        content = {"precision": times.fastest, **asdict(times), "nonce": secrets.token_hex(8)}
-        try:
-            record.write_if(json.dumps(content, indent=1).encode(), tag)
-            decision = times.fastest
-        except ConflictError:  # another extraction was faster
-            decision = _recorded(record)[0] or times.fastest
-        logger.info(
-            f"features  in {decision} from now on: an image takes {1000 * times.float32:.0f} ms in float32 and "
-            f"{1000 * times.bfloat16:.0f} ms in bfloat16 ({times.device}, one block of each stage)"
-        )
-    return decision
-
-
-def _recorded(record: StoragePath) -> tuple[str | None, str | None]:
-    """The storage's decision, and the tag of the record; None without one. A damaged record has no decision."""
-    try:
-        data, tag = record.read_tagged()
-    except FileNotFoundError:
-        return None, None
-    with suppress(ValueError):
-        content = parse_json(data[:MAX_BYTES], str(record))
-        if isinstance(content, dict) and content.get("precision") in PRECISIONS:
-            return str(content["precision"]), tag
-    logger.warning(f"damaged   {record} is no record of a precision; it is made again")
-    return None, tag
+    work = {"backbone": sizes, "device": "GPU" if settings.gpus_per_actor else "CPU"}
+    return decided_precision(work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features")
 
 
 def _measure_on_ray(
@@ -109,8 +72,7 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
         thin = replace(backbone, depths=(1,) * num_stages, weights="none", gradient_checkpointing=False)
         model = Backbone(thin, with_weights=False).eval().to(device)
         images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)
-        return measure_precisions(lambda: model(images), device)
+        return measure_precisions(lambda: model(images), device, size)
 
     with computing_thread(settings.threads_per_actor) as thread:
-        times = thread.submit(measure).result()
-    return replace(times, float32=times.float32 / size, bfloat16=times.bfloat16 / size)
+        return thread.submit(measure).result()

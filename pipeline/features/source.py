@@ -11,7 +11,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import Extractor, StartRay, extract
-from pipeline.features.measured_precision import decided_precision
+from pipeline.features.measured_precision import extraction_precision
 from pipeline.features.regions import import_regions
 from pipeline.storage.path import StoragePath
 
@@ -50,7 +50,7 @@ def extract_features(
         return Extracted(*import_regions(dataset, config))
     assert weights is not None
     backbone = replace(config.backbone, weights="none")
-    dtype = decided_precision(backbone, config.features, config.storage_place / "precision", start_ray)
+    dtype = extraction_precision(backbone, config.features, config.storage_place / "precision", start_ray)
     settings = config.features.model_copy(update={"compute_dtype": dtype})
     extractor = Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options)
     return Extracted(*extract(dataset, config.storage_place / "features", extractor, start_ray, unreadable))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
-ROUNDS = 3
+MIN_ROUNDS, MAX_ROUNDS = 2, 20  # of a measurement, after one that warms up
+MEASUREMENT_S = 0.2  # after which a measurement takes no further round
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def float32_products(precision: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PrecisionTimes:
-    """The seconds of one computation in both precisions, on a device with this name."""
+    """The seconds per image of one computation in both precisions, on a device with this name."""
 
     device: str
     float32: float
@@ -46,9 +47,16 @@ class PrecisionTimes:
         """The precision to use: bfloat16 only if it is clearly faster."""
         return "bfloat16" if self.float32 > MIN_SPEEDUP * self.bfloat16 else "float32"
 
+    def __str__(self) -> str:
+        milliseconds = f"{1000 * self.float32:.1f} ms in float32 and {1000 * self.bfloat16:.1f} ms in bfloat16"
+        return f"an image takes {milliseconds} ({self.device})"
 
-def measure_precisions(compute: Callable[[], object], device: torch.device) -> PrecisionTimes:
-    """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process. Takes six computations.
+
+def measure_precisions(compute: Callable[[], object], device: torch.device, num_images: int = 1) -> PrecisionTimes:
+    """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process.
+
+    It takes six computations, and for short ones up to 42, so that noise does not decide.
+    num_images: the images of one computation.
 
     A processor that supports bfloat16 may still be slower with it, so that only a measurement shows what is faster.
     """
@@ -61,6 +69,12 @@ def measure_precisions(compute: Callable[[], object], device: torch.device) -> P
                 torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    times = [(seconds(is_bfloat16=False), seconds(is_bfloat16=True)) for _ in range(ROUNDS)][1:]  # the first warms up
+    times: list[tuple[float, float]] = []
+    for number in range(1 + MAX_ROUNDS):
+        each = seconds(is_bfloat16=False), seconds(is_bfloat16=True)
+        times += [each] if number else []
+        if len(times) >= MIN_ROUNDS and sum(map(sum, times)) >= MEASUREMENT_S:
+            break
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return PrecisionTimes(name, min(each for each, _ in times), min(each for _, each in times))
+    float32, bfloat16 = (min(column) / num_images for column in zip(*times, strict=True))
+    return PrecisionTimes(name, float32, bfloat16)

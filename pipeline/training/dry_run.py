@@ -23,15 +23,23 @@ from pipeline.training.batches import Batch, CaptionTokens, target_positions
 from pipeline.training.loop import feature_dtype, stage_captioner
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import make_optimizer
+from pipeline.untrusted.names import one_line
+
+MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of a stage's dry run. `error` is the message of the error that training would raise, or None."""
+    """The result of a stage's dry run.
+
+    checkpointing: whether the step had to compute the backbone's activations again. error: the message of the error
+    that training would raise, or None.
+    """
 
     stage: str
     seconds: float
     memory_mb: float  # MiB of resident memory on the CPU, or of peak memory on a GPU
+    checkpointing: bool = False
     error: str | None = None
 
 
@@ -46,19 +54,46 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     device = device_for(folder.config.workers.gpus_per_worker)
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
+        checkpointing = False
         try:
-            _one_step(folder, stage, train, device)
+            checkpointing = _try_step(folder, stage, train, device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
-            error = " ".join(str(raised).split()) or type(raised).__name__
-        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error)
+            error = one_line(raised)
+        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), checkpointing, error)
 
 
-def _one_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> None:
+def _try_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
+    """Takes a step of a stage. Returns whether the backward pass computed the backbone's activations again."""
+    setting = folder.config.backbone.gradient_checkpointing
+    checkpointing = stage.train_backbone and setting is True
+    if stage.train_backbone and setting == "auto":
+        if _fits(folder, stage, train, device):
+            return False
+        checkpointing = True
+    _one_step(folder, stage, train, device, checkpointing)
+    return checkpointing
+
+
+def _fits(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
+    """Takes a step that keeps all activations. Returns whether it left some of a GPU's memory free."""
+    try:
+        _one_step(folder, stage, train, device, checkpointing=False)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    if device.type != "cuda":
+        return True
+    return torch.cuda.max_memory_reserved(device) <= MAX_MEMORY_SHARE * torch.cuda.mem_get_info(device)[1]
+
+
+def _one_step(
+    folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device, checkpointing: bool
+) -> None:
     """One forward and backward pass and one update of a stage."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    captioner = stage_captioner(folder, stage, device).train()
+    captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     objective, reward = make_objective(stage, train, folder.vocabulary, device)
     if reward is not None:

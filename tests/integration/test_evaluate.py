@@ -79,6 +79,31 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 
 
 @pytest.mark.ray
+def test_auto_is_measured_once_and_reports_name_what_it_chose(
+    tmp_path: Path, ray_session: None, log_lines: list[str]
+) -> None:
+    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
+    precision = "evaluation.precision=auto"
+
+    def log_probs(name: str, setting: str) -> list[float]:
+        assert evaluate(config, [setting], models=[model], out=str(tmp_path / name)) == 0
+        lines = (tmp_path / name / "n-best-test.jsonl").read_text().splitlines()
+        return [json.loads(line)["n_best"][0]["log_prob"] for line in lines]
+
+    log_probs("first", precision)
+    (record,) = (tmp_path / "results" / "precision").glob("*.json")
+    times = json.loads(record.read_text())
+    fastest = "bfloat16" if times["float32"] > 1.15 * times["bfloat16"] else "float32"
+    assert times["precision"] == fastest and times["bfloat16"] > 0 and times["device"] == "CPU"
+    assert sum(f"captions  in {fastest} from now on" in line for line in log_lines) == 1
+    assert ("tokens, bfloat16" in (tmp_path / "first" / "report-test.html").read_text()) == (fastest == "bfloat16")
+    record.write_text(json.dumps(times | {"precision": "bfloat16"}))  # decided by another machine
+    assert log_probs("second", precision) == log_probs("asked", "evaluation.precision=bfloat16")
+    assert "tokens, bfloat16" in (tmp_path / "second" / "report-test.html").read_text()
+    assert log_probs("exact", "evaluation.precision=float32") != log_probs("again", precision)
+
+
+@pytest.mark.ray
 def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:

@@ -12,13 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from models.captioner import Captioner
+from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
+from pipeline.training import dry_run as dry_run_module
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
 from pipeline.training.finite import DivergedError
-from pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, train_stages
+from pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, stage_captioner, train_stages
 from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
@@ -466,6 +469,38 @@ def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:
     results = list(dry_run(undisturbed))
     assert [result.stage for result in results] == list(STAGES)
     assert all(result.error is None and result.memory_mb > 0 for result in results)
+    assert not any(result.checkpointing for result in results), "the memory suffices"
+
+
+def test_a_dry_run_keeps_no_activations_where_the_memory_does_not_suffice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's memory is simulated: it suffices only for steps that compute the activations again."""
+    make = dry_run_module.stage_captioner
+
+    def limited(folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool | None) -> Captioner:
+        if stage.train_backbone and not checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        captioner = make(folder, stage, device, checkpointing)
+        assert captioner.backbone is None or captioner.backbone.swin.layers[0].grad_checkpointing
+        return captioner
+
+    monkeypatch.setattr(dry_run_module, "stage_captioner", limited)
+    for setting in ("auto", False):
+        folder, _ = prepare_run(tmp_path / str(setting), backbone__gradient_checkpointing=setting)
+        end_to_end = {stage.name for stage in folder.config.stages if stage.train_backbone}
+        results = list(dry_run(folder))
+        assert {result.stage for result in results if result.checkpointing} == (end_to_end if setting else set())
+        errors = {result.stage for result in results if result.error == "CUDA out of memory"}
+        assert len(end_to_end) == 2 and errors == (set() if setting else end_to_end)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("auto", False), (True, True), (False, False)])
+def test_without_a_dry_run_a_cpu_keeps_the_activations(tmp_path: Path, setting: Any, expected: bool) -> None:
+    folder, _ = prepare_run(tmp_path, backbone__gradient_checkpointing=setting)
+    stage = next(stage for stage in folder.config.stages if stage.train_backbone)
+    backbone = stage_captioner(folder, stage, torch.device("cpu")).backbone
+    assert backbone is not None and backbone.swin.layers[0].grad_checkpointing is expected
 
 
 def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:

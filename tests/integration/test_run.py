@@ -6,17 +6,38 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs.cli import main
+from jobs.run import RunDriver
+from pipeline.runs.folder import RunFolder
 from tests.conftest import small_config, write_karpathy
-from tests.support.runs import output_of, start_raycap, write_config
+from tests.support.runs import output_of, prepare_run, start_raycap, write_config
 
 
 def tree(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.ray
+def test_a_later_attempt_keeps_what_the_dry_run_decided(tmp_path: Path, ray_session: None) -> None:
+    folder, _ = prepare_run(tmp_path)
+    config = folder.config
+    assert config.backbone.gradient_checkpointing == "auto"
+    driver = RunDriver(config, folder, address=None)
+    driver._dry_run()
+    stored = folder.path / "config.yaml"
+    assert driver.config.backbone.gradient_checkpointing is False, "a CPU keeps the activations"
+    assert driver.folder.config == driver.config and "gradient_checkpointing: false" in stored.read_text()
+    stored.write_text(stored.read_text().replace("gradient_checkpointing: false", "gradient_checkpointing: true"))
+    for given, used in (("auto", True), (False, False)):
+        given_config = config.model_copy(update={"backbone": replace(config.backbone, gradient_checkpointing=given)})
+        later = RunDriver(given_config, RunFolder(folder.path), address=None)
+        assert later.config.backbone.gradient_checkpointing is used
+        assert later.folder.config.backbone.gradient_checkpointing is used
 
 
 @pytest.mark.ray

@@ -242,7 +242,7 @@ def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: p
             cpus // workers.cpus_per_worker, gpus // workers.gpus_per_worker if workers.gpus_per_worker else 99
         )
         assert workers.num_workers <= per_node * count
-        assert features.gpus_per_actor <= gpus and features.num_actors * features.gpus_per_actor <= gpus * count
+        assert features.gpus_per_actor <= gpus and features.least_actors * features.gpus_per_actor <= gpus * count
 
 
 def test_volumes_hold_the_caches_and_the_object_store() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,7 @@ from models.config import BackboneConfig
 from pipeline.config.sections import FeatureSection
 from pipeline.features import extraction, measured_precision
 from pipeline.features.extraction import Extractor, ShardWriter
-from pipeline.features.measured_precision import decided_precision, measure_extraction
+from pipeline.features.measured_precision import extraction_precision, measure_extraction
 from pipeline.features.store import FeatureStore
 from pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from pipeline.storage.path import StoragePath, storage_path
@@ -50,7 +51,7 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, measure
     measured.append(PrecisionTimes("this processor", float32=1.0, bfloat16=0.5))
 
     def decide(backbone: BackboneConfig = SWIN, folder: StoragePath = place, **settings: Any) -> str:
-        return decided_precision(backbone, FeatureSection(**settings), folder, not_watched)
+        return extraction_precision(backbone, FeatureSection(**settings), folder, not_watched)
 
     assert decide() == "bfloat16" and not measured
     measured.append(PrecisionTimes("another", float32=0.1, bfloat16=0.5))
@@ -73,11 +74,11 @@ def test_the_first_of_two_extractions_decides(tmp_path: Path, monkeypatch: pytes
     def measure(*_: Any) -> PrecisionTimes:
         mine = times.pop()
         if times:  # while the first measures, the second begins and ends
-            found.append(decided_precision(SWIN, FeatureSection(), place, not_watched))
+            found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
         return mine
 
     monkeypatch.setattr(measured_precision, "_measure_on_ray", measure)
-    found.append(decided_precision(SWIN, FeatureSection(), place, not_watched))
+    found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
     assert found == ["float32", "float32"] and not times
 
 
@@ -93,7 +94,10 @@ def test_a_measurement_computes_in_both_precisions() -> None:
         dtypes.append(torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
 
     times = measure_precisions(compute, torch.device("cpu"))
-    assert dtypes == 3 * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
+    assert dtypes == 21 * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
+    count = len(dtypes)
+    measure_precisions(lambda: (compute(), time.sleep(0.1)), torch.device("cpu"))
+    assert len(dtypes) == count + 6, "long computations are not repeated as often"
     whole = measure_extraction(SWIN, FeatureSection())
     assert whole.device == "CPU" and whole.float32 > 0 and whole.bfloat16 > 0
 

@@ -33,6 +33,7 @@ from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
+from pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT
@@ -59,7 +60,7 @@ def test_files_folders_and_patterns_are_found_once_in_order(tmp_path: Path) -> N
 
 def test_captions_of_a_batch_are_those_of_each_image_alone(bundle: Path, tmp_path: Path) -> None:
     names = write_images(tmp_path, 5)
-    with pytest.raises(ValueError, match="precision is 'bf16'; expected float32 or bfloat16"):
+    with pytest.raises(ValueError, match="precision is 'bf16'; expected auto, float32, bfloat16"):
         CaptionService(load_bundle(bundle), precision="bf16")
     service = CaptionService(load_bundle(bundle), beam_size=3, max_length=9)
     pixels = [service.pixels(Path(name).read_bytes()) for name in names]
@@ -82,6 +83,28 @@ def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.Captu
     assert caption(names[:2], str(bundle), out=str(out), precision="bfloat16") == 0
     with pytest.raises(UserError, match="'precision': 'bfloat16'"):
         caption(names, str(bundle), out=str(out))
+
+
+@pytest.mark.parametrize("fastest", ["float32", "bfloat16"])
+def test_auto_takes_the_precision_that_was_faster_here(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
+) -> None:
+    """The seconds are changed, not the computations, which must run for both precisions."""
+    names, out, measured = write_images(tmp_path, 2), tmp_path / "captions.jsonl", []
+
+    def measure(compute: Callable[[], object], device: torch.device) -> PrecisionTimes:
+        measured.append(measure_precisions(compute, device))
+        seconds = {"float32": 1.0, "bfloat16": 1.0} | {fastest: 0.1}
+        return PrecisionTimes("CPU", **seconds)
+
+    monkeypatch.setattr("pipeline.captioning.service.measure_precisions", measure)
+    assert caption(names, str(bundle), out=str(out), precision="auto") == 0
+    assert caption(names[:1], str(bundle), out=str(tmp_path / "asked.jsonl"), precision=fastest) == 0
+    assert len(measured) == 1 and measured[0].float32 > 0
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [line["precision"] for line in lines] == [fastest, fastest]
+    asked = json.loads((tmp_path / "asked.jsonl").read_text())
+    assert lines[0]["log_prob"] == pytest.approx(asked["log_prob"], abs=0.02)
 
 
 def test_lines_say_captions_and_errors_and_the_exit_code_is_one(

@@ -1,0 +1,85 @@
+"""The precision `auto` of searches: which computation is timed, and what tells decisions apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.captioning import measured_precision
+from pipeline.captioning.measured_precision import measure_search, with_search_precision
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
+from pipeline.runtime.precision import PrecisionTimes
+from tests.conftest import small_config
+
+SYSTEMS: list[dict[str, Any]] = [
+    {},
+    {"name": "transformer"},
+    {"name": "meshed_memory", "num_memory_slots": 2},
+    {"name": "clustformer"},
+]
+
+
+def config_of(folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+    values = small_config(folder) | {"evaluation": {"precision": "auto", "beam_size": 2}}
+    values["model"] = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1} | (
+        model or {}
+    )
+    return parse_config(values | changes)
+
+
+@pytest.mark.parametrize("model", SYSTEMS, ids=lambda model: str(model.get("name", "expansionnet_v2")))
+def test_a_search_of_each_system_can_be_timed(tmp_path: Path, model: dict[str, Any]) -> None:
+    times = measure_search(config_of(tmp_path, model))
+    assert times.device == "CPU" and 0 < times.float32 < 60 and 0 < times.bfloat16 < 60
+
+
+def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+
+    def decided(work: dict[str, Any], folder: Any, measure: Any, label: str) -> str:
+        keys.append(str(work))
+        assert label == "captions" and folder == config_of(tmp_path).storage_place / "precision"
+        return "bfloat16"
+
+    monkeypatch.setattr(measured_precision, "decided_precision", decided)
+
+    def key(model: dict[str, Any] | None = None, **changes: Any) -> str:
+        config = with_search_precision(config_of(tmp_path, model, **changes), not_started)
+        assert config.evaluation.precision == "bfloat16" and config.evaluation.beam_size == 2
+        return keys[-1]
+
+    same = key()
+    assert key(model={"dropout": 0.25}) == same and key(seed=3) == same
+    assert len({same, key(model={"d_ff": 32}), key(model={"dynamic_expansion": 3})}) == 3
+    concrete = config_of(tmp_path, evaluation={"precision": "float32"})
+    assert with_search_precision(concrete, not_started) is concrete
+
+
+def not_started() -> None:
+    raise AssertionError("Ray was started, and nothing had to be measured")
+
+
+def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def decided(work: dict[str, Any], folder: Any, measure: Any, label: str) -> str:
+        return str(measure().fastest)
+
+    class Task:
+        def options(self, **resources: Any) -> Task:
+            started.append(f"{resources['num_cpus']} CPUs")
+            return self
+
+        def remote(self, config: RunConfig) -> PrecisionTimes:
+            assert not config.tracking.enabled, "the tracker's address was sent to a worker"
+            return PrecisionTimes("CPU", float32=1.0, bfloat16=0.1)
+
+    monkeypatch.setattr(measured_precision, "decided_precision", decided)
+    monkeypatch.setattr("ray.remote", lambda function: Task())
+    monkeypatch.setattr("ray.get", lambda result: result)
+    config = config_of(tmp_path, workers={"num_workers": 1, "cpus_per_worker": 2})
+    assert with_search_precision(config, lambda: started.append("Ray")).evaluation.precision == "bfloat16"
+    assert started == ["Ray", "2.0 CPUs"]
