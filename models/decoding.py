@@ -36,9 +36,14 @@ class Captions:
 
 
 class Decoder:
-    """One or several models that decode the same tokens; `images` are the indices of the unfinished images."""
+    """One or several models that decode the same tokens; `images` are the indices of the unfinished images.
 
-    def __init__(self, models: Models, memories: Memories, beams: int, max_length: int) -> None:
+    keeps_images: never ask which images have ended, and keep all.
+    """
+
+    def __init__(
+        self, models: Models, memories: Memories, beams: int, max_length: int, *, keeps_images: bool = False
+    ) -> None:
         self.models = [models] if isinstance(models, CaptionModel) else list(models)
         memories = [memories] if isinstance(memories, Memory) else list(memories)
         if not self.models or len(self.models) != len(memories):
@@ -59,7 +64,7 @@ class Decoder:
             if memory.batch_size != memories[0].batch_size:
                 raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
             check_positions(max_length - 1, model.sizes.max_positions)
-        self.beams = beams
+        self.beams, self.keeps_images = beams, keeps_images
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
         # All beams of an image start alike, so that the first step runs once per image. Dropout would make them differ.
@@ -100,7 +105,9 @@ class Decoder:
         Returns the indices of the remaining images, or None when nothing was dropped. Only every `check_every`-th step
         drops images. An image that has ended can stay, because its captions do not change any more.
         """
-        if self.caches[0].length % self.check_every or 2 * int(finished.sum()) < len(self.images):
+        if self.keeps_images or self.caches[0].length % self.check_every:
+            return None
+        if 2 * int(finished.sum()) < len(self.images):
             return None
         remaining = (~finished).nonzero()[:, 0]
         self.images = self.images[remaining]

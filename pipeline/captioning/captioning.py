@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from models.base import Memory
 from models.captioner import Captioner
 from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import Captions, beam_search
+from models.graphed_search import GraphedSearch
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
@@ -82,6 +84,9 @@ def caption_batches(
     """
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
     size = batch_size  # images that are captioned at a time
+    graphs = None
+    if search.settings.cuda_graph and context.device.type == "cuda":
+        graphs = GraphedSearch([model.model for model in models], **_limits(search.settings))
     for model in models:
         model.eval()
     for first in range(0, len(shard), batch_size):
@@ -92,8 +97,10 @@ def caption_batches(
         while start < len(rows):
             batch = rows[start : start + (1 if start < one_by_one_until else size)]
             try:
-                hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch)
+                hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch, graphs)
             except torch.OutOfMemoryError:
+                if graphs is not None:
+                    graphs.clear()
                 torch.cuda.empty_cache()
                 if size == 1:
                     raise
@@ -124,6 +131,7 @@ def _caption_batch(
     device: torch.device,
     constraints: Mapping[int, ConstraintAutomaton],
     rows: np.ndarray,
+    graphs: GraphedSearch | None,
 ) -> Hypotheses:
     """The captions of the images in these rows. The other arguments are those of `caption_batches`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
@@ -131,7 +139,8 @@ def _caption_batch(
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
         pairs = zip(models, inputs, strict=True)
         memories = [model.encode(on_device(images.load(rows), device)) for model, images in pairs]
-        captions, satisfied = _search(models, memories, search, [constraints.get(image) for image in image_ids])
+        automata = [constraints.get(image) for image in image_ids]
+        captions, satisfied = _search(models, memories, search, automata, graphs)
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
     log_probs = captions.log_probs.sum(-1)
@@ -146,20 +155,26 @@ def _caption_batch(
     return hypotheses
 
 
+def _limits(settings: EvaluationSection) -> dict[str, Any]:
+    return {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+
+
 def _search(
     models: Sequence[Captioner],
     memories: Sequence[Memory],
     search: CaptionSearch,
     automata: Sequence[ConstraintAutomaton | None],
+    graphs: GraphedSearch | None,
 ) -> tuple[Captions, list[list[int | None]]]:
     """The best captions, and the number of constraints that each satisfies.
 
     The number is None for an image without constraints, and -1 for a caption that the search did not find.
     """
     decoders, settings = [model.model for model in models], search.settings
-    limits = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+    limits = _limits(settings)
     if not any(automata):
-        return beam_search(decoders, memories, **limits), [[None] * settings.num_results for _ in automata]
+        captions = beam_search(decoders, memories, **limits) if graphs is None else graphs(memories)
+        return captions, [[None] * settings.num_results for _ in automata]
     unconstrained = build_automaton([], len(search.vocabulary))
     all_automata = [automaton or unconstrained for automaton in automata]
     constrained = constrained_beam_search(decoders, memories, all_automata, **limits)

@@ -381,6 +381,8 @@ class EvaluationSection(Section):
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     # bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    # on a GPU, capture the search of a batch and replay it for later batches: the same captions
+    cuda_graph: Annotated[bool, Identity.IGNORED] = False
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None
 

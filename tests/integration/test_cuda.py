@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from models.backbone import Backbone
-from models.base import Features
+from models.base import Features, map_tensors
 from models.captioner import Captioner
 from models.config import (
     BackboneConfig,
@@ -24,6 +24,7 @@ from models.config import (
     ModelSizes,
 )
 from models.decoding import beam_search
+from models.graphed_search import GraphedSearch
 from models.registry import build_model
 from pipeline.captioning import captioning
 from pipeline.captioning.bundle import load_bundle
@@ -95,6 +96,31 @@ def test_beam_search_is_the_cpus(config: ModelConfig) -> None:
     expected, found = results
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert torch.allclose(found.log_probs.cpu(), expected.log_probs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+@pytest.mark.parametrize("config", MODELS, ids=lambda config: config.name)
+@torch.no_grad()
+def test_a_captured_search_is_the_plain_one(config: ModelConfig, precision: str) -> None:
+    """Captured once, and replayed for two more batches and for changed weights."""
+    torch.manual_seed(0)
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    model = build_model(config, ModelSizes(12, 40, 12, 1, 2, 0)).to(DEVICE, dtype).eval()
+    graphed = GraphedSearch([model], beam_size=3, max_length=12, num_results=3)
+    for number in range(5):
+        features = Features(torch.randn(4, 9, 12), torch.tensor([9, 3, 7, 5]), torch.rand(4, 9, 4))
+        features = map_tensors(
+            on_device(features, torch.device(DEVICE)), lambda x: x.to(dtype) if x.is_floating_point() else x
+        )
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bfloat16"):
+            memory = model.encode(features)
+            expected = beam_search(model, memory, beam_size=3, max_length=12, num_results=3)
+            found = graphed([memory])
+        assert len(graphed.graphs) == (number > 0)
+        assert torch.equal(found.tokens, expected.tokens)
+        torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+        if number == 3:
+            model.lm_head.weight.mul_(0.5)  # type: ignore[union-attr, operator]
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])

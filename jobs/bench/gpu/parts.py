@@ -22,6 +22,7 @@ from models.base import CaptionModel, Features
 from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig
 from models.decoding import beam_search, sample
+from models.graphed_search import GraphedSearch
 from models.registry import build_model
 from models.transform import ImageTransform, normalize
 from pipeline.data.images import decode_image
@@ -29,7 +30,7 @@ from pipeline.runtime.precision import float32_products
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20
-BEAM = "beam 5"
+BEAM, GRAPHED_BEAM = "beam 5", "beam 5 as a CUDA graph"
 PRECISIONS = ("float32", "tf32", "bfloat16")
 MAX_PIXELS = 10**8
 STAGES = (
@@ -161,19 +162,23 @@ def extraction(plan: Plan, device: torch.device) -> Rows:
 
 
 def decoding(plan: Plan, device: torch.device) -> Rows:
-    """Beam search and sampling from features, to 20 tokens."""
+    """Beam search and sampling from features, to 20 tokens. A CPU cannot capture a graph."""
+    kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
     for batch in plan.decoding_batches:
-        for kind in (BEAM, "5 samples"):
+        for kind in kinds:
             for precision in PRECISIONS:
 
                 def row(batch: int = batch, kind: str = kind, precision: str = precision) -> Row:
                     model = endless_model(plan.scale, device)
                     features = Features(torch.randn(batch, plan.scale.tokens, plan.scale.feature_width, device=device))
+                    graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
 
                     def run() -> Any:
                         memory = model.encode(features)
                         if kind == BEAM:
                             return beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
+                        if kind == GRAPHED_BEAM:
+                            return graphed([memory])
                         return sample(model, memory, num_samples=SAMPLES, max_length=TOKENS)
 
                     with torch.no_grad(), products(precision, device):

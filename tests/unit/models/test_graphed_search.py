@@ -1,0 +1,121 @@
+"""A search that asks no questions, which a CUDA graph can capture, and the choice of what is replayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from models import graphed_search
+from models.base import CaptionModel, Features, Memory
+from models.config import MODEL_CONFIGS
+from models.decoding import BEAM_TENSORS, Beams, Captions, beam_search
+from models.graphed_search import MAX_GRAPHS, GraphedSearch, SearchGraph
+from models.registry import build_model
+from tests.support.models import SIZES
+from tests.support.models import one_thread as one_thread
+from tests.support.operations import counted
+
+BEAMS, LENGTH = 3, 12
+
+
+def model_of(name: str) -> CaptionModel:
+    """A float64 model some of whose captions end early."""
+    torch.manual_seed(3)
+    small: dict[str, Any] = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
+    if name == "expansionnet_v2":
+        small |= {"static_expansion": (2, 5), "dynamic_expansion": 2}
+    model = build_model(MODEL_CONFIGS[name](name=name, **small), SIZES).double().eval()
+    with torch.no_grad():
+        model.lm_head.weight *= 4.0  # type: ignore[union-attr, operator]
+    return model
+
+
+def memory_of(model: CaptionModel, images: int, tokens: int = 4, lengths: bool = False) -> Memory:
+    features = torch.randn(images, tokens, SIZES.feature_width, dtype=torch.float64)
+    valid = torch.randint(1, tokens + 1, (images,)) if lengths else None
+    with torch.no_grad():
+        return model.encode(Features(features, valid, torch.rand(images, tokens, 4, dtype=torch.float64)))
+
+
+def same(found: Captions, plain: Captions) -> None:
+    assert torch.equal(found.tokens, plain.tokens) and torch.equal(found.lengths, plain.lengths)
+    torch.testing.assert_close(found.log_probs, plain.log_probs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.scores, plain.scores, rtol=1e-10, atol=1e-10)
+
+
+def replayed(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
+    """What `captured` makes, without a GPU: a replay computes again from the same inputs into the same results."""
+    beams = run()
+
+    def replay() -> None:
+        again = run()
+        for name in BEAM_TENSORS:
+            getattr(beams, name).copy_(getattr(again, name))
+
+    return SearchGraph(inputs, beams, replay)
+
+
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
+def test_a_search_of_all_steps_never_waits_and_finds_the_same_captions(name: str) -> None:
+    """What waits cannot be captured: a read of a value, or a shape that depends on values."""
+    model = model_of(name)
+    for images, lengths in ((1, False), (7, True), (12, False)):
+        memory = memory_of(model, images, lengths=lengths and name != "clustformer")  # whose grids have no padding
+        graphed = GraphedSearch([model], beam_size=BEAMS, max_length=LENGTH)
+        with counted() as operations:
+            beams = graphed._all_steps([memory])
+        assert operations.waits == Counter()
+        plain = beam_search(model, memory, beam_size=BEAMS, max_length=LENGTH, num_results=BEAMS)
+        same(beams.ranked(BEAMS, length_normalization=True)[0], plain)
+        assert images == 1 or plain.lengths.min() < plain.lengths.max()
+
+
+def test_an_ensemble_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_search, "captured", replayed)
+    models = [model_of("expansionnet_v2"), model_of("meshed_memory")]
+    graphed = GraphedSearch(models, beam_size=BEAMS, max_length=LENGTH, num_results=2)
+    for _ in range(4):
+        memories = [memory_of(model, 4) for model in models]
+        same(graphed(memories), beam_search(models, memories, beam_size=BEAMS, max_length=LENGTH, num_results=2))
+    assert len(graphed.graphs) == 1
+
+
+def test_the_second_batch_of_a_shape_is_captured_and_later_ones_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[int] = []
+
+    def capture(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
+        captures.append(inputs[0].batch_size)
+        return replayed(inputs, run)
+
+    monkeypatch.setattr(graphed_search, "captured", capture)
+    model = model_of("expansionnet_v2")
+    graphed = GraphedSearch([model], beam_size=BEAMS, max_length=LENGTH, num_results=2)
+    results = []
+    for images, tokens in ((4, 5), (4, 5), (3, 5), (4, 5), (4, 6), (3, 5), (3, 5)):
+        memory = memory_of(model, images, tokens, lengths=True)
+        kept = memory.states.clone()
+        results.append((graphed([memory]), memory))
+        assert torch.equal(memory.states, kept), "a replay wrote to its caller's memory"
+    assert captures == [4, 3]
+    for found, memory in results:  # also after later replays, which overwrite the graph's own results
+        same(found, beam_search(model, memory, beam_size=BEAMS, max_length=LENGTH, num_results=2))
+    graphed.clear()
+    graphed([memory_of(model, 3)])
+    assert captures == [4, 3] and not graphed.graphs
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_search, "captured", replayed)
+    model = model_of("transformer")
+    graphed = GraphedSearch([model], beam_size=2, max_length=4)
+    for images in range(1, MAX_GRAPHS + 3):
+        for _ in range(2):
+            memory = memory_of(model, images)
+            same(graphed([memory]), beam_search(model, memory, beam_size=2, max_length=4))
+    assert len(graphed.graphs) == MAX_GRAPHS
+    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
+        GraphedSearch([model], beam_size=2, max_length=4, num_results=3)
