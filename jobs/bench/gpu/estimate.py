@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from jobs.bench.gpu.device import GpuFacts
@@ -16,19 +17,32 @@ from jobs.bench.gpu.training_step import Case, training_step
 
 EFFICIENCY = 0.4  # assumed share of a GPU's peak for the large products of these models
 LAUNCH_S = 8e-6  # assumed seconds that the processor needs for each operation that it queues
-NUM_IMAGES = 2  # for which operations are counted; they grow with the number of images, and launches do not
+SIZES = (1, 3)  # images for which a step is counted; products and traffic grow linearly, and launches do not grow
 ROW = "{:<15}{:>8}{:>9}{:>7}{:>10}{:>13}{:>9}{:>10}{:>8}"
 PASSES = 8  # over weights and moments in an update: gradient, clipping, two moments and weights, read and written
 
 
-class _Launches(TorchDispatchMode):
-    """Counts the operations in its `with` block that compute, and not views."""
+class Traffic(TorchDispatchMode):
+    """Counts the operations in its `with` block that compute, and the bytes that they read and write.
 
-    count = 0
+    Views are left out, and an optimizer's steps, which are few launches on a GPU (`PASSES`). Each operation counts on
+    its own: compiled code moves fewer bytes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.launches = self.bytes = 0
+        self.in_optimizer = False
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "in_optimizer", True))
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "in_optimizer", False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and not self.in_optimizer:
+            self.launches += 1
+            tensors = (each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor))
+            self.bytes += sum(each.numel() * each.element_size() for each in tensors)
+        return result
 
 
 @dataclass(frozen=True)
@@ -49,25 +63,29 @@ class Cost:
 
 
 def cost_of(case: Case, plan: Plan) -> Cost:
-    """The cost of a training step. A step of `NUM_IMAGES` images is counted, and scaled to the number of the case."""
-    small = replace(case, images=NUM_IMAGES)
-    step = training_step(small, torch.device("cpu"), plan.scale)
-    step()  # the optimizer allocates its moments
-    counter, launches = FlopCounterMode(display=False), _Launches()
-    with counter:
-        step()
-    with launches:
-        step()
-    scale = case.images / NUM_IMAGES
-    weights = 4 * _parameters(step)
-    return Cost(counter.get_total_flops() * scale, PASSES * weights, launches.count)
+    """The cost of a training step. Steps of `SIZES` images are counted and extrapolated to the case's number."""
+    few, some = (counted_step(replace(case, images=images), plan) for images in SIZES)
+    step = (case.images - SIZES[0]) / (SIZES[1] - SIZES[0])
+    operations, moved = (few[part] + step * (some[part] - few[part]) for part in range(2))
+    return Cost(operations, moved, launches=some[2])
 
 
-def _parameters(step: Callable[[], None]) -> int:
-    """The number of trainable numbers that a training step updates."""
-    optimizers = (cell.cell_contents for cell in step.__closure__ or ())
-    (optimizer,) = (each for each in optimizers if isinstance(each, torch.optim.Optimizer))
-    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+def counted_step(case: Case, plan: Plan) -> tuple[float, float, int]:
+    """The operations, bytes and launches of one step of a case."""
+    step = training_step(case, torch.device("cpu"), plan.scale)
+    optimizer = _optimizer_of(step)
+    counter, traffic = FlopCounterMode(display=False), Traffic(optimizer)
+    with traffic, counter:
+        step()
+    weights = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+    return counter.get_total_flops(), traffic.bytes + 4 * PASSES * weights, traffic.launches
+
+
+def _optimizer_of(step: Callable[[], None]) -> torch.optim.Optimizer:
+    """The optimizer that a training step calls."""
+    contents = (cell.cell_contents for cell in step.__closure__ or ())
+    (optimizer,) = (each for each in contents if isinstance(each, torch.optim.Optimizer))
+    return optimizer
 
 
 def estimate_lines(name: str, facts: GpuFacts, plan: Plan) -> list[str]:
@@ -79,7 +97,8 @@ def estimate_lines(name: str, facts: GpuFacts, plan: Plan) -> list[str]:
     ]
     total = 0.0
     for stage in plan.stages:
-        case = replace(stage, images=min(stage.images, plan.max_images), checkpointing=False)
+        images = min(stage.images, plan.max_images)
+        case = replace(stage, images=images, precision="bfloat16", checkpointing=False)
         cost, steps = cost_of(case, plan), stage.samples / case.images
         seconds = cost.seconds(facts)
         hours = steps * max(seconds.values()) / 3600

@@ -6,19 +6,21 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from jobs.bench.gpu.parts import PAPER
+from jobs.bench.gpu.estimate import cost_of, counted_step
+from jobs.bench.gpu.parts import PAPER, REHEARSAL
 from jobs.bench.gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
 from jobs.cli import main
 from pipeline.config.sections import OptimizerSection, ScstSection, StageSection
 from tests.conftest import ROOT
 
 # Everything else comes with torch, timm and typer.
-REHEARSAL = """
+SCRIPT = """
 import sys
 
 class Missing:
@@ -35,7 +37,7 @@ bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], None, True)
 
 def rehearse(out: Path, parts: str) -> str:
     """The output of a rehearsal in a process without the other packages."""
-    command = [sys.executable, "-c", REHEARSAL, str(out), parts]
+    command = [sys.executable, "-c", SCRIPT, str(out), parts]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
@@ -67,6 +69,16 @@ def test_without_a_gpu_it_ends_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
 def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu", "--rehearse", "--parts", "training,cooking", "--out", str(tmp_path / "out")]) == 2
     assert "--parts names cooking" in capsys.readouterr().err
+
+
+def test_a_cost_is_extrapolated_from_small_steps() -> None:
+    """Compared with counting a step of the whole number of images."""
+    for case in REHEARSAL.stages[:2]:
+        found = cost_of(replace(case, images=9), REHEARSAL)
+        operations, moved, launches = counted_step(replace(case, images=9), REHEARSAL)
+        assert found.operations == pytest.approx(operations, rel=1e-6) and operations > 0
+        assert found.bytes == pytest.approx(moved, rel=0.01) and abs(found.launches - launches) <= 5
+        assert found.bytes > cost_of(replace(case, images=2), REHEARSAL).bytes
 
 
 def test_an_estimate_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
