@@ -21,6 +21,7 @@ from jobs.cluster import check_resources, start_ray, with_precision
 from jobs.named_files import check_output_place, open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
+from pipeline.captioning.bundle import last_objective, read_bundle_config
 from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
@@ -35,7 +36,7 @@ from pipeline.runs.preflight import check_storage
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
-from pipeline.scoring.published import published_rows
+from pipeline.scoring.published import Evaluated, published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
@@ -92,12 +93,12 @@ def evaluate(
     check_resources(run_config, address)
     _check_inputs(run_config, stage, constraint_file)
     run_config = with_precision(run_config, address)
-    evaluation = Evaluation(run_config, models or (), features)
+    evaluation = Evaluation(run_config, models or (), features, constraint_file)
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     evaluation.find_images(splits or (), stage, out)
     bundles = evaluation.bundles
-    tasks = evaluation.tasks(constraint_file, bundles[0])
-    compared_tasks = {} if compared_bundle is None else evaluation.tasks(constraint_file, compared_bundle)
+    tasks = evaluation.tasks(bundles[0])
+    compared_tasks = {} if compared_bundle is None else evaluation.tasks(compared_bundle)
     logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
     logger.info(f"data      {counts} images")
@@ -160,9 +161,15 @@ class Evaluation:
     by "+". place, folder: see `output_folder`. store: the features for models without a backbone.
     """
 
-    def __init__(self, config: RunConfig, models: Sequence[str], features: str | None) -> None:
-        """Opens the bundles `models` (the option --model); `features` is a feature store. Raises UserError."""
+    def __init__(
+        self, config: RunConfig, models: Sequence[str], features: str | None, constraints: Path | str | None
+    ) -> None:
+        """Opens the bundles `models` (the option --model). Raises UserError.
+
+        features: a feature store. constraints: a file of words that captions must contain; None for no constraints.
+        """
         self.config = config
+        self.constraints = constraints
         self.store = None if features is None else storage_path(features, config.storage.options)
         if self.store is not None and next(iter(self.store.walk()), None) is None:
             raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
@@ -193,6 +200,20 @@ class Evaluation:
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
         self.place, self.folder = output_folder(config, self.label, out)
 
+    @property
+    def evaluated(self) -> Evaluated:
+        """What decides which printed scores ours can be compared with. It is in the bundles, not in the configuration.
+
+        Models of several systems have no printed scores.
+        """
+        from pipeline.runs.summary import evaluated
+
+        configs = [read_bundle_config(fetched(bundle)) for bundle in self.bundles]
+        systems = {config["model"]["name"] for config in configs}
+        objectives = {last_objective(config) for config in configs}
+        system, objective = (each.pop() if len(each) == 1 else None for each in (systems, objectives))
+        return evaluated(self.config.evaluation, system or "", objective, len(configs), self.constraints is not None)
+
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
         opened = open_bundle(option, model, self.config.storage.options)
@@ -203,8 +224,8 @@ class Evaluation:
             )
         return opened.location
 
-    def tasks(self, constraints: Path | str | None, model: StoragePath) -> dict[str, SplitTask]:
-        """The images of each split, with the constraints of a file (None: no constraints).
+    def tasks(self, model: StoragePath) -> dict[str, SplitTask]:
+        """The images of each split with their constraints.
 
         The constraints contain word ids of the vocabulary of `model`, which is a bundle's folder.
 
@@ -213,13 +234,15 @@ class Evaluation:
         from pipeline.captioning.constraints import load_automata
 
         automata: dict[int, ConstraintAutomaton] = {}
-        if constraints is not None:
+        if self.constraints is not None:
             image_ids = [image for images in self.images_by_split.values() for image in images.column("image_id")]
             vocabulary = Vocabulary.load(fetched(model) / "vocabulary.json")
-            automata = load_automata(Path(constraints), image_ids, vocabulary)
+            automata = load_automata(Path(self.constraints), image_ids, vocabulary)
             if not automata:
                 splits = ", ".join(self.images_by_split)
-                raise UserError(f"constraints {constraints}: none of its images is in {splits}; look at the image ids")
+                raise UserError(
+                    f"constraints {self.constraints}: none of its images is in {splits}; look at the image ids"
+                )
         return {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
 
     def run(
@@ -340,8 +363,8 @@ class Evaluation:
         logger.info(f"\n{result.split}, {len(scores.image_ids)} images{format_scores(scores)}")
         if result.main_object is not None:
             logger.info(f"  main object named in {result.main_object:.1%} of the captions")
-        config, uris = self.config, self.images_by_split[result.split].column("uri")
-        for row, difference in published_rows(config.model.name, result.split, uris, config.evaluation.beam_size):
+        uris = self.images_by_split[result.split].column("uri")
+        for row, difference in published_rows(self.evaluated, result.split, uris):
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
 
@@ -368,7 +391,7 @@ class Evaluation:
             run_id=label,
             protocol=f"{config.evaluation.protocol}, {result.signature}",
             score_columns=columns,
-            score_rows=rows + published_table(columns, config, result.split, dataset.column("uri")),
+            score_rows=rows + published_table(columns, self.evaluated, result.split, dataset.column("uri")),
             stages=[],
             images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},

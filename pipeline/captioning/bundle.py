@@ -109,7 +109,7 @@ def load_bundle(folder: Path) -> Bundle:
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
     require_intact(folder)
-    config = _read_config(folder)
+    config = read_bundle_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
     parts = _read_parts(config, str(folder / "config.yaml"))
     if len(vocabulary) != parts.sizes.vocabulary_size:
@@ -148,7 +148,7 @@ class _Parts:
         return Captioner(build_model(self.model, self.sizes), backbone)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_bundle_config(folder: Path) -> dict[str, Any]:
     """The content of config.yaml. Raises UserError if it does not have the format that this version reads."""
     path = folder / "config.yaml"
     config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
@@ -165,6 +165,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("name"), str):
         raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
     return config | {"name": printable(config["name"])}
+
+
+def last_objective(config: Mapping[str, Any]) -> str | None:
+    """The objective that trained a bundle last, from the content of its config.yaml; None if that does not say."""
+    info = config.get("info")
+    objective = info.get("objective") if isinstance(info, dict) else None
+    return objective if objective in ("cross_entropy", "scst") else None
 
 
 def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:

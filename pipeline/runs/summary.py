@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import Dataset
 from pipeline.features.source import describe_features
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
 from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
+from pipeline.runs.run_bundle import last_objective
 from pipeline.scoring.metrics import Score
-from pipeline.scoring.published import published_rows
+from pipeline.scoring.published import Evaluated, published_rows
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StorageOptions, StoragePath
 
@@ -46,10 +48,21 @@ def _cell(result: SplitResult, name: str) -> str:
     return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
 
 
-def published_table(columns: list[str], config: RunConfig, split: str, uris: list[str]) -> list[tuple[str, list[str]]]:
+def evaluated(
+    settings: EvaluationSection, system: str, objective: str | None, num_models: int = 1, constrained: bool = False
+) -> Evaluated:
+    """What was evaluated, for the comparison with printed scores. See `Evaluated` for the arguments."""
+    keys = ("beam_size", "max_length", "ranking", "collapse_repeats")
+    search = {key: getattr(settings, key) for key in keys}
+    return Evaluated(system, objective, num_models, constrained=constrained, **search)
+
+
+def published_table(
+    columns: list[str], ours: Evaluated, split: str, uris: Sequence[str]
+) -> list[tuple[str, list[str]]]:
     """Published scores of the same model and split, in our columns. A row's label names differences in protocol."""
     rows = []
-    for row, difference in published_rows(config.model.name, split, uris, config.evaluation.beam_size):
+    for row, difference in published_rows(ours, split, uris):
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
         rows.append((f"{row.name}\n{difference or row.protocol}", cells))
     return rows
@@ -94,8 +107,10 @@ def make_report(
     """Writes report.html of a finished run."""
     config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
+    constrained = config.evaluation.constraints is not None
+    ours = evaluated(config.evaluation, config.model.name, last_objective(folder), constrained=constrained)
     for split in config.data.test_splits:
-        rows += published_table(columns, config, split, dataset.split(split).column("uri"))
+        rows += published_table(columns, ours, split, dataset.split(split).column("uri"))
     report = Report(
         title=config.name,
         run_id=folder.run_id,

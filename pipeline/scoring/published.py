@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 import yaml
 
-COCO_TEST = 5_000  # images of Karpathy's test split
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
+OBJECTIVES = {"cross_entropy": "cross entropy", "scst": "SCST"}
 NOTE = (
     "Means of the validation captions beside the paper's (Karpathy test after SCST, beam 5); +/- is the difference to "
     "the row {baseline}."
@@ -22,15 +23,58 @@ NOTE = (
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """What was evaluated, as far as it decides with which printed scores ours can be compared.
+
+    system: `model.name`. objective: of the last stage whose weights were kept; None if it is not recorded. num_models:
+    of the ensemble, or 1. The other fields are keys of the section `evaluation`.
+    """
+
+    system: str
+    objective: str | None
+    num_models: int
+    beam_size: int
+    max_length: int
+    ranking: str
+    collapse_repeats: bool
+    constrained: bool
+
+
+@dataclass(frozen=True)
 class PrintedRow:
-    """A row of a paper's table: its name, its scores, its values of the section `model`, and how it was decoded."""
+    """A row of a paper's table: its name, its scores, and its values of the section `model`."""
 
     name: str
     scores: dict[str, float]
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FinalRow:
+    """A row of a paper's table of results, with the protocol by which its scores were computed.
+
+    split: the name of the split beside whose scores the row is shown. data: the key of the images in `data_sets`.
+    num_models: 0 for an ensemble of a size that is not stated. None in other fields: neither paper nor code states it.
+    """
+
+    name: str
+    table: str
+    scores: dict[str, float]
     split: str = "test"
+    data: str = "karpathy-test"
+    objective: str = "scst"
+    num_models: int = 1
     beam_size: int = 5
-    protocol: str = "beam 5"
+    max_length: int | None = None
+    ranking: str | None = None
+    collapse_repeats: bool = False
+    constrained: bool = False
+
+    @property
+    def protocol(self) -> str:
+        """The protocol in words."""
+        parts = [f"Table {self.table}", OBJECTIVES[self.objective], _models(self.num_models), f"beam {self.beam_size}"]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -91,19 +135,40 @@ def _table(rows: list[Any], **table: Any) -> PrintedTable:
     return PrintedTable(rows=printed, **table)
 
 
-def published_rows(model: str, split: str, uris: Sequence[str], beam_size: int) -> list[tuple[PrintedRow, str]]:
-    """The printed rows of a system on a split, each with the reason why our score cannot be compared, or ""."""
-    rows = [PrintedRow(**row) for row in _published()["rows"].get(model, ())]
-    return [(row, _difference(row, uris, beam_size)) for row in rows if row.split == split]
+def published_rows(ours: Evaluated, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
+    """The printed rows of a system for a split of this name, each with why our score cannot be compared, or ""."""
+    rows = [FinalRow(**row) for row in _published()["rows"].get(ours.system, ())]
+    return [(row, _differences(row, ours, uris)) for row in rows if row.split == split]
 
 
-def _difference(row: PrintedRow, uris: Sequence[str], beam_size: int) -> str:
-    """Why our score for these images cannot be compared with a printed row: other images or another beam; else ""."""
-    if row.split == "test":
-        coco = sum(uri.rsplit("/", 1)[-1].startswith("COCO_val2014_") for uri in uris)
-        if coco < len(uris) or len(uris) != COCO_TEST:
-            ours = f"{coco} of ours are COCO's" if coco < len(uris) else f"ours has {len(uris):,}"
-            return f"not comparable: printed for the {COCO_TEST:,} images of Karpathy's COCO test split, {ours}"
-    if row.beam_size != beam_size:
-        return f"not comparable: printed for beam {row.beam_size}, ours is {beam_size}"
-    return ""
+def _differences(row: FinalRow, ours: Evaluated, uris: Sequence[str]) -> str:
+    """All differences between a printed row and ours that change scores, as one text; "" if there are none."""
+    pairs: list[tuple[str, str]] = []
+    images = _published()["data_sets"][row.data]
+    found = sum(re.fullmatch(images["files"], uri.rsplit("/", 1)[-1]) is not None for uri in uris)
+    if found < len(uris):
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{found:,} of {len(uris):,} are of it"))
+    elif len(uris) != images["count"]:
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
+    if row.objective != ours.objective:
+        objective = "is not recorded" if ours.objective is None else OBJECTIVES[ours.objective]
+        pairs.append((OBJECTIVES[row.objective], objective))
+    if row.num_models != ours.num_models and (row.num_models or ours.num_models == 1):
+        pairs.append((_models(row.num_models), _models(ours.num_models)))
+    if row.beam_size != ours.beam_size:
+        pairs.append((f"beam {row.beam_size}", f"beam {ours.beam_size}"))
+    if row.max_length not in (None, ours.max_length):
+        pairs.append((f"at most {row.max_length} tokens", f"at most {ours.max_length}"))
+    if row.ranking not in (None, ours.ranking):
+        pairs.append((f"ranked by the {row.ranking} of log-probabilities", f"by the {ours.ranking}"))
+    if row.collapse_repeats != ours.collapse_repeats:
+        words = ("kept", "collapsed")
+        pairs.append((f"repeated words {words[row.collapse_repeats]}", words[ours.collapse_repeats]))
+    if row.constrained != ours.constrained:
+        words = ("no constraints", "constraints")
+        pairs.append((words[row.constrained], words[ours.constrained]))
+    return "not comparable: " + "; ".join(f"printed: {theirs}, ours: {our}" for theirs, our in pairs) if pairs else ""
+
+
+def _models(count: int) -> str:
+    return {0: "an ensemble", 1: "one model"}.get(count, f"an ensemble of {count}")

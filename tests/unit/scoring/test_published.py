@@ -1,0 +1,120 @@
+"""Which printed scores can be compared with ours, and what is named where they cannot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.scoring.published import Evaluated, published_rows
+from tests.conftest import ROOT
+
+COCO = [f"/data/val2014/COCO_val2014_{number:012d}.jpg" for number in range(5000)]
+IN, NEAR, OUT, ALL = (
+    ["s3://nocaps/" + f"{number:016x}.jpg" for number in range(count)] for count in (648, 2938, 914, 4500)
+)
+EXPANSION = Evaluated("expansionnet_v2", "scst", 1, 5, 74, "mean", collapse_repeats=False, constrained=False)
+XE, NOCAPS = replace(EXPANSION, objective="cross_entropy"), {"objective": "cross_entropy", "beam_size": 3}
+MESHED = Evaluated("meshed_memory", "scst", 1, 5, 21, "sum", collapse_repeats=True, constrained=False)
+CLUSTERS = Evaluated("clustformer", "scst", 1, 5, 20, "mean", collapse_repeats=False, constrained=False)
+SINGLE, ENSEMBLE = "ExpansionNet v2, SCST (paper)", "ExpansionNet v2, ensemble, SCST (paper)"
+NEAR_ROW = "ExpansionNet v2, nocaps near-domain (paper)"
+MESHED_ROW, MESHED_4 = (
+    "Meshed-Memory Transformer, SCST (paper)",
+    "Meshed-Memory Transformer, ensemble of 4, SCST (paper)",
+)
+MESHED_OUT = "Meshed-Memory Transformer, nocaps out-of-domain, constrained (paper)"
+
+# ours, split, images, the printed row, and the parts of the reason (none if comparable)
+PAIRS: tuple[tuple[Evaluated, str, list[str], str, tuple[str, ...]], ...] = (
+    (EXPANSION, "test", COCO, SINGLE, ()),
+    (EXPANSION, "test", COCO, ENSEMBLE, ("printed: an ensemble, ours: one model",)),
+    (EXPANSION, "test", COCO, "ExpansionNet v2, cross entropy (paper)", ("printed: cross entropy, ours: SCST",)),
+    (XE, "test", COCO, "ExpansionNet v2, cross entropy (paper)", ()),
+    (XE, "test", COCO, SINGLE, ("printed: SCST, ours: cross entropy",)),
+    (replace(EXPANSION, objective=None), "test", COCO, SINGLE, ("printed: SCST, ours: is not recorded",)),
+    (replace(EXPANSION, num_models=4), "test", COCO, ENSEMBLE, ()),
+    (replace(EXPANSION, num_models=2), "test", COCO, SINGLE, ("printed: one model, ours: an ensemble of 2",)),
+    (EXPANSION, "test", COCO[:-1], SINGLE, ("5,000 images of Karpathy's COCO test split, ours: 4,999",)),
+    (EXPANSION, "test", [*COCO[:-1], "a.jpg"], SINGLE, ("4,999 of 5,000 are of it",)),
+    (replace(EXPANSION, beam_size=3), "test", COCO, SINGLE, ("printed: beam 5, ours: beam 3",)),
+    (replace(EXPANSION, max_length=20), "test", COCO, SINGLE, ("printed: at most 74 tokens, ours: at most 20",)),
+    (
+        replace(EXPANSION, ranking="sum"),
+        "test",
+        COCO,
+        SINGLE,
+        ("ranked by the mean of log-probabilities, ours: by the sum",),
+    ),
+    (replace(EXPANSION, collapse_repeats=True), "test", COCO, SINGLE, ("repeated words kept, ours: collapsed",)),
+    (replace(EXPANSION, constrained=True), "test", COCO, SINGLE, ("no constraints, ours: constraints",)),
+    (replace(XE, beam_size=3), "near-domain", NEAR, NEAR_ROW, ()),
+    (replace(XE, beam_size=3), "near-domain", ["x.jpg"], NEAR_ROW, ("0 of 1 are of it",)),
+    (replace(XE, beam_size=3), "all", ALL, "ExpansionNet v2, nocaps all (paper)", ()),
+    (replace(XE, beam_size=3), "all", COCO, "ExpansionNet v2, nocaps all (paper)", ("0 of 5,000 are of it",)),
+    (XE, "in-domain", IN, "ExpansionNet v2, nocaps in-domain (paper)", ("printed: beam 3, ours: beam 5",)),
+    (MESHED, "test", COCO, MESHED_ROW, ()),
+    (replace(MESHED, ranking="mean", collapse_repeats=False), "test", COCO, MESHED_ROW, ("by the mean", "ours: kept")),
+    (replace(MESHED, num_models=4), "test", COCO, MESHED_4, ()),
+    (replace(MESHED, num_models=3), "test", COCO, MESHED_4, ("an ensemble of 4, ours: an ensemble of 3",)),
+    (replace(MESHED, constrained=True, **NOCAPS), "out-domain", OUT, MESHED_OUT, ()),
+    (replace(MESHED, **NOCAPS), "out-domain", OUT, MESHED_OUT, ("printed: constraints, ours: no constraints",)),
+    (CLUSTERS, "test", COCO, "Ada-ClustFormer, grid features, SCST (paper)", ()),
+    (
+        replace(CLUSTERS, max_length=30, ranking="sum"),
+        "test",
+        COCO,
+        "Ada-ClustFormer, region features, SCST (paper)",
+        (),
+    ),
+)
+
+
+@pytest.mark.parametrize(("ours", "split", "uris", "name", "reasons"), PAIRS)
+def test_every_difference_is_named_and_nothing_else(
+    ours: Evaluated, split: str, uris: list[str], name: str, reasons: tuple[str, ...]
+) -> None:
+    (difference,) = [found for row, found in published_rows(ours, split, uris) if row.name == name]
+    if not reasons:
+        assert difference == ""
+        return
+    assert difference.startswith("not comparable: printed: ") and difference.count("; ") == len(reasons) - 1
+    assert all(reason in difference for reason in reasons)
+
+
+def test_other_systems_and_splits_have_no_rows() -> None:
+    assert published_rows(replace(EXPANSION, system="transformer"), "test", COCO) == []
+    assert published_rows(EXPANSION, "val", COCO) == []
+
+
+def test_the_rows_are_those_of_the_papers() -> None:
+    """Compared with an independent transcription of the papers' tables."""
+    file = ROOT.parent / "shared" / "paper_tables.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    tables = json.loads(file.read_text())
+    columns = {"B1": "BLEU-1", "B4": "BLEU-4", "M": "METEOR", "R": "ROUGE-L", "C": "CIDEr-D", "S": "SPICE"}
+
+    def printed(system: str, split: str, **protocol: Any) -> dict[str, float]:
+        rows = [row for row, _ in published_rows(replace(EXPANSION, system=system), split, COCO)]
+        (row,) = [row for row in rows if all(getattr(row, key) == value for key, value in protocol.items())]
+        return row.scores
+
+    expansion, meshed = tables["expansionnet_v2"], tables["meshed_memory_transformer"]
+    cases = [
+        (printed("expansionnet_v2", "test", objective=objective, num_models=models), expansion[key][stage])
+        for models, key in ((1, "karpathy_test_single"), (0, "karpathy_test_ensemble"))
+        for objective, stage in (("cross_entropy", "xe"), ("scst", "scst"))
+    ]
+    domains = (("in-domain", "in", "in"), ("out-domain", "out", "out"), ("all", "all", "overall"))
+    for split, theirs, overall in domains:
+        cases.append((printed("expansionnet_v2", split), expansion["nocaps_val"][theirs]))
+        cases.append((printed("meshed_memory", split, constrained=False), meshed["nocaps_val"][overall]))
+        constrained = meshed["nocaps_val"]["with_constrained_beam_search"][overall]
+        cases.append((printed("meshed_memory", split, constrained=True), constrained))
+    for models, key in ((1, "single"), (2, "ensemble_2"), (4, "ensemble_4")):
+        cases.append((printed("meshed_memory", "test", num_models=models), meshed[f"karpathy_test_{key}"]))
+    for found, expected in cases:
+        assert found == {columns[key]: pytest.approx(value / 100) for key, value in expected.items() if key in columns}
