@@ -114,13 +114,17 @@ def compute_maps(
 def _weight_maps(weights: Tensor, features: Features, size: tuple[int, int]) -> np.ndarray:
     """One map per word, from its weights (words, N).
 
-    The weights of a grid are returned unchanged. The weight of a region is written into every pixel of its box.
+    The weights of a grid are returned unchanged. The weight of a region is written into every pixel of its box. Weights
+    of attended padding, which follow those of the regions, are left out.
     size: the image's width and height in pixels.
     """
     from pipeline.reports.heat_maps import region_maps
 
     values = weights.float().cpu().numpy()
-    return values if features.boxes is None else region_maps(values, features.boxes[0].numpy(), size)
+    if features.boxes is None:
+        return values
+    boxes = features.boxes[0].numpy()
+    return region_maps(values[:, : len(boxes)], boxes, size)
 
 
 def _load_inputs(

@@ -54,8 +54,12 @@ def _create_swin(config: BackboneConfig, *, pretrained: bool) -> Any:
     sizes = {key: getattr(config, key) for key in ("embed_dim", "depths", "num_heads", "window_size")}
     overrides = {key: value for key, value in sizes.items() if value is not None}
     names = timm.list_models("swin_*")
-    if config.name not in names:
+    architecture, dot, _ = config.name.partition(".")
+    if architecture not in names:
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(names)}")
+    tags = timm.list_models(f"{architecture}.*", pretrained=True)
+    if dot and config.name not in tags:
+        raise ValueError(f"backbone.name is {config.name!r}, whose tag timm does not know; known: {', '.join(tags)}")
     # another window size is allowed: timm resizes the pretrained position tables to it
     incompatible = sorted(overrides.keys() - {"window_size"})
     if pretrained and incompatible:

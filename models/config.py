@@ -127,6 +127,9 @@ class MeshedMemoryConfig(ModelConfig):
 
     `connection`: which encoder levels a decoder layer attends to: all through gates ("meshed"), the level with the
     layer's number ("one_to_one"), or the last level ("last", as in the plain Transformer).
+
+    `attended_regions`: every image gets this number of regions, and the attention includes those that are padding, as
+    in the reference, whose published weights were trained so with 50. None masks padding.
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
@@ -134,10 +137,12 @@ class MeshedMemoryConfig(ModelConfig):
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"  # how meshed levels are weighted; softmax is over the levels
     attention: Literal["dot_product", "on_attention"] = "dot_product"  # of every attention in encoder and decoder
+    attended_regions: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_at_least(0, "num_memory_slots")
+        self._require_at_least(1, "attended_regions", message_suffix=", or null to mask padding")
         if self.connection == "one_to_one" and self.num_encoder_layers != self.num_decoder_layers:
             raise ValueError(
                 f"model.connection is 'one_to_one' with {self.num_encoder_layers} encoder and "

@@ -15,6 +15,8 @@ from torch import Tensor
 from models.config import MeshedMemoryConfig
 from models.convert import Inferred, complete_settings, count_layers, join_rows, linear_names, shape_of
 
+REFERENCE_REGIONS = 50  # to which the reference pads each image
+
 # Our linear layers and norms, and upstream's.
 _FEED_FORWARD = {
     "feed_forward.inner": "pwff.fc1",
@@ -94,6 +96,8 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
 def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> MeshedMemoryConfig:
     """The model's configuration from the checkpoint's shapes and the user's settings.
 
-    Raises ValueError as `complete_settings`.
+    Padding is attended unless a setting says otherwise, as when the published weights were trained. Raises ValueError
+    as `complete_settings`.
     """
-    return MeshedMemoryConfig(**complete_settings(inferred, given))
+    regions = given.get("attended_regions", REFERENCE_REGIONS)
+    return MeshedMemoryConfig(**(complete_settings(inferred, given) | {"attended_regions": regions}))

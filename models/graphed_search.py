@@ -35,9 +35,16 @@ class GraphedSearch:
     """
 
     def __init__(
-        self, models: Sequence[CaptionModel], *, beam_size: int, max_length: int, num_results: int = 1
+        self,
+        models: Sequence[CaptionModel],
+        *,
+        beam_size: int,
+        max_length: int,
+        num_results: int = 1,
+        length_normalization: bool = True,
     ) -> None:
         check_beams(beam_size, num_results)
+        self.length_normalization = length_normalization
         self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
         self.seen: set[Any] = set()
         self.graphs: dict[Any, SearchGraph] = {}
@@ -61,6 +68,7 @@ class GraphedSearch:
                 beam_size=self.beam_size,
                 max_length=self.max_length,
                 num_results=self.num_results,
+                length_normalization=self.length_normalization,
             )
         graph = self.graphs[shape]
         for memory, static in zip(memories, graph.inputs, strict=True):
@@ -68,7 +76,7 @@ class GraphedSearch:
                 if tensor is not None:
                     getattr(static, name).copy_(tensor)
         graph.replay()
-        return graph.beams.ranked(self.num_results, length_normalization=True)[0]
+        return graph.beams.ranked(self.num_results, self.length_normalization)[0]
 
     @torch.no_grad()
     def _all_steps(self, memories: Sequence[Memory]) -> Beams:

@@ -186,6 +186,23 @@ class MeshedDecoderLayer(DecoderLayer):
         return self.transform(self.meshed(y, *cross, bias))
 
 
+def with_padding(features: Features, count: int) -> Features:
+    """Features with `count` tokens per image, of which those that are padding are 0 and not masked.
+
+    Raises ValueError for images with more tokens.
+    """
+    tokens = features.tokens
+    if tokens.shape[1] > count:
+        raise ValueError(
+            f"images have up to {tokens.shape[1]} regions, and model.attended_regions is {count}; set "
+            "features.max_regions to it, with features.truncate_regions"
+        )
+    valid_mask = valid_tokens(features.lengths, tokens.shape[1])
+    if valid_mask is not None:
+        tokens = tokens.masked_fill(~valid_mask[..., None], 0.0)
+    return Features(F.pad(tokens, (0, 0, 0, count - tokens.shape[1])))
+
+
 class MeshedMemoryTransformer(EncoderDecoder):
     """The Meshed-Memory Transformer. `encode` returns every encoder level, (B, levels, N, D)."""
 
@@ -211,6 +228,8 @@ class MeshedMemoryTransformer(EncoderDecoder):
                 nn.init.zeros_(parameter)
 
     def encode(self, features: Features) -> Memory:
+        if self.config.attended_regions is not None:
+            features = with_padding(features, self.config.attended_regions)
         x = self.input_norm(self.input_dropout(F.relu(self.read_features(features))))
         valid_mask = valid_tokens(features.lengths, x.shape[1])
         return Memory(torch.stack(layer_outputs(self.encoder, x, valid_mask), 1), features.lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def caption_batches(
     size = batch_size  # images that are captioned at a time
     graphs = None
     if search.settings.cuda_graph and context.device.type == "cuda":
-        graphs = GraphedSearch([model.model for model in models], **_limits(search.settings))
+        graphs = GraphedSearch([model.model for model in models], **_options(search.settings))
     for model in models:
         model.eval()
     for first in range(0, len(shard), batch_size):
@@ -151,12 +152,21 @@ def _caption_batch(
             if count is None or count >= 0:  # a constrained search marks captions that it did not find with -1
                 best_alignment = None if rank or math.isnan(alignment[row]) else alignment[row]
                 caption = search.vocabulary.decode(tokens)
+                if search.settings.collapse_repeats:
+                    caption = collapsed(caption)
                 hypotheses[image].append(Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens)))
     return hypotheses
 
 
-def _limits(settings: EvaluationSection) -> dict[str, Any]:
-    return {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+def _options(settings: EvaluationSection) -> dict[str, Any]:
+    """The options of `beam_search` in a configuration."""
+    options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+    return options | {"length_normalization": settings.ranking == "mean"}
+
+
+def collapsed(caption: str) -> str:
+    """The caption with one word in place of equal neighboring words."""
+    return " ".join(word for word, _ in groupby(caption.split()))
 
 
 def _search(
@@ -171,13 +181,13 @@ def _search(
     The number is None for an image without constraints, and -1 for a caption that the search did not find.
     """
     decoders, settings = [model.model for model in models], search.settings
-    limits = _limits(settings)
+    options = _options(settings)
     if not any(automata):
-        captions = beam_search(decoders, memories, **limits) if graphs is None else graphs(memories)
+        captions = beam_search(decoders, memories, **options) if graphs is None else graphs(memories)
         return captions, [[None] * settings.num_results for _ in automata]
     unconstrained = build_automaton([], len(search.vocabulary))
     all_automata = [automaton or unconstrained for automaton in automata]
-    constrained = constrained_beam_search(decoders, memories, all_automata, **limits)
+    constrained = constrained_beam_search(decoders, memories, all_automata, **options)
     return constrained, [
         [count if automaton is not None or count < 0 else None for count in counts]
         for counts, automaton in zip(constrained.num_satisfied.tolist(), automata, strict=True)

@@ -377,6 +377,10 @@ class EvaluationSection(Section):
     beam_size: Beams = 5
     max_length: Tokens = 20
     num_results: Beams = 1  # captions per image, at most beam_size
+    # of finished beams: by the mean log-probability of their tokens, or by the sum
+    ranking: Literal["mean", "sum"] = "mean"
+    # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions
+    collapse_repeats: bool = False
     # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     # bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage
@@ -396,8 +400,14 @@ class EvaluationSection(Section):
     @property
     def protocol(self) -> str:
         """The settings of the beam search, for reports."""
-        precision = "" if self.precision == "float32" else f", {self.precision}"
-        return f"beam {self.beam_size}, at most {self.max_length} tokens{precision}"
+        settings = [f"beam {self.beam_size}", f"at most {self.max_length} tokens"]
+        if self.ranking == "sum":
+            settings.append("ranked by the sum of log-probabilities")
+        if self.collapse_repeats:
+            settings.append("repeated words collapsed")
+        if self.precision != "float32":
+            settings.append(self.precision)
+        return ", ".join(settings)
 
     def check_values(self) -> None:
         if self.num_results > self.beam_size:

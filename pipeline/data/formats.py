@@ -76,7 +76,9 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
             expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
             endings = ", ".join(TABLE_ENDINGS)
             raise UserError(f"{path} has an unknown format; expected {expected} or a table that ends in {endings}")
-        name = "coco" if isinstance(data.get("annotations"), list) else "karpathy"
+        first = data["images"][0] if data["images"] else None
+        is_karpathy = not isinstance(first, dict) or bool({"filename", "sentences"} & first.keys())
+        name = "karpathy" if is_karpathy else "coco"
     FORMATS[name](source, data, rows)
 
 
@@ -113,11 +115,18 @@ def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
 
 
 def _add_coco(source: Source, data: Any, rows: Rows) -> None:
-    """Adds `images` (id, file_name) with `annotations` (image_id, caption). A nocaps image's domain is its split."""
+    """Adds `images` (id, file_name) with `annotations` (image_id, caption). A nocaps image's domain is its split.
+
+    A file without `annotations`, as COCO's image_info_test2014.json, has images without captions.
+    """
     path = source.annotations
-    images, annotations = (data.get(name) if isinstance(data, dict) else None for name in ("images", "annotations"))
+    images = data.get("images") if isinstance(data, dict) else None
+    annotations = data.get("annotations", []) if isinstance(data, dict) else None
     if not isinstance(images, list) or not images or not isinstance(annotations, list):
-        raise UserError(f"{path} is not in COCO's layout: expected an object with the lists 'images' and 'annotations'")
+        raise UserError(
+            f"{path} is not in COCO's layout: expected an object with the list 'images', and with the list "
+            "'annotations' if the images have captions"
+        )
     captions_of: dict[int, list[Any]] = {}
     for number, entry in enumerate(annotations):
         try:

@@ -31,21 +31,24 @@ def tokenize(caption: str) -> list[str]:
     return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
 
-# The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't"), the genitive ("man 's")
-# and words at hyphens, but not numbers with a decimal point. Each punctuation mark is a token.
+# The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't"), the genitive ("man 's"),
+# words at hyphens and numbers from their units ("5 pm"), but neither ordinals ("1st") nor numbers with a decimal point.
+# Each punctuation mark is a token.
 _SPACY_SUFFIX = re.compile(r"(?<=\w)(?=n't\b|'(?:s|m|d|ll|re|ve)\b)")
-_SPACY = re.compile(r"n't\b|'(?:s|m|d|ll|re|ve)\b|\d+(?:[.,]\d+)*|\w+|[^\w\s]")
+_UNITS = "am|pm|[kcdm]?m|ha|yd|in|ft|[km]?g|t|lb|oz|kmh|mph|[mkgt]b"
+_SPACY = re.compile(rf"n't\b|'(?:s|m|d|ll|re|ve)\b|\d+(?:[.,]\d+)*(?=(?:{_UNITS})\b)|\d+(?:[.,]\d+)+(?!\w)|\w+|[^\w\s]")
+_SPACY_DROPPED = frozenset("'`.?!,:-;")  # marks that the reference leaves out; it keeps others, such as & and "
 _SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta")}
 
 
 def tokenize_like_spacy(caption: str) -> list[str]:
-    """Lower-case tokens as spaCy splits English, without punctuation (the meshed-memory transformer's vocabulary).
+    """Lower-case tokens as spaCy splits English, without common punctuation (for the Meshed-Memory Transformer).
 
     The rules approximate spaCy: they split rare abbreviations ("u.s.", "a.m.") and emoticons differently.
     """
     pieces = _SPACY.findall(_SPACY_SUFFIX.sub(" ", caption.lower()))
     tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
-    return [token for token in tokens if any(character.isalnum() for character in token)]
+    return [token for token in tokens if token not in _SPACY_DROPPED]
 
 
 TOKENIZERS = {"expansionnet": tokenize, "spacy": tokenize_like_spacy}

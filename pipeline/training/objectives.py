@@ -157,12 +157,16 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
 def scst_signature(section: ScstSection) -> str:
     """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-    The defaults are those of ExpansionNet v2's code.
+    Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2.
     """
     mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
     baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
     sampler = "nspi" if section.sampler == "multinomial" else "beam"
-    return f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{section.num_samples}]+1.0.0"
+    notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{section.num_samples}]+1.0.0"
+    others = ("max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout")
+    defaults = type(section)()
+    values = ((key, getattr(section, key)) for key in others if getattr(section, key) != getattr(defaults, key))
+    return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values)])
 
 
 def _sample_captions(

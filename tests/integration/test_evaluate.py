@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zipfile
 from pathlib import Path
@@ -101,6 +102,30 @@ def test_auto_is_measured_once_and_reports_name_what_it_chose(
     assert log_probs("second", precision) == log_probs("asked", "evaluation.precision=bfloat16")
     assert "tokens, bfloat16" in (tmp_path / "second" / "report-test.html").read_text()
     assert log_probs("exact", "evaluation.precision=float32") != log_probs("again", precision)
+
+
+@pytest.mark.ray
+def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None) -> None:
+    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
+    settings = ["evaluation.num_results=3", "evaluation.beam_size=3"]
+    published = [*settings, "evaluation.ranking=sum", "evaluation.collapse_repeats=true"]
+
+    def n_best(name: str, overrides: list[str]) -> list[list[dict[str, Any]]]:
+        assert evaluate(config, overrides, models=[model], out=str(tmp_path / name)) == 0
+        return [json.loads(line)["n_best"] for line in (tmp_path / name / "n-best-test.jsonl").read_text().splitlines()]
+
+    def repeats(ranked: list[dict[str, Any]]) -> int:
+        captions = [entry["caption"].split() for entry in ranked]
+        return sum(first == second for words in captions for first, second in itertools.pairwise(words))
+
+    plain, found = n_best("plain", settings), n_best("published", published)
+    assert sum(map(repeats, plain)) > 0, "nothing would be seen"
+    for before, ranked in zip(plain, found, strict=True):
+        sums = [entry["log_prob"] for entry in ranked]
+        assert sums == sorted(sums, reverse=True) and repeats(ranked) == 0
+        assert sums == pytest.approx(sorted((entry["log_prob"] for entry in before), reverse=True), abs=1e-4)
+    page = (tmp_path / "published" / "report-test.html").read_text()
+    assert "ranked by the sum of log-probabilities, repeated words collapsed" in page
 
 
 @pytest.mark.ray

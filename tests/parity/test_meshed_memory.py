@@ -105,6 +105,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CaptionModel:
                 str(folder / "bundle"),
                 "--set",
                 "model.num_heads=4",
+                "--set",
+                "model.attended_regions=null",
             ]
         )
         == 0
@@ -132,6 +134,38 @@ def test_lengths_hide_what_the_reference_attends_to(model: CaptionModel, recorde
     assert (model(Features(padded), tokens) - model(Features(features), tokens)).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def test_attended_padding_is_a_row_of_zeros(tmp_path: Path, model: CaptionModel, recorded: dict[str, Any]) -> None:
+    """An imported checkpoint attends 50 regions, as the reference, which stacks zeros below those of a detector.
+
+    The masked model shows what the reference computes if it gets these zeros as regions of their own.
+    """
+    Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(tmp_path / "vocabulary.json")
+    import_checkpoint(
+        "meshed_memory",
+        checkpoint=GOLDEN / "checkpoint.pth",
+        tokens=tmp_path / "vocabulary.json",
+        out=tmp_path / "bundle",
+        overrides=["model.num_heads=4"],
+    )
+    attending = load_bundle(tmp_path / "bundle").captioner.model
+    assert attending.config.attended_regions == 50  # type: ignore[attr-defined]
+    features, tokens, lengths = recorded["features"], recorded["tokens"], torch.tensor([7, 2, 5])
+    stacked = torch.zeros(3, 50, features.shape[2])
+    for image, length in enumerate(lengths.tolist()):
+        stacked[image, :length] = features[image, :length]
+    ours, reference = attending(Features(features, lengths), tokens), model(Features(stacked), tokens)
+    close(ours, reference)
+    assert (model(Features(features, lengths), tokens) - reference).abs().max() > 1e-2, "masking is another model"
+    found, plain = (
+        beam_search(each, each.encode(inputs), beam_size=3, max_length=9, num_results=3)
+        for each, inputs in ((attending, Features(features, lengths)), (model, Features(stacked)))
+    )
+    assert torch.equal(found.tokens, plain.tokens)
+    with pytest.raises(ValueError, match="up to 51 regions, and model.attended_regions is 50"):
+        attending.encode(Features(torch.zeros(1, 51, features.shape[2])))
+
+
 def test_every_beam(model: CaptionModel, recorded: dict[str, Any]) -> None:
     memory = model.encode(Features(recorded["features"]))
     length = recorded["config"]["beam_len"] + 1  # the reference's counts without the first token
@@ -156,7 +190,7 @@ def test_a_training_checkpoint_with_its_baggage(
         checkpoint=training_checkpoint(tmp_path / "m2.pth", legacy),
         tokens=tokens,
         out=tmp_path / "bundle",
-        overrides=["model.num_heads=4"],
+        overrides=["model.num_heads=4", "model.attended_regions=null"],
     )
     bundle = load_bundle(tmp_path / "bundle")
     assert bundle.vocabulary.words[:5] == ("UNK", "PAD", "SOS", "EOS", "word0")

@@ -53,6 +53,7 @@ def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyP
     ("name", "width", "words", "count"),
     [
         ("meshed_memory_coco", 2048, 10_201, 38_439_424 - 28_160),  # the reference's, less its frozen table
+        ("meshed_memory_published_coco", 2048, 10_201, 38_439_424 - 28_160),
         ("clustformer_coco", 1536, 9487, 54_670_113),
         ("clustformer_regions_coco", 2054, 9487, 54_935_329),
     ],
@@ -97,7 +98,11 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         (["stages.nothere.epochs=1"], "'nothere' is none of xe_frozen", ""),
         (["model.num_heads=3"], "model.d_model = 128 does not divide by model.num_heads = 3", "choose heads"),
         (["model.static_expansion=[]"], "empty list", "null for none"),
-        (["model.name=meshed_memory"], "unknown key model.static_expansion", "known here: attention, connection"),
+        (
+            ["model.name=meshed_memory"],
+            "unknown key model.static_expansion",
+            "known here: attended_regions, attention, connection",
+        ),
         (
             ["model.name=expansionet_v2"],
             "model.name is 'expansionet_v2', which is unknown",

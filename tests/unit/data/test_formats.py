@@ -103,6 +103,20 @@ def test_nocaps_domains_are_splits(tmp_path: Path) -> None:
     assert dataset.column("captions") == [["a"], ["b", "c"]]
 
 
+def test_images_of_cocos_test_server_have_no_captions(tmp_path: Path) -> None:
+    """image_info_test2014.json, whose 40,775 images are captioned for the server."""
+    images = [{"id": number, "file_name": f"COCO_test2014_{number:012d}.jpg", "width": 640} for number in (7, 9)]
+    (tmp_path / "image_info_test2014.json").write_text(json.dumps({"info": {}, "images": images, "licenses": []}))
+    for format_ in ("auto", "coco"):
+        section = DataSection(root=str(tmp_path), annotations="image_info_test2014.json", format=format_)
+        dataset, problems = read_annotations(section, tmp_path)
+        assert dataset.column("image_id") == [7, 9] and dataset.column("split") == ["test", "test"]
+        assert dataset.column("captions") == [[], []] and not problems
+    (tmp_path / "image_info_test2014.json").write_text(json.dumps({"images": images, "annotations": {}}))
+    with pytest.raises(UserError, match="with the list 'annotations' if the images have captions"):
+        read_annotations(section, tmp_path)
+
+
 def test_captions_without_their_image_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 image ids of 'annotations' are not in 'images', first 5"):
         coco(tmp_path, [{"id": 1, "file_name": "1.jpg"}], [{"image_id": 5, "caption": "a"}])
@@ -148,9 +162,22 @@ def test_every_format_of_the_configuration_has_a_reader() -> None:
     assert names == ("auto", *FORMATS)
 
 
+@pytest.mark.parametrize(
+    ("caption", "tokens"),
+    [
+        ("The 1st, 2nd and 20th street in 3d", "the 1st 2nd and 20th street in 3d"),
+        ("at 5pm, 10 am; 2.5lb or 3,000 of 1.5", "at 5 pm 10 am 2.5 lb or 3,000 of 1.5"),
+        ('A "stop" sign & a $5 menu (old)', 'a " stop " sign & a $ 5 menu ( old )'),
+        ("it's a dog -- isn't it... `yes'", "it 's a dog is n't it yes"),
+    ],
+)
+def test_spacy_like_tokens_of_numbers_and_marks(caption: str, tokens: str) -> None:
+    assert tokenize_like_spacy(caption) == tokens.split()
+
+
 def test_spacy_like_tokens() -> None:
     assert tokenize_like_spacy("A man's dog doesn't like 2.5 T-shirts, (really)!") == [
-        *("a", "man", "'s", "dog", "does", "n't", "like", "2.5", "t", "shirts", "really")
+        *("a", "man", "'s", "dog", "does", "n't", "like", "2.5", "t", "shirts", "(", "really", ")")
     ]
 
 

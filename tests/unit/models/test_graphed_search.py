@@ -103,9 +103,14 @@ def test_the_second_batch_of_a_shape_is_captured_and_later_ones_replayed(monkeyp
     assert captures == [4, 3]
     for found, memory in results:  # also after later replays, which overwrite the graph's own results
         same(found, beam_search(model, memory, beam_size=BEAMS, max_length=LENGTH, num_results=2))
+    by_sum = GraphedSearch([model], beam_size=BEAMS, max_length=LENGTH, length_normalization=False)
+    limits: dict[str, Any] = {"beam_size": BEAMS, "max_length": LENGTH, "length_normalization": False}
+    for _ in range(3):
+        memory = memory_of(model, 9)
+        same(by_sum([memory]), beam_search(model, memory, **limits))
     graphed.clear()
     graphed([memory_of(model, 3)])
-    assert captures == [4, 3] and not graphed.graphs
+    assert captures == [4, 3, 9] and not graphed.graphs
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

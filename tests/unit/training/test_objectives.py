@@ -45,7 +45,29 @@ def test_caption_log_probs_leave_padding_out() -> None:
 def test_the_signature_names_the_setting() -> None:
     assert scst_signature(ScstSection()) == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
     meshed = ScstSection(sampler="beam", baseline="mean", eos_in_reward=False, document_frequency="captions")
-    assert scst_signature(meshed) != scst_signature(ScstSection())
+    assert (
+        scst_signature(meshed)
+        == "NO<EOS>MODE_wInit+Cider-D[n4,s6.0]+average_all[beam5]+1.0.0|document_frequency:captions"
+    )
+    signatures = {
+        scst_signature(ScstSection(**{key: value}))
+        for key, value in (
+            ("num_samples", 4),
+            ("max_length", 21),
+            ("sampler", "beam"),
+            ("temperature", 0.8),
+            ("baseline", "greedy"),
+            ("eos_in_reward", False),
+            ("eos_in_loss", False),
+            ("fixed_length", 20),
+            ("document_frequency", "captions"),
+            ("sampling_dropout", True),
+        )
+    }
+    assert len(signatures) == len(ScstSection.model_fields) - 1, (
+        "all settings but max_cider_drop, which only ends a stage"
+    )
+    assert scst_signature(ScstSection(eos_in_loss=False)).endswith("+1.0.0|eos_in_loss:false")
 
 
 def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
