@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from jobs.caption_output import Row, open_output, read_done
+from jobs.caption_output import Row, open_output, read_done, written_precision
 from jobs.cluster import cluster_address, connect
 from jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from jobs.options import Address
@@ -26,6 +26,7 @@ from pipeline.cluster.stalls import StallWatch
 from pipeline.config.sections import SEARCH_DEFAULTS, WorkersSection
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
+from pipeline.features.interruptions import one_sentence
 from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_to_stderr
 from pipeline.runtime.progress import progress
@@ -126,24 +127,27 @@ def caption(
         )
     search: dict[str, Any] = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
     cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
-    if precision == "auto":
-        search["precision"] = _measured_precision(opened, search, cluster)
-        _print_note(f"{search['precision']} is used, the faster precision where the images are captioned")
-    options = CaptionOptions(search, num_results)
     signature: dict[str, Any] = {}
     done: dict[str, bool] = {}
     place = None if out is None else storage_path(out)
     if place is not None:
+        if precision == "auto":  # all lines of a file have one precision
+            search["precision"] = written_precision(place) or precision
         # bundles of one name can have other weights
         weights = file_digest(opened.folder / "model.safetensors")[:16]
         name = opened.bundle.config["name"]
-        signature = options.search | {"num_results": num_results, "model": name, "weights": weights}
+        signature = search | {"num_results": num_results, "model": name, "weights": weights}
         done = read_done(place, signature)
     pending = [name for name in names if name not in done]
     if done:
         _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {place} already")
     joins_cluster = bool(cluster_address(address))  # Ray sets the variable for a submitted job
     uses_ray = bool(pending) and (joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
+    if pending and search["precision"] == "auto":
+        search["precision"] = _measured_precision(opened, search, cluster if uses_ray else None)
+        signature |= {"precision": search["precision"]} if signature else {}
+        _print_note(f"{search['precision']} is used, the faster precision where the images are captioned")
+    options = CaptionOptions(search, num_results)
     if explain is not None:
         if uses_ray:
             raise UserError(
@@ -238,13 +242,7 @@ def _captioning_on_ray(
     source = _source(model, has_joined_cluster)
     assert model.bundle.transform is not None
     size = model.bundle.transform.image_size
-    watch = StallWatch(
-        "captioning",
-        WorkersSection(max_stall_minutes=cluster.max_stall_minutes),
-        limit_name="--max-stall-minutes",
-        remedy="with --out, the same command continues from what is finished",
-    )
-    with watch as progressed:
+    with _stall_watch(cluster) as progressed:
 
         def rows() -> Iterator[dict[str, Any]]:
             for name, ranked, error in caption_stream(names, source, size, options.search, options.num_results, pool):
@@ -261,18 +259,30 @@ def _source(model: OpenedBundle, has_joined_cluster: bool) -> ModelSource:
     return StoredBundle(model.location, bundle_digests(model.folder))
 
 
-def _measured_precision(model: OpenedBundle, search: dict[str, Any], cluster: ClusterOptions) -> str:
-    """float32 or bfloat16: the faster one in a process of the cluster, or without a cluster in this process."""
+def _measured_precision(model: OpenedBundle, search: dict[str, Any], cluster: ClusterOptions | None) -> str:
+    """float32 or bfloat16: the faster one in a captioning process of Ray, or in this process if `cluster` is None."""
     from pipeline.captioning.ray_data import fastest_precision
 
-    if not cluster_address(cluster.address):
+    if cluster is None:
         return fastest_precision(StoredBundle(model.location), search, gpus=None)
     import ray
 
-    pool = start_pool(cluster, has_joined_cluster=connect(cluster.address))
+    has_joined_cluster = connect(cluster.address)
+    pool = start_pool(cluster, has_joined_cluster)
     task = ray.remote(fastest_precision).options(num_cpus=pool.cpus, num_gpus=pool.gpus)
-    precision: str = ray.get(task.remote(_source(model, has_joined_cluster=True), search, pool.gpus))
+    with _stall_watch(cluster), one_sentence("the measurement of precisions"):
+        precision: str = ray.get(task.remote(_source(model, has_joined_cluster), search, pool.gpus))
     return precision
+
+
+def _stall_watch(cluster: ClusterOptions) -> StallWatch:
+    """Ends the command when Ray captions nothing for `cluster.max_stall_minutes`."""
+    return StallWatch(
+        "captioning",
+        WorkersSection(max_stall_minutes=cluster.max_stall_minutes),
+        limit_name="--max-stall-minutes",
+        remedy="with --out, the same command continues from what is finished",
+    )
 
 
 def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool:

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from jobs.named_files import check_output_file
@@ -43,6 +43,20 @@ def read_done(out: StoragePath, signature: Row) -> dict[str, bool]:
         for name, data in zip(names, pool.map(lambda name: (out / name).read_bytes(), names), strict=True):
             done |= _parse(out / name, data.splitlines(), signature)
     return done
+
+
+def written_precision(out: StoragePath) -> str | None:
+    """The precision of the first line that earlier calls have written to `out`; None without one."""
+    if out.is_remote:
+        numbers = _part_numbers(out)
+        data = (out / f"part-{min(numbers):06d}.jsonl").read_bytes() if numbers else b""
+    else:
+        check_output_file("--out", out.path)
+        data = out.read_bytes() if out.exists() else b""
+    with suppress(ValueError, AttributeError):  # `read_done` refuses a line that is none of this command
+        precision = parse_json(data.partition(b"\n")[0], "it", strict=False).get("precision")
+        return precision if precision in ("float32", "bfloat16") else None
+    return None
 
 
 @contextmanager

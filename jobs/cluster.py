@@ -13,6 +13,7 @@ from typing import Literal
 from pipeline.captioning.measured_precision import with_search_precision
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.local_ray import start_local_ray
+from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
 from pipeline.errors import JobFailedError, UserError
@@ -51,7 +52,12 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
 
 def with_precision(config: RunConfig, address: str | None) -> RunConfig:
     """The configuration with the precision of its searches. Ray is needed if `auto` has not been measured yet."""
-    return with_search_precision(config, lambda: start_ray(config, address, "captions"))
+
+    def start() -> StallWatch:
+        start_ray(config, address, "captions")
+        return StallWatch("the measurement of precisions", config.workers)
+
+    return with_search_precision(config, start)
 
 
 def require_others(workers: WorkersSection, count: int) -> None:

@@ -92,7 +92,6 @@ def evaluate(
     constraint_file = constraints or run_config.evaluation.constraints
     check_resources(run_config, address)
     _check_inputs(run_config, stage, constraint_file)
-    run_config = with_precision(run_config, address)
     evaluation = Evaluation(run_config, models or (), features, constraint_file)
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
     evaluation.find_images(splits or (), stage, out)
@@ -103,6 +102,7 @@ def evaluate(
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
     logger.info(f"data      {counts} images")
     with writing_results(evaluation.place, evaluation.folder):
+        evaluation.config = with_precision(run_config, address)
         start_ray(run_config, address, "captions")
         num_failed = evaluation.run(tasks, compared_bundle, compared_tasks, server)
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")

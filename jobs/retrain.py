@@ -44,6 +44,7 @@ class RayWork:
 
         Each worker fetches the bundle.
         """
+        config = with_precision(config, self.address)
         start_ray(config, self.address, "captions")
         images, store = features_for_bundles(config, part)
         models, splits = [StoredBundle(bundle, files)], {"held out": SplitTask(images)}
@@ -73,4 +74,4 @@ def retrain(
         return rollback(run_config)
     check_address(address)  # `start_ray` looks at the resources, if there is something to train
     check_before_writing(run_config)
-    return retrain_once(with_precision(run_config, address), RayWork(address))
+    return retrain_once(run_config, RayWork(address))

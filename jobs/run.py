@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
@@ -56,7 +56,6 @@ def run(config: RunConfig, address: str | None = None) -> RunFolder:
     from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
-    config = with_precision(config, address)
     folder = prepare(config)
     try:
         summary = folder.summary
@@ -120,7 +119,6 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
     from pipeline.runs.prepare import prepare
 
-    config = with_precision(config, address)
     folder = prepare(config)
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
@@ -163,7 +161,7 @@ def shares_text(config: RunConfig, stage: StageSection) -> str:
 
 
 def _stored_config(folder: RunFolder) -> RunConfig | None:
-    """The configuration in a run's folder, which has what an earlier attempt has decided; None if it is damaged."""
+    """The configuration in a run's folder, with the precision that the run has decided; None if it is damaged."""
     try:
         return folder.config
     except (DamagedError, UserError) as error:  # a UserError for keys that were renamed since
@@ -171,35 +169,37 @@ def _stored_config(folder: RunFolder) -> RunConfig | None:
         return None
 
 
-def _with_checkpointing(config: RunConfig, checkpointing: bool | Literal["auto"]) -> RunConfig:
-    """The configuration with a decision in place of `backbone.gradient_checkpointing: auto`."""
-    if config.backbone.gradient_checkpointing != "auto":
-        return config
-    backbone = replace(config.backbone, gradient_checkpointing=checkpointing)
-    return config.model_copy(update={"backbone": backbone})
-
-
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
-        self.folder, self.config, self.address = folder, config, address
+        self.folder, self.address = folder, address
         # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
         stored = _stored_config(folder)
-        if stored is not None:
-            self.config = _with_checkpointing(config, stored.backbone.gradient_checkpointing)
+        self.config = config
+        if stored is not None and config.evaluation.precision == "auto":  # which the run decides once
+            evaluation = config.evaluation.model_copy(update={"precision": stored.evaluation.precision})
+            self.config = config.model_copy(update={"evaluation": evaluation})
         if stored != self.config:
-            self._write_config()
+            self._write(self.config)
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
         self.tracker = Tracker(self.folder, config)
         self.tracker.start()
 
-    def _write_config(self) -> None:
-        write_text(self.folder.path / "config.yaml", dump_config(self.config))
+    def _write(self, config: RunConfig) -> None:
+        """Writes the configuration that workers read."""
+        self.config = config
+        write_text(self.folder.path / "config.yaml", dump_config(config))
         self.folder.push("config.yaml")
         self.folder = RunFolder(self.folder.path, self.folder.home)  # the other object has cached the old values
+
+    def _decide_precision(self) -> None:
+        """Replaces `evaluation.precision: auto` by the faster precision, for this and later attempts."""
+        decided = with_precision(self.config, self.address)
+        if decided is not self.config:
+            self._write(decided)
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
@@ -207,7 +207,10 @@ class RunDriver:
         self._check_disk()
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
+        self._decide_precision()
+        if self.config.workers.dry_run and (
+            self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
+        ):
             self._dry_run()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
@@ -220,6 +223,7 @@ class RunDriver:
         """
         from pipeline.runs.run_bundle import bundle_place, bundle_run
 
+        self._decide_precision()
         folder, data = self.folder, self.config.data
         splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
         store = self._extract(folder.dataset.split(*splits), stage=None)
@@ -284,10 +288,16 @@ class RunDriver:
                 checkpointing |= result.checkpointing
                 text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
                 logger.info(text + (", with activations computed again" if result.checkpointing else ""))
-        decided = _with_checkpointing(self.config, checkpointing)
-        if decided != self.config:  # kept for later attempts, which may have no dry run
-            self.config = decided
-            self._write_config()
+        if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
+            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
+            self._write(self.config.model_copy(update={"backbone": backbone}))
+
+    @property
+    def _decides_checkpointing(self) -> bool:
+        """Whether a dry run must decide if the GPUs' memory suffices to keep the activations of a backbone."""
+        trains_backbone = any(stage.train_backbone for stage in self._pending)
+        is_open = self.config.backbone.gradient_checkpointing == "auto"
+        return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
 
     def _check_disk(self) -> None:
         """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""

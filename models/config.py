@@ -275,6 +275,10 @@ class BackboneConfig:
             raise ValueError(f"backbone.name is {self.name!r}; expected a timm name that starts with 'swin_'")
         if not 0.0 <= self.drop_path < 1.0:
             raise ValueError(f"backbone.drop_path is {self.drop_path}; it must be at least 0 and below 1")
+        if self.gradient_checkpointing not in (True, False, "auto"):
+            raise ValueError(
+                f"backbone.gradient_checkpointing is {self.gradient_checkpointing!r}; it must be true, false or auto"
+            )
         if self.image_size < PATCH_SIZE or self.image_size % PATCH_SIZE:
             raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
         for key in ("embed_dim", "window_size", "depths", "num_heads"):

@@ -6,6 +6,7 @@ takes all steps, also after the captions have ended, and keeps all images. Its c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 
 from models.base import CaptionModel, Memory, map_tensors
 from models.decoding import Beams, Captions, Decoder, beam_search, check_beams, search
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 4  # each keeps the memory of a search
 
@@ -30,8 +33,8 @@ class SearchGraph:
 class GraphedSearch:
     """`beam_search` that captures a search at the second batch of a shape and replays it for later batches.
 
-    Other batches, and those of further shapes after MAX_GRAPHS, are searched without a graph. The weights may change
-    in place, and autocast must be the same at each call.
+    Other batches, and those of further shapes after MAX_GRAPHS, are searched without a graph, and all batches after a
+    capture that fails. The weights may change in place, and autocast must be the same at each call.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class GraphedSearch:
         length_normalization: bool = True,
     ) -> None:
         check_beams(beam_size, num_results)
-        self.length_normalization = length_normalization
+        self.length_normalization, self.max_graphs = length_normalization, MAX_GRAPHS
         self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
         self.seen: set[Any] = set()
         self.graphs: dict[Any, SearchGraph] = {}
@@ -57,9 +60,15 @@ class GraphedSearch:
             for name, tensor in vars(memory).items()
             if tensor is not None
         )
-        if shape not in self.graphs and shape in self.seen and len(self.graphs) < MAX_GRAPHS:
+        if shape not in self.graphs and shape in self.seen and len(self.graphs) < self.max_graphs:
             inputs = [map_tensors(memory, torch.clone) for memory in memories]
-            self.graphs[shape] = captured(inputs, lambda: self._all_steps(inputs))
+            try:
+                self.graphs[shape] = captured(inputs, lambda: self._all_steps(inputs))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # an operation that cannot be captured, or another thread's
+                logger.warning(f"searches are not captured: {error}")
+                self.max_graphs = len(self.graphs)
         self.seen.add(shape)
         if shape not in self.graphs:
             return beam_search(
@@ -84,11 +93,6 @@ class GraphedSearch:
         decoder = Decoder(self.models, memories, self.beam_size, self.max_length, keeps_images=True)
         return search(decoder, Beams.start(decoder, self.max_length), self.max_length)
 
-    def clear(self) -> None:
-        """Frees the graphs and their memory."""
-        self.graphs.clear()
-        self.seen.clear()
-
 
 def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
     """Captures `run`, which reads `inputs`, on their GPU. Runs it once before, so that libraries are initialized."""
@@ -101,7 +105,8 @@ def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.clear_autocast_cache()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads may meanwhile prepare batches in page-locked memory
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         beams = run()
     torch.clear_autocast_cache()
     return SearchGraph(inputs, beams, graph.replay)

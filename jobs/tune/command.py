@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_address, connect, require_others, with_precision
+from jobs.cluster import check_address, connect, require_others
 from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
@@ -48,7 +48,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     check_address(address)
     check_before_writing(search.base)
     require_backbone_file(search)
-    search = search.with_precision(with_precision(search.base, address).evaluation.precision)
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")

@@ -83,6 +83,8 @@ def caption_batches(
     order. `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out,
     fewer images are captioned at a time, down to one. Each item still covers `images_at_a_time` images.
     """
+    if search.settings.precision == "auto":
+        raise ValueError("evaluation.precision is auto, which must be decided before the search")
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
     size = batch_size  # images that are captioned at a time
     graphs = None
@@ -100,12 +102,11 @@ def caption_batches(
             try:
                 hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch, graphs)
             except torch.OutOfMemoryError:
-                if graphs is not None:
-                    graphs.clear()
-                torch.cuda.empty_cache()
-                if size == 1:
+                if graphs is None and size == 1:
                     raise
-                size //= 2
+                # without the graphs, which take memory of their own, the same batch may fit
+                graphs, size = None, size if graphs is not None else size // 2
+                torch.cuda.empty_cache()
                 continue
             except (BadImage, OSError) as error:
                 is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)

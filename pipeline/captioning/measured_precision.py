@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,29 +11,32 @@ from models.config import ModelSizes
 from pipeline.config.run import RunConfig
 from pipeline.features.decided_precision import decided_precision
 from pipeline.features.interruptions import one_sentence
+from pipeline.features.measured_precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
 
 if TYPE_CHECKING:
+    from models.base import CaptionModel, Features
     from pipeline.runtime.precision import PrecisionTimes
 
 CPU_IMAGES = 8  # of the measured search
 STEPS = 6
-VOCABULARY_SIZE, FEATURE_WIDTH = 10_000, 1536  # about those of COCO with Swin-L
-TOKEN_SIDE = 32  # pixels of an image token's side
+VOCABULARY_SIZE = 10_000  # about COCO's
+REGION_WIDTH = 2048  # of a detector's features
 NOT_A_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")  # keys that change no search's time
 
 
-def with_search_precision(config: RunConfig, start_ray: Callable[[], object]) -> RunConfig:
+def with_search_precision(config: RunConfig, start_ray: Callable[[], AbstractContextManager[object]]) -> RunConfig:
     """The configuration with the precision that its searches have, where `evaluation.precision` is `auto`.
 
     start_ray: joins or starts Ray, and waits until a worker can be placed. The storage keeps the decision for each
-    model section and kind of device. The first command measures, in a Ray task with a worker's resources, which takes
-    some seconds.
+    model and backbone section and kind of device. The first command measures, in a Ray task with a worker's resources,
+    which takes some seconds. The measured search reads features, also where a bundle contains a backbone.
     """
     if config.evaluation.precision != "auto":
         return config
+    backbone = asdict(config.backbone) if config.has_backbone else {"max_regions": config.features.max_regions}
     work = {
         "search": {key: value for key, value in asdict(config.model).items() if key not in NOT_A_SIZE},
-        "image_tokens": _image_tokens(config),
+        "features": {key: value for key, value in backbone.items() if key not in NOT_A_BACKBONE_SIZE},
         "beam_size": config.evaluation.beam_size,
         "device": "GPU" if config.workers.gpus_per_worker else "CPU",
     }
@@ -40,21 +44,23 @@ def with_search_precision(config: RunConfig, start_ray: Callable[[], object]) ->
     def measure() -> PrecisionTimes:
         import ray
 
-        start_ray()
-        with one_sentence("the measurement of precisions"):
+        with start_ray(), one_sentence("the measurement of precisions"):
             task = ray.remote(measure_search).options(**config.workers.task_options)
             times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
             return times
 
-    precision = decided_precision(work, config.storage_place / "precision", measure, label="captions")
+    place, text = config.storage_place / "precision", f"{STEPS} words, from features"
+    precision = decided_precision(work, place, measure, label="captions", measured=text)
     return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"precision": precision})})
 
 
 def measure_search(config: RunConfig) -> PrecisionTimes:
-    """Seconds per image of a short beam search with the configured model, on random features of about COCO's sizes."""
+    """Seconds per image of a short beam search with the configured model, on random features.
+
+    A CPU searches for CPU_IMAGES images at a time, and a GPU for as many as an evaluation, if its memory suffices.
+    """
     import torch
 
-    from models.base import Features
     from models.decoding import beam_search
     from models.registry import build_model
     from pipeline.runtime.context import device_for
@@ -65,23 +71,37 @@ def measure_search(config: RunConfig) -> PrecisionTimes:
     prepare_processor(workers.threads_per_worker)
     device: Any = device_for(workers.gpus_per_worker)
     images = settings.images_at_a_time(device.type) if device.type == "cuda" else CPU_IMAGES
-    tokens = _image_tokens(config)
-    sizes = ModelSizes(FEATURE_WIDTH, VOCABULARY_SIZE, max_positions=STEPS, sos=1, eos=2, pad=0)
-    model = build_model(config.model, sizes).eval().to(device)
-    features = Features(
-        torch.randn(images, tokens, FEATURE_WIDTH, device=device),
-        torch.full((images,), tokens, device=device),
-        torch.rand(images, tokens, 4, device=device),
-    )
-    return measure_precisions(
-        lambda: beam_search(model, model.encode(features), beam_size=settings.beam_size, max_length=STEPS),
-        device,
-        images,
-    )
+    while True:
+        features = _features(config, images, device)
+        sizes = ModelSizes(features.tokens.shape[-1], VOCABULARY_SIZE, max_positions=STEPS, sos=1, eos=2, pad=0)
+        model = build_model(config.model, sizes).eval().to(device)
+
+        def search(model: CaptionModel = model, features: Features = features) -> None:
+            beam_search(model, model.encode(features), beam_size=settings.beam_size, max_length=STEPS)
+
+        try:
+            return measure_precisions(search, device, images)
+        except torch.OutOfMemoryError:
+            if images == 1:
+                raise
+        images //= 2
+        torch.cuda.empty_cache()
 
 
-def _image_tokens(config: RunConfig) -> int:
-    """About the number of tokens of an image."""
+def _features(config: RunConfig, images: int, device: Any = "cpu") -> Features:
+    """Random features with the sizes of the configured backbone's or detector's."""
+    import torch
+
+    from models.backbone import Backbone
+    from models.base import Features
+
     if not config.has_backbone:
-        return config.features.max_regions
-    return max(config.backbone.image_size // TOKEN_SIDE, 1) ** 2
+        count = config.features.max_regions
+        tokens, boxes = (
+            torch.randn(images, count, REGION_WIDTH, device=device),
+            torch.rand(images, count, 4, device=device),
+        )
+        return Features(tokens, torch.full((images,), count, device=device), boxes)
+    with torch.device("meta"):
+        backbone = Backbone(config.backbone, with_weights=False)
+    return Features(torch.randn(images, backbone.num_tokens, backbone.width, device=device))

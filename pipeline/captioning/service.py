@@ -45,8 +45,8 @@ class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
     precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
-    constructor captions an image several times and takes the faster one. device: cpu or cuda; None for a GPU if torch
-    sees one. The bundle is moved there, and the methods take pixels on any device.
+    constructor captions an image, or on a GPU a batch, several times and takes the faster one. device: cpu or cuda;
+    None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
     uri_roots: the local folders and s3:// prefixes below which `predict` may read images for its callers.
     """
 
@@ -70,9 +70,10 @@ class CaptionService:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         bundle.captioner.to(self.device)
         if precision == "auto":
-            side = bundle.transform.image_size
-            image = torch.zeros(1, 3, side, side, device=self.device)
-            self.precision = measure_precisions(lambda: self._search(image, num_results=1), self.device).fastest
+            side, count = bundle.transform.image_size, BATCH_SIZE if self.device.type == "cuda" else 1
+            images = torch.zeros(count, 3, side, side, device=self.device)
+            times = measure_precisions(lambda: self._search(images, num_results=1), self.device, count)
+            self.precision = times.fastest
 
     def pixels(self, data: bytes) -> Tensor:
         """An image file's normalized pixels (3, H, W). Raises BadImage with the reason."""

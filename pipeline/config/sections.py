@@ -198,7 +198,7 @@ class FeatureSection(Section):
     stored_dtype: Literal["float16", "float32"] = "float16"
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
     rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
-    # extracting processes; None: one on CPUs, and on GPUs as many as the cluster has GPUs for
+    # extracting processes; None: one on CPUs, and on GPUs a pool that grows to what the cluster has
     num_actors: Annotated[Processes | None, Identity.IGNORED] = None
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
     threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
@@ -294,6 +294,8 @@ class StageSection(Section):
     dropout: Fraction | None = None  # None: the model's dropout
     drop_path: Fraction | None = None  # None: the backbone's drop_path
     max_grad_norm: PositiveFloat | None = None
+    # the decay per step of an average of the weights, which is validated and kept in place of the weights
+    ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     # of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which workers exchange gradients
@@ -385,7 +387,7 @@ class EvaluationSection(Section):
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     # bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    # on a GPU, capture the search of a batch and replay it for later batches: the same captions
+    # on a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None

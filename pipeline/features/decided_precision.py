@@ -25,12 +25,13 @@ MAX_BYTES = 4096  # of a record
 
 
 def decided_precision(
-    work: Mapping[str, Any], folder: StoragePath, measure: Callable[[], PrecisionTimes], label: str
+    work: Mapping[str, Any], folder: StoragePath, measure: Callable[[], PrecisionTimes], *, label: str, measured: str
 ) -> str:
     """float32 or bfloat16: the storage's decision for this kind of work, which the first caller makes by `measure`.
 
     work: plain values that tell different kinds of work apart. folder: where the storage keeps its decisions. label:
-    the name of the work in the log. If two callers measure at the same time, the first to write decides.
+    the name of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same
+    time, the first to write decides.
     """
     record = folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
     decision, tag = _recorded(record)
@@ -42,7 +43,7 @@ def decided_precision(
             decision = times.fastest
         except ConflictError:  # another process was faster
             decision = _recorded(record)[0] or times.fastest
-        logger.info(f"{label:<9} in {decision} from now on: {times}")
+        logger.info(f"{label:<9} in {decision} from now on: {times}, measured with {measured}")
     return decision
 
 

@@ -36,7 +36,10 @@ def extraction_precision(
         return settings.compute_dtype
     sizes = {key: value for key, value in asdict(backbone).items() if key not in NOT_A_SIZE}
     work = {"backbone": sizes, "device": "GPU" if settings.gpus_per_actor else "CPU"}
-    return decided_precision(work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features")
+    text = f"one block of each stage of {backbone.name}"
+    return decided_precision(
+        work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features", measured=text
+    )
 
 
 def _measure_on_ray(

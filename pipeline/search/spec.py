@@ -223,13 +223,6 @@ class Search:
                 f"{self.base.model.name}; use macs_executed, macs_beam_search or another"
             )
 
-    def with_precision(self, precision: str) -> Search:
-        """This search with `evaluation.precision` in the base configuration."""
-        if precision == self.base.evaluation.precision:
-            return self
-        evaluation = (self.values.get("evaluation") or {}) | {"precision": precision}
-        return Search(self.config, self.values | {"evaluation": evaluation})
-
     def _stages(self) -> tuple[str, ...]:
         """The names of the stages that a trial trains, in the order of the base configuration."""
         names, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
@@ -277,7 +270,12 @@ class Search:
             "threads_per_worker": max(1, int(resources.cpus)),
             "dry_run": False,
         }
-        return parse_config(values)
+        config = parse_config(values)
+        if config.evaluation.precision == "auto":
+            raise UserError(
+                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
+            )
+        return config
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ A lack of memory, or sizes that do not fit together, shows in the first minute a
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import make_optimizer
 from pipeline.untrusted.names import one_line
 
+NUM_STEPS = 2  # on a GPU
 MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
 
 
@@ -79,19 +81,21 @@ def _fits(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.
     try:
         _one_step(folder, stage, train, device, checkpointing=False)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         return False
     if device.type != "cuda":
         return True
-    return torch.cuda.max_memory_reserved(device) <= MAX_MEMORY_SHARE * torch.cuda.mem_get_info(device)[1]
+    share = MAX_MEMORY_SHARE * min(1.0, folder.config.workers.gpus_per_worker)  # others may use the rest of the GPU
+    return torch.cuda.max_memory_reserved(device) <= share * torch.cuda.mem_get_info(device)[1]
 
 
 def _one_step(
     folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device, checkpointing: bool
 ) -> None:
-    """One forward and backward pass and one update of a stage."""
+    """One step of a stage, and on a GPU a second one, which has the optimizer's moments in memory."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
+        gc.collect()  # what an earlier step that failed has left
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
@@ -100,11 +104,13 @@ def _one_step(
         check_reward(stage, reward)
     batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
-    with float32_products(stage.precision):
-        with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
-            loss = objective(captioner, captioner, batch, generator).loss
-        loss.backward()
-    optimizer.step()
+    for _ in range(NUM_STEPS if device.type == "cuda" else 1):
+        optimizer.zero_grad(set_to_none=True)
+        with float32_products(stage.precision):
+            with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
+                loss = objective(captioner, captioner, batch, generator).loss
+            loss.backward()
+        optimizer.step()
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:

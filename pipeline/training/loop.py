@@ -47,6 +47,7 @@ from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
 from pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from pipeline.training.step_metrics import StepMetrics, summed
+from pipeline.training.weight_average import WeightAverage
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
@@ -171,6 +172,7 @@ class StageRun:
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
+        self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:
             self.captioner.compile_layers()
         self.wrapped: nn.Module = self.captioner
@@ -221,7 +223,7 @@ class StageRun:
                 time.monotonic() - saved_at > 60 * stage.checkpoint_every_minutes
             ):
                 self.finite.require()
-                output.save_checkpoint(self.captioner, self.optimizer, progress)
+                output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
                 saved_at = time.monotonic()
             if must_stop and progress.step < stop:
                 output.wait()
@@ -258,6 +260,8 @@ class StageRun:
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
         self.finite.add(step, {"loss": metrics["loss"], "gradient norm": norm})
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update(step)
         # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
 
@@ -282,7 +286,7 @@ class StageRun:
                 )
             step = output.newest_whole(self.captioner, last_step=min(steps))
             found = gather_objects(self.context, (step, output.damages))
-        progress = output.restore(step, self.captioner, self.optimizer)
+        progress = output.restore(step, self.captioner, self.optimizer, self.average)
         output.damages = list(dict.fromkeys(text for _, damages in found for text in damages))
         output.open_journal(progress.step)
         return progress
@@ -313,18 +317,19 @@ class StageRun:
                 text = f"step {progress.step}: validation, {100 * fraction:.0f} % done"
                 output.log("validating", progress.step, {"text": text})
 
-        best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
-        score = self._score(best)
-        if score > progress.best_score:
-            progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
-            captions = {image: hypothesis.caption for image, hypothesis in best.items()}
-            output.save_best(self.captioner, progress.step, captions)
-        else:
-            progress.since_best += 1
+        with contextlib.nullcontext() if self.average is None else self.average.in_use():
+            best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
+            score = self._score(best)
+            if score > progress.best_score:
+                progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
+                captions = {image: hypothesis.caption for image, hypothesis in best.items()}
+                output.save_best(self.captioner, progress.step, captions)
+            else:
+                progress.since_best += 1
         self._apply_stopping_rules(score)
         seconds = round(time.monotonic() - begin, 2)
         output.log("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
-        output.save_checkpoint(self.captioner, self.optimizer, progress)
+        output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
     def _score(self, best: dict[int, Hypothesis]) -> float:

@@ -1,6 +1,6 @@
 """The files of a stage: rank 0 writes them, and every rank resumes from the newest checkpoint.
 
-    stages/<stage>/step-<n>/   state.pt (captioner, optimizer), progress.json   the stage resumes from the newest one
+    stages/<stage>/step-<n>/   state.pt (captioner, optimizer, average), progress.json   it resumes from the newest one
                    best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
                    DONE.json   the stage's result; it is written last and marks the stage as finished
 
@@ -36,6 +36,7 @@ from pipeline.storage.atomic import atomic_folder, read_json, write_json
 from pipeline.storage.digests import DIGESTS, require_whole, write_digests
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import save_weights
+from pipeline.training.weight_average import WeightAverage
 
 NUM_CHECKPOINTS = 2  # per stage
 CLOSE_S = 20.0  # how long a stage that ends waits for its background threads
@@ -128,7 +129,13 @@ class StageOutput:
             for part, _ in captioner.named_children():
                 require_whole(self.path / f"best-{record['best_step']}" / f"{part}.safetensors")
 
-    def restore(self, step: int, captioner: Captioner, optimizer: torch.optim.Optimizer) -> Progress:
+    def restore(
+        self,
+        step: int,
+        captioner: Captioner,
+        optimizer: torch.optim.Optimizer,
+        average: WeightAverage | None = None,
+    ) -> Progress:
         """Restores the checkpoint of `newest_whole` and returns the stage's progress; that of the start for step 0."""
         if step == 0:
             return Progress()
@@ -138,6 +145,8 @@ class StageOutput:
         state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
         captioner.load_state_dict(state["captioner"])
         optimizer.load_state_dict(state["optimizer"])
+        if average is not None:
+            average.restore(state["average"])
         return TypeAdapter(Progress).validate_python(record)
 
     def open_journal(self, step: int) -> None:
@@ -165,7 +174,13 @@ class StageOutput:
         if self.folder.home is not None and self._journal_pending is None:
             self._journal_pending = self._journal_pool.submit(self._send_journal, JOURNAL_EVERY_S)
 
-    def save_checkpoint(self, captioner: Captioner, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def save_checkpoint(
+        self,
+        captioner: Captioner,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        average: WeightAverage | None = None,
+    ) -> None:
         """Starts writing step-<n> in the background: training waits for a copy of the tensors, not for the disk.
 
         One checkpoint is written at a time. All but the newest NUM_CHECKPOINTS are then removed.
@@ -173,7 +188,8 @@ class StageOutput:
         if self.writes:
             self._raise_journal_error()
             self.wait()
-            state = _copied_to_cpu({"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()})
+            tensors = {"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()}
+            state = _copied_to_cpu(tensors | ({} if average is None else {"average": average.weights}))
             record = {"identity": self.identity, **asdict(progress)}
             self._pending = self._pool.submit(self._write_checkpoint, state, record)
 

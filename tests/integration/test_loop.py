@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -463,6 +464,56 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
     noticed = RunFolder(cases[0][0])
     assert [path.name for path in noticed.stage("xe_frozen").glob("step-*")] == ["step-2"]
     assert noticed_steps(noticed) == [2]
+
+
+def test_an_average_of_the_weights_is_validated_and_kept(tmp_path: Path) -> None:
+    """Compared with an average that is computed beside the training, and broken off after each step."""
+    decay, stages = 0.6, [stage | {"ema": 0.6} for stage in small_config(tmp_path)["stages"]]
+    folder, store = prepare_run(tmp_path / "a", stages=stages)
+    job, stage = StageJob(folder, STAGES, store), folder.config.stage(STAGES[0])
+    run = StageRun(LocalContext("cpu"), folder, stage, job)
+    expected = {name: each.detach().clone() for name, each in run.captioner.named_parameters()}
+    for step in range(4):
+        run.step(step, run.batches.at(step))
+        d = min(decay, (1 + step) / (10 + step))
+        weights = dict(run.captioner.named_parameters())
+        expected = {name: d * value + (1 - d) * weights[name].detach() for name, value in expected.items()}
+    assert run.average is not None
+    raw = {name: each.detach().clone() for name, each in run.captioner.named_parameters()}
+    with run.average.in_use():
+        for name, each in run.captioner.named_parameters():
+            assert torch.allclose(each, expected[name], rtol=1e-5, atol=1e-7), name
+            assert raw[name].std() == 0 or not torch.equal(each, raw[name]), name
+    assert all(torch.equal(each, raw[name]) for name, each in run.captioner.named_parameters())
+    run.output.close()
+
+
+def test_an_average_of_the_weights_is_resumed_bit_identically(
+    tmp_path: Path, undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+    original, stopped = StageRun.step, set(STAGES)  # the first run is not broken off
+
+    def step(self: StageRun, number: int, batches: Any) -> Any:
+        if number == 2 and self.stage.name not in stopped:
+            stopped.add(self.stage.name)
+            raise Killed
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+    for name in ("whole", "broken"):
+        stages = [stage | {"ema": 0.9, "checkpoint_every_steps": 1} for stage in small_config(tmp_path)["stages"]]
+        folder, store = prepare_run(tmp_path / name, stages=stages)
+        for _ in range(len(STAGES) + 1):
+            with suppress(Killed):
+                train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
+        weights.append({stage: best_weights(folder.stage(stage)) for stage in STAGES})
+        assert stopped == set(STAGES)
+        stopped.clear()
+    for stage in STAGES:
+        assert_same_weights(weights[0][stage], weights[1][stage])
+    plain = best_weights(undisturbed.stage(STAGES[0]))
+    assert any(not torch.equal(plain[name], value) for name, value in weights[0][STAGES[0]].items())
 
 
 def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:

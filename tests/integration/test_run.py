@@ -13,9 +13,12 @@ import pytest
 
 from jobs.cli import main
 from jobs.run import RunDriver
+from pipeline.config.load import parse_config
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.prepare import prepare
+from pipeline.training.dry_run import DryRunResult
 from tests.conftest import small_config, write_karpathy
-from tests.support.runs import output_of, prepare_run, start_raycap, write_config
+from tests.support.runs import output_of, start_raycap, write_config
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -23,21 +26,35 @@ def tree(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.ray
-def test_a_later_attempt_keeps_what_the_dry_run_decided(tmp_path: Path, ray_session: None) -> None:
-    folder, _ = prepare_run(tmp_path)
-    config = folder.config
-    assert config.backbone.gradient_checkpointing == "auto"
+def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(small_config(tmp_path, evaluation__precision="auto"))
+    folder = prepare(config)
     driver = RunDriver(config, folder, address=None)
-    driver._dry_run()
-    stored = folder.path / "config.yaml"
-    assert driver.config.backbone.gradient_checkpointing is False, "a CPU keeps the activations"
-    assert driver.folder.config == driver.config and "gradient_checkpointing: false" in stored.read_text()
-    stored.write_text(stored.read_text().replace("gradient_checkpointing: false", "gradient_checkpointing: true"))
-    for given, used in (("auto", True), (False, False)):
-        given_config = config.model_copy(update={"backbone": replace(config.backbone, gradient_checkpointing=given)})
-        later = RunDriver(given_config, RunFolder(folder.path), address=None)
-        assert later.config.backbone.gradient_checkpointing is used
-        assert later.folder.config.backbone.gradient_checkpointing is used
+    driver._decide_precision()
+    (record,) = (tmp_path / "precision").glob("*.json")
+    decided = json.loads(record.read_text())["precision"]
+    assert driver.config.evaluation.precision == driver.folder.config.evaluation.precision == decided
+    record.unlink()  # a later attempt asks neither the storage nor Ray
+    monkeypatch.setattr("jobs.run.with_precision", lambda config, _: config)
+    later = RunDriver(config, prepare(config), address=None)
+    assert later.folder.run_id == folder.run_id and later.config.evaluation.precision == decided
+
+    # a configuration in which workers have GPUs, on a device that is simulated
+    stages = [stage.name for stage in config.stages if stage.train_backbone]
+    workers = config.workers.model_copy(update={"gpus_per_worker": 1.0})
+    results = [DryRunResult(name, 1.0, 1.0, checkpointing=name == stages[-1]) for name in stages]
+    monkeypatch.setattr("jobs.run.start_ray", lambda *_: None)
+    monkeypatch.setattr("jobs.run.StallWatch.results", lambda *_: iter(results))
+    for _ in range(2):
+        on_gpus = RunDriver(config.model_copy(update={"workers": workers}), RunFolder(folder.path), address=None)
+        assert on_gpus.folder.config.backbone.gradient_checkpointing == "auto", "inherited from another attempt"
+        assert on_gpus._decides_checkpointing
+        on_gpus._dry_run()
+        assert on_gpus.folder.config.backbone.gradient_checkpointing is True
+        results[-1] = replace(results[-1], checkpointing=True)
+    assert not driver._decides_checkpointing, "a CPU keeps the activations"
 
 
 @pytest.mark.ray

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,19 +16,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from jobs.bench.gpu.device import GpuFacts
 from jobs.bench.gpu.parts import Plan
 from jobs.bench.gpu.training_step import Case, training_step
+from models import layers
 
 EFFICIENCY = 0.4  # assumed share of a GPU's peak for the large products of these models
 LAUNCH_S = 8e-6  # assumed seconds that the processor needs for each operation that it queues
 SIZES = (1, 3)  # images for which a step is counted; products and traffic grow linearly, and launches do not grow
 ROW = "{:<15}{:>8}{:>9}{:>7}{:>10}{:>13}{:>9}{:>10}{:>8}"
-PASSES = 8  # over weights and moments in an update: gradient, clipping, two moments and weights, read and written
+PASSES = (
+    7  # over numbers of the weights' size in an update: the gradient read, two moments and weights read and written
+)
 
 
 class Traffic(TorchDispatchMode):
     """Counts the operations in its `with` block that compute, and the bytes that they read and write.
 
-    Views are left out, and an optimizer's steps, which are few launches on a GPU (`PASSES`). Each operation counts on
-    its own: compiled code moves fewer bytes.
+    Views and allocations are left out, and an optimizer's steps, which are few launches on a GPU (`PASSES`). Each
+    operation counts on its own: compiled code moves fewer bytes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -38,7 +43,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and not self.in_optimizer:
+        allocates = "empty" in func.overloadpacket.__name__
+        if not func.is_view and not allocates and not self.in_optimizer:
             self.launches += 1
             tensors = (each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor))
             self.bytes += sum(each.numel() * each.element_size() for each in tensors)
@@ -75,10 +81,21 @@ def counted_step(case: Case, plan: Plan) -> tuple[float, float, int]:
     step = training_step(case, torch.device("cpu"), plan.scale)
     optimizer = _optimizer_of(step)
     counter, traffic = FlopCounterMode(display=False), Traffic(optimizer)
-    with traffic, counter:
+    with gpu_dropout(), traffic, counter:
         step()
     weights = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
     return counter.get_total_flops(), traffic.bytes + 4 * PASSES * weights, traffic.launches
+
+
+@contextmanager
+def gpu_dropout() -> Iterator[None]:
+    """In a `with` block, dropout is the single operation that it is on a GPU, and not the CPU's mask of bytes."""
+    before = layers.dropout
+    layers.dropout = lambda x, p: F.dropout(x, p)
+    try:
+        yield
+    finally:
+        layers.dropout = before
 
 
 def _optimizer_of(step: Callable[[], None]) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ SYSTEMS: list[dict[str, Any]] = [
     {"name": "transformer"},
     {"name": "meshed_memory", "num_memory_slots": 2},
     {"name": "clustformer"},
+    {"name": "clustformer", "grid": [4, 4]},
 ]
 
 
@@ -30,7 +32,7 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **changes: Any)
     return parse_config(values | changes)
 
 
-@pytest.mark.parametrize("model", SYSTEMS, ids=lambda model: str(model.get("name", "expansionnet_v2")))
+@pytest.mark.parametrize("model", SYSTEMS, ids=str)
 def test_a_search_of_each_system_can_be_timed(tmp_path: Path, model: dict[str, Any]) -> None:
     times = measure_search(config_of(tmp_path, model))
     assert times.device == "CPU" and 0 < times.float32 < 60 and 0 < times.bfloat16 < 60
@@ -39,7 +41,7 @@ def test_a_search_of_each_system_can_be_timed(tmp_path: Path, model: dict[str, A
 def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[str] = []
 
-    def decided(work: dict[str, Any], folder: Any, measure: Any, label: str) -> str:
+    def decided(work: dict[str, Any], folder: Any, measure: Any, *, label: str, measured: str) -> str:
         keys.append(str(work))
         assert label == "captions" and folder == config_of(tmp_path).storage_place / "precision"
         return "bfloat16"
@@ -58,14 +60,14 @@ def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch
     assert with_search_precision(concrete, not_started) is concrete
 
 
-def not_started() -> None:
+def not_started() -> AbstractContextManager[object]:
     raise AssertionError("Ray was started, and nothing had to be measured")
 
 
 def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    def decided(work: dict[str, Any], folder: Any, measure: Any, label: str) -> str:
+    def decided(work: dict[str, Any], folder: Any, measure: Any, *, label: str, measured: str) -> str:
         return str(measure().fastest)
 
     class Task:
@@ -81,5 +83,10 @@ def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monk
     monkeypatch.setattr("ray.remote", lambda function: Task())
     monkeypatch.setattr("ray.get", lambda result: result)
     config = config_of(tmp_path, workers={"num_workers": 1, "cpus_per_worker": 2})
-    assert with_search_precision(config, lambda: started.append("Ray")).evaluation.precision == "bfloat16"
+
+    def start() -> AbstractContextManager[object]:
+        started.append("Ray")
+        return nullcontext()
+
+    assert with_search_precision(config, start).evaluation.precision == "bfloat16"
     assert started == ["Ray", "2.0 CPUs"]

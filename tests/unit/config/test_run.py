@@ -10,6 +10,7 @@ import yaml
 
 from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values
 from pipeline.config.run import RunConfig, total_steps
+from pipeline.config.sections import FeatureSection
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.search.spec import ResourceSection
@@ -155,6 +156,22 @@ def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
     base = parse_config(small_config(tmp_path))
     assert config_identity(parse_config(small_config(tmp_path / "b", workers__num_workers=2))) == config_identity(base)
     assert config_identity(parse_config(small_config(tmp_path, seed=5))) != config_identity(base)
+
+
+@pytest.mark.parametrize(
+    ("features", "least", "most"),
+    [
+        ({}, 1, 1),
+        ({"num_actors": 3}, 3, 3),
+        ({"gpus_per_actor": 1}, 1, None),
+        ({"num_actors": 2, "gpus_per_actor": 1}, 2, 2),
+    ],
+)
+def test_a_pool_of_extracting_processes_grows_on_gpus_only(
+    features: dict[str, Any], least: int, most: int | None
+) -> None:
+    section = FeatureSection(**features)
+    assert (section.least_actors, section.most_actors) == (least, most)
 
 
 def test_durations_are_converted_once() -> None:

@@ -92,19 +92,23 @@ def test_auto_takes_the_precision_that_was_faster_here(
     """The seconds are changed, not the computations, which must run for both precisions."""
     names, out, measured = write_images(tmp_path, 2), tmp_path / "captions.jsonl", []
 
-    def measure(compute: Callable[[], object], device: torch.device) -> PrecisionTimes:
-        measured.append(measure_precisions(compute, device))
+    def measure(compute: Callable[[], object], device: torch.device, num_images: int) -> PrecisionTimes:
+        measured.append(measure_precisions(compute, device, num_images))
         seconds = {"float32": 1.0, "bfloat16": 1.0} | {fastest: 0.1}
         return PrecisionTimes("CPU", **seconds)
 
     monkeypatch.setattr("pipeline.captioning.service.measure_precisions", measure)
     assert caption(names, str(bundle), out=str(out), precision="auto") == 0
-    assert caption(names[:1], str(bundle), out=str(tmp_path / "asked.jsonl"), precision=fastest) == 0
     assert len(measured) == 1 and measured[0].float32 > 0
+    more = write_images(tmp_path, 4)
+    assert caption(more, str(bundle), out=str(out), precision="auto") == 0, "the file continues in its precision"
+    assert len(measured) == 1 and len(out.read_text().splitlines()) == 4
     lines = [json.loads(text) for text in out.read_text().splitlines()]
-    assert [line["precision"] for line in lines] == [fastest, fastest]
-    asked = json.loads((tmp_path / "asked.jsonl").read_text())
-    assert lines[0]["log_prob"] == pytest.approx(asked["log_prob"], abs=0.02)
+    assert [line["precision"] for line in lines] == 4 * [fastest]
+    service = CaptionService(load_bundle(bundle), precision=fastest)
+    pixels = torch.stack([service.pixels(Path(name).read_bytes()) for name in names])
+    expected = [round(ranked[0][1], 6) for ranked in service.caption(pixels)]
+    assert [line["log_prob"] for line in lines[:2]] == expected, "not this precision"
 
 
 def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
@@ -313,7 +317,7 @@ def test_bad_input_is_said_before_anything_is_written(
         with pytest.raises(UserError, match=words):
             caption(names, model, **options)  # type: ignore[arg-type]
     assert main(["caption", *names, "--model", str(bundle), "--precision", "int8"]) == 2
-    assert "'int8' is not one of 'float32', 'bfloat16'" in capsys.readouterr().err
+    assert "'int8' is not one of 'auto', 'float32', 'bfloat16'" in capsys.readouterr().err
     assert main(["caption", *names, "--model", str(bundle), "--explain", names[0]]) == 2
     assert "is a file" in capsys.readouterr().err
 

@@ -167,6 +167,8 @@ def test_points_and_labels() -> None:
         ({"trial": {"stages": ["xe"]}}, ["the base configuration has no 'xe'", "xe_frozen"]),
         ({"trial": {"stages": ["xe_finetune", "scst_frozen"]}}, ["need new features", "extracts them once"]),
         ({"trial": {"set": {"evaluation": {"beam": 3}}}}, ["unknown key evaluation.beam"]),
+        ({"trial": {"set": {"evaluation": {"precision": "auto"}}}}, ["set it to float32 or bfloat16"]),
+        ({"set": {"evaluation.precision": "auto"}}, ["set it to float32 or bfloat16"]),
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"budget": {}, "algorithm": "tpe"}, ["algorithm tpe needs an end"]),
         ({"algorithm": "pbt"}, ["space.model.static_expansion", "copies weights"]),
