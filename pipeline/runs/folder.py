@@ -298,6 +298,14 @@ class RunFolder:
         with self._reading_stage(name, path):
             return TypeAdapter(StageResult).validate_python(read_json(path))
 
+    def last_kept(self) -> StageSection | None:
+        """The last finished stage whose weights were kept; None if there is none."""
+        for stage in reversed(self.config.stages):
+            result = self.result(stage.name)
+            if result is not None and result.kept:
+                return stage
+        return None
+
     def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
         """As `_reading`, for a file that the stage has written."""
         folder = self.stage(name)

@@ -38,15 +38,6 @@ def local_bundle(folder: RunFolder) -> Path:
     return path
 
 
-def last_objective(folder: RunFolder) -> str | None:
-    """The objective that trained a run's final weights last; None if they are those that the run started from."""
-    for stage in reversed(folder.config.stages):
-        result = folder.result(stage.name)
-        if result is not None and result.kept:
-            return stage.objective
-    return None
-
-
 def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
     """Writes the bundle and returns its local folder.
 
@@ -59,8 +50,9 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
         load_weights(module, folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part))
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
-    if objective := last_objective(folder) if stage is None else stage.objective:
-        info["objective"] = objective
+    trained_last = stage or folder.last_kept()
+    if trained_last is not None:
+        info["objective"] = trained_last.objective
     if stage is not None:
         info["stage"] = stage.name
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}

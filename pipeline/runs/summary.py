@@ -12,7 +12,6 @@ from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
 from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
-from pipeline.runs.run_bundle import last_objective
 from pipeline.scoring.metrics import Score
 from pipeline.scoring.published import Evaluated, published_rows
 from pipeline.scoring.split_result import SplitResult
@@ -108,7 +107,9 @@ def make_report(
     config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
     constrained = config.evaluation.constraints is not None
-    ours = evaluated(config.evaluation, config.model.name, last_objective(folder), constrained=constrained)
+    stage = folder.last_kept()
+    objective = None if stage is None else stage.objective
+    ours = evaluated(config.evaluation, config.model.name, objective, constrained=constrained)
     for split in config.data.test_splits:
         rows += published_table(columns, ours, split, dataset.split(split).column("uri"))
     report = Report(

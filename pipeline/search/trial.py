@@ -335,10 +335,13 @@ def latency_ms(run: RunFolder) -> float:
 
 
 def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, float]:
-    """The scores of the last stage's best validation captions; metrics that cannot be computed here are missing."""
+    """The scores of the kept weights' validation captions; metrics that cannot be computed here are missing.
+
+    These weights are those of the last stage, unless it was not kept. If no stage was kept, the last one is scored.
+    """
     if not search.config.metrics:
         return {}
-    stage = run.config.stages[-1]
+    stage = run.last_kept() or run.config.stages[-1]
     references = run.dataset.without(excluded).split(run.config.data.val_split).references()
     predictions = read_predictions(run.stage(stage.name) / "predictions-val.json")
     scores = score_captions(references, predictions, metrics=search.config.metrics).by_name

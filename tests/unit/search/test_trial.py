@@ -5,26 +5,28 @@ from __future__ import annotations
 import errno
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jobs.tune.features import extract_once
 from pipeline.data.loading import find_data
-from pipeline.runs.folder import JOURNAL, RunFolder
+from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.search import trial as module
 from pipeline.search.spec import SCORE, Search, SearchConfig
 from pipeline.search.trial import TrialTask, run_trial
 from pipeline.search.trials import SearchPlan
+from pipeline.storage.atomic import write_json
 from pipeline.storage.s3 import OutageError
 from pipeline.training.loop import StageJob, train_stages
 from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
-from tests.support.runs import MESHED_MEMORY, SMALL_MODEL
+from tests.support.runs import MESHED_MEMORY, SMALL_MODEL, prepare_run
 
 
 def test_an_outage_is_not_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +45,26 @@ def test_an_outage_is_not_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> Non
         error = problem
         with pytest.raises(OutageError):
             run_trial(task, lambda _: None)
+
+
+def test_the_captions_of_the_weights_that_were_kept_are_scored(tmp_path: Path) -> None:
+    """The last stage made captions worse, and its weights were dropped."""
+    folder, _ = prepare_run(tmp_path)
+    validation = folder.dataset.split(folder.config.data.val_split)
+    right = {image: captions[0] for image, captions in validation.references().items()}
+    names = [stage.name for stage in folder.config.stages]
+    for name in names:
+        folder.stage(name).mkdir(parents=True)
+        is_last = name == names[-1]
+        result = StageResult(4, 4, 0.1, kept=not is_last, ended_early="")
+        write_json(folder.stage(name) / "DONE.json", asdict(result))
+        rows = [{"image_id": image, "caption": "nothing" if is_last else text} for image, text in right.items()]
+        write_json(folder.stage(name) / "predictions-val.json", rows)
+    search: Any = SimpleNamespace(config=SimpleNamespace(metrics=("BLEU-1",)))
+    assert folder.last_kept() == folder.config.stages[-2]
+    assert module.scores_of(folder, search, [])["BLEU-1"] > 0.9
+    write_json(folder.stage(names[-1]) / "DONE.json", asdict(replace(result, kept=True)))
+    assert module.scores_of(folder, search, [])["BLEU-1"] < 0.1
 
 
 @dataclass
