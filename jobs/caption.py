@@ -143,16 +143,14 @@ def caption(
         _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {place} already")
     joins_cluster = bool(cluster_address(address))  # Ray sets the variable for a submitted job
     uses_ray = bool(pending) and (joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
+    if explain is not None and uses_ray:
+        raise UserError(f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without a cluster")
     if pending and search["precision"] == "auto":
         search["precision"] = _measured_precision(opened, search, cluster if uses_ray else None)
         signature |= {"precision": search["precision"]} if signature else {}
         _print_note(f"{search['precision']} is used, the faster precision where the images are captioned")
     options = CaptionOptions(search, num_results)
     if explain is not None:
-        if uses_ray:
-            raise UserError(
-                f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without a cluster"
-            )
         check_output_folder("--explain", explain)
         explain.mkdir(parents=True, exist_ok=True)
         _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")

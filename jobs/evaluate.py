@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from jobs.cluster import check_resources, start_ray, with_precision
 from jobs.named_files import check_output_place, open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
-from pipeline.captioning.bundle import last_objective, read_bundle_config
+from pipeline.captioning.bundle import objective_of, read_bundle_config
 from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
@@ -200,19 +201,19 @@ class Evaluation:
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
         self.place, self.folder = output_folder(config, self.label, out)
 
-    @property
+    @cached_property
     def evaluated(self) -> Evaluated:
         """What decides which printed scores ours can be compared with. It is in the bundles, not in the configuration.
 
         Models of several systems have no printed scores.
         """
-        from pipeline.runs.summary import evaluated
+        from pipeline.runs.summary import evaluated_model
 
         configs = [read_bundle_config(fetched(bundle)) for bundle in self.bundles]
         systems = {config["model"]["name"] for config in configs}
-        objectives = {last_objective(config) for config in configs}
+        objectives = {objective_of(config) for config in configs}
         system, objective = (each.pop() if len(each) == 1 else None for each in (systems, objectives))
-        return evaluated(self.config.evaluation, system or "", objective, len(configs), self.constraints is not None)
+        return evaluated_model(self.config, system or "", objective, len(configs), self.constraints is not None)
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -363,7 +364,9 @@ class Evaluation:
         logger.info(f"\n{result.split}, {len(scores.image_ids)} images{format_scores(scores)}")
         if result.main_object is not None:
             logger.info(f"  main object named in {result.main_object:.1%} of the captions")
-        uris = self.images_by_split[result.split].column("uri")
+        from pipeline.runs.summary import scored_uris
+
+        uris = scored_uris(result, self.images_by_split[result.split])
         for row, difference in published_rows(self.evaluated, result.split, uris):
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
@@ -375,7 +378,7 @@ class Evaluation:
         """
         from jobs.gallery import add_maps
         from pipeline.reports.page import Report, write_report
-        from pipeline.runs.summary import published_table, report_images, score_table
+        from pipeline.runs.summary import published_table, report_images, score_table, scored_uris
 
         result, others = results[0], results[1:]
         config, dataset, label = self.config, self.images_by_split[result.split], self.label
@@ -391,7 +394,7 @@ class Evaluation:
             run_id=label,
             protocol=f"{config.evaluation.protocol}, {result.signature}",
             score_columns=columns,
-            score_rows=rows + published_table(columns, self.evaluated, result.split, dataset.column("uri")),
+            score_rows=rows + published_table(columns, self.evaluated, result.split, scored_uris(result, dataset)),
             stages=[],
             images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},

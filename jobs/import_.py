@@ -52,6 +52,10 @@ def import_checkpoint(
     config: Annotated[Path | None, typer.Option(help="YAML with settings that the checkpoint lacks.")] = None,
     overrides: Set = None,
     backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
+    objective: Annotated[
+        Literal["cross_entropy", "scst"] | None,
+        typer.Option(help="What trained it last, for the comparison with printed scores."),
+    ] = None,
 ) -> None:
     """Turn an upstream checkpoint into a model bundle.
 
@@ -70,7 +74,8 @@ def import_checkpoint(
     try:
         request = ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides)
         captioner, vocabulary, sizes, features = read_checkpoint(request)
-        _save(out, captioner, vocabulary, {"imported_from": checkpoint.name, "format": source})
+        info = {"imported_from": checkpoint.name, "format": source}
+        _save(out, captioner, vocabulary, info | ({} if objective is None else {"objective": objective}))
     except ValueError as error:
         raise UserError(str(error)) from error
     model = captioner.model

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_WEIGHT_COPIES = 6  # an estimate: two checkpoints at a time, each with the weights and two moments of Adam
+NUM_CHECKPOINTS = 2  # on the disk at a time
+NUM_WEIGHT_COPIES = 3  # an estimate for a checkpoint: the weights and two moments of Adam
 
 
 def run(config: RunConfig, address: str | None = None) -> RunFolder:
@@ -185,7 +186,7 @@ class RunDriver:
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
-        self.tracker = Tracker(self.folder, config)
+        self.tracker = Tracker(self.folder, self.config)
         self.tracker.start()
 
     def _write(self, config: RunConfig) -> None:
@@ -200,14 +201,15 @@ class RunDriver:
         decided = with_precision(self.config, self.address)
         if decided is not self.config:
             self._write(decided)
+            self.tracker.config = decided  # served models compute in this precision
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
+        self._decide_precision()
         self._log_plan()
         self._check_disk()
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        self._decide_precision()
         if self.config.workers.dry_run and (
             self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
         ):
@@ -310,7 +312,8 @@ class RunDriver:
             num_stores = int(reads_initial_store) + sum(stage.train_backbone for stage in pending)
         values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
         features = values * bytes_per_value * num_stores
-        weights = 4 * NUM_WEIGHT_COPIES * sum(metadata.parameters.values())  # 4 bytes per float32
+        copies = NUM_WEIGHT_COPIES + any(stage.ema is not None for stage in pending)
+        weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
             raise UserError(

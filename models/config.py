@@ -149,6 +149,13 @@ class MeshedMemoryConfig(ModelConfig):
                 f"{self.num_decoder_layers} decoder layers; it needs equally many"
             )
 
+    def check_inputs(self, regions: bool) -> None:
+        if not regions and self.attended_regions is not None:
+            raise ValueError(
+                f"model.attended_regions = {self.attended_regions} pads the regions of a detector, and the features "
+                "are a grid; set it to null, or name the detector's file as features.hdf5"
+            )
+
 
 @dataclass(frozen=True)
 class ClustFormerConfig(ModelConfig):

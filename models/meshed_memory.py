@@ -189,15 +189,19 @@ class MeshedDecoderLayer(DecoderLayer):
 def with_padding(features: Features, count: int) -> Features:
     """Features with `count` tokens per image, of which those that are padding are 0 and not masked.
 
-    Raises ValueError for images with more tokens.
+    Raises ValueError for an image with more regions.
     """
-    tokens = features.tokens
-    if tokens.shape[1] > count:
+    tokens, lengths = features.tokens, features.lengths
+    most = tokens.shape[1]
+    if most > count and lengths is not None:  # asks the GPU
+        most = int(lengths.max())
+        tokens = tokens[:, :count]
+    if most > count:
         raise ValueError(
-            f"images have up to {tokens.shape[1]} regions, and model.attended_regions is {count}; set "
-            "features.max_regions to it, with features.truncate_regions"
+            f"an image has {most} regions, and model.attended_regions is {count}; set features.max_regions to it, "
+            "with features.truncate_regions"
         )
-    valid_mask = valid_tokens(features.lengths, tokens.shape[1])
+    valid_mask = valid_tokens(lengths, tokens.shape[1])
     if valid_mask is not None:
         tokens = tokens.masked_fill(~valid_mask[..., None], 0.0)
     return Features(F.pad(tokens, (0, 0, 0, count - tokens.shape[1])))

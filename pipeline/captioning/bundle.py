@@ -42,6 +42,7 @@ MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published mode
 MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
+MAX_REGIONS = 1000
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
@@ -167,7 +168,7 @@ def read_bundle_config(folder: Path) -> dict[str, Any]:
     return config | {"name": printable(config["name"])}
 
 
-def last_objective(config: Mapping[str, Any]) -> str | None:
+def objective_of(config: Mapping[str, Any]) -> str | None:
     """The objective that trained a bundle last, from the content of its config.yaml; None if that does not say."""
     info = config.get("info")
     objective = info.get("objective") if isinstance(info, dict) else None
@@ -189,6 +190,7 @@ def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
     limits = {
         "model.num_encoder_layers": (model.num_encoder_layers, MAX_LAYERS),
         "model.num_decoder_layers": (model.num_decoder_layers, MAX_LAYERS),
+        "model.attended_regions": (getattr(model, "attended_regions", None) or 0, MAX_REGIONS),
         "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
     }
     files: dict[str, tuple[str | None, str | None]] = {"model.word_vectors": (model.word_vectors, None)}

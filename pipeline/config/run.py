@@ -106,6 +106,12 @@ class RunConfig(Section):
                 "give the path of an HDF5 file"
             )
         self.model.check_inputs(regions=not self.has_backbone)
+        attended = getattr(self.model, "attended_regions", None)
+        if attended is not None and self.features.max_regions > attended:
+            raise ValueError(
+                f"features.max_regions = {self.features.max_regions} is above model.attended_regions = {attended}; "
+                f"set it to {attended}, with features.truncate_regions"
+            )
         for stage in self.stages:
             if stage.train_backbone and not self.has_backbone:
                 raise ValueError(

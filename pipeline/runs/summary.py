@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import Dataset
 from pipeline.features.source import describe_features
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
@@ -47,13 +46,21 @@ def _cell(result: SplitResult, name: str) -> str:
     return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
 
 
-def evaluated(
-    settings: EvaluationSection, system: str, objective: str | None, num_models: int = 1, constrained: bool = False
+def evaluated_model(
+    config: RunConfig, system: str, objective: str | None, num_models: int = 1, constrained: bool = False
 ) -> Evaluated:
     """What was evaluated, for the comparison with printed scores. See `Evaluated` for the arguments."""
     keys = ("beam_size", "max_length", "ranking", "collapse_repeats")
-    search = {key: getattr(settings, key) for key in keys}
-    return Evaluated(system, objective, num_models, constrained=constrained, **search)
+    search = {key: getattr(config.evaluation, key) for key in keys}
+    features = "grid" if config.has_backbone else "regions"
+    return Evaluated(system, features, objective, num_models, constrained=constrained, **search)
+
+
+def scored_uris(result: SplitResult, dataset: Dataset) -> list[str]:
+    """The URIs of the images of a split that were scored."""
+    scored = set() if result.scores is None else set(result.scores.image_ids)
+    rows = zip(dataset.column("image_id"), dataset.column("uri"), strict=True)
+    return [uri for image, uri in rows if image in scored]
 
 
 def published_table(
@@ -109,9 +116,10 @@ def make_report(
     constrained = config.evaluation.constraints is not None
     stage = folder.last_kept()
     objective = None if stage is None else stage.objective
-    ours = evaluated(config.evaluation, config.model.name, objective, constrained=constrained)
+    ours = evaluated_model(config, config.model.name, objective, constrained=constrained)
+    by_split = {result.split: result for result in scores.splits}
     for split in config.data.test_splits:
-        rows += published_table(columns, ours, split, dataset.split(split).column("uri"))
+        rows += published_table(columns, ours, split, scored_uris(by_split[split], dataset.split(split)))
     report = Report(
         title=config.name,
         run_id=folder.run_id,

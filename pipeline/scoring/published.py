@@ -26,11 +26,12 @@ NOTE = (
 class Evaluated:
     """What was evaluated, as far as it decides with which printed scores ours can be compared.
 
-    system: `model.name`. objective: of the last stage whose weights were kept; None if it is not recorded. num_models:
-    of the ensemble, or 1. The other fields are keys of the section `evaluation`.
+    system: `model.name`. features: "grid" or "regions". objective: of the last stage whose weights were kept; None if
+    it is not recorded. num_models: of the ensemble, or 1. The others are keys of the section `evaluation`.
     """
 
     system: str
+    features: str
     objective: str | None
     num_models: int
     beam_size: int
@@ -65,9 +66,10 @@ class FinalRow:
     objective: str = "scst"
     num_models: int = 1
     beam_size: int = 5
+    features: str | None = None
     max_length: int | None = None
     ranking: str | None = None
-    collapse_repeats: bool = False
+    collapse_repeats: bool | None = None
     constrained: bool = False
 
     @property
@@ -142,17 +144,22 @@ def published_rows(ours: Evaluated, split: str, uris: Sequence[str]) -> list[tup
 
 
 def _differences(row: FinalRow, ours: Evaluated, uris: Sequence[str]) -> str:
-    """All differences between a printed row and ours that change scores, as one text; "" if there are none."""
+    """The differences between the protocols of a printed row and ours, as one text; "" if there are none.
+
+    Precision and tokenizer are not compared, nor the models that a run started from.
+    """
     pairs: list[tuple[str, str]] = []
     images = _published()["data_sets"][row.data]
-    found = sum(re.fullmatch(images["files"], uri.rsplit("/", 1)[-1]) is not None for uri in uris)
-    if found < len(uris):
-        pairs.append((f"{images['count']:,} images of {images['name']}", f"{found:,} of {len(uris):,} are of it"))
+    count = sum(re.fullmatch(images["files"], uri.rsplit("/", 1)[-1]) is not None for uri in uris)
+    if count < len(uris):
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{count:,} of {len(uris):,} are of it"))
     elif len(uris) != images["count"]:
         pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
     if row.objective != ours.objective:
-        objective = "is not recorded" if ours.objective is None else OBJECTIVES[ours.objective]
+        objective = "not recorded" if ours.objective is None else OBJECTIVES[ours.objective]
         pairs.append((OBJECTIVES[row.objective], objective))
+    if row.features not in (None, ours.features):
+        pairs.append((f"{row.features} features", ours.features))
     if row.num_models != ours.num_models and (row.num_models or ours.num_models == 1):
         pairs.append((_models(row.num_models), _models(ours.num_models)))
     if row.beam_size != ours.beam_size:
@@ -161,7 +168,7 @@ def _differences(row: FinalRow, ours: Evaluated, uris: Sequence[str]) -> str:
         pairs.append((f"at most {row.max_length} tokens", f"at most {ours.max_length}"))
     if row.ranking not in (None, ours.ranking):
         pairs.append((f"ranked by the {row.ranking} of log-probabilities", f"by the {ours.ranking}"))
-    if row.collapse_repeats != ours.collapse_repeats:
+    if row.collapse_repeats not in (None, ours.collapse_repeats):
         words = ("kept", "collapsed")
         pairs.append((f"repeated words {words[row.collapse_repeats]}", words[ours.collapse_repeats]))
     if row.constrained != ours.constrained:

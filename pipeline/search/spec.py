@@ -199,6 +199,8 @@ class SearchConfig(Section):
                     f"space.{key}: algorithm pbt copies weights between trials, which needs equal {key}; search it "
                     "with tpe or nsga2"
                 )
+            if key.endswith(".ema"):
+                raise ValueError(f"space.{key}: algorithm pbt copies averages between trials; search it with tpe")
 
     @property
     def main_objective(self) -> str:

@@ -24,6 +24,7 @@ from pipeline.training.batches import Batch, CaptionTokens, target_positions
 from pipeline.training.loop import feature_dtype, stage_captioner
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import make_optimizer
+from pipeline.training.weight_average import WeightAverage
 from pipeline.untrusted.names import one_line
 
 NUM_STEPS = 2  # on a GPU
@@ -99,18 +100,21 @@ def _one_step(
         torch.cuda.reset_peak_memory_stats()
     captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
+    average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
     objective, reward = make_objective(stage, train, folder.vocabulary, device)
     if reward is not None:
         check_reward(stage, reward)
     batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
-    for _ in range(NUM_STEPS if device.type == "cuda" else 1):
+    for step in range(NUM_STEPS if device.type == "cuda" else 1):
         optimizer.zero_grad(set_to_none=True)
         with float32_products(stage.precision):
             with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
                 loss = objective(captioner, captioner, batch, generator).loss
             loss.backward()
         optimizer.step()
+        if average is not None:
+            average.update(step)
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:

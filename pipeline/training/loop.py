@@ -335,6 +335,8 @@ class StageRun:
     def _score(self, best: dict[int, Hypothesis]) -> float:
         """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
         rows = [torch.tensor(hypothesis.tokens) for hypothesis in best.values()]
+        if self.folder.config.evaluation.collapse_repeats:
+            rows = [torch.unique_consecutive(row) for row in rows]
         tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
         return float(self.validation_reward(tokens, self.validation_reward.indices_of(list(best))).mean())
 

@@ -18,6 +18,7 @@ from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
+from pipeline.scoring.split_result import Hypothesis
 from pipeline.training import dry_run as dry_run_module
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
@@ -443,7 +444,7 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
     cases = []
     changes: dict[str, dict[str, Any]] = {
         "xe_frozen": {"batch_size": 7, "gradient_accumulation_steps": 2, "checkpoint_every_steps": 500},
-        "scst_frozen": {"scst": {"num_samples": 3, "max_length": 10, "sampler": "beam"}},
+        "scst_frozen": {"scst": {"num_samples": 3, "max_length": 10, "sampler": "beam"}, "ema": 0.5},
     }
     for name in changes:
         place = tmp_path / name
@@ -466,8 +467,27 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
     assert noticed_steps(noticed) == [2]
 
 
+def test_validations_score_captions_as_the_evaluation_does(tmp_path: Path) -> None:
+    """Collapsed words are collapsed before the score that chooses weights and ends stages."""
+    scores = []
+    for collapses in (False, True):
+        place = tmp_path / str(collapses)
+        folder, store = prepare_run(place, evaluation__collapse_repeats=collapses)
+        run = StageRun(LocalContext("cpu"), folder, folder.config.stage(STAGES[0]), StageJob(folder, STAGES, store))
+        vocabulary = run.vocabulary
+        best = {}
+        for image, captions in folder.dataset.split(folder.config.data.val_split).references().items():
+            ids = vocabulary.encode(vocabulary.tokenize(captions[0]))
+            doubled = [ids[0], *(each for each in ids[1:-1] for _ in range(2)), ids[-1], vocabulary.pad, vocabulary.pad]
+            best[image] = Hypothesis(captions[0], 0.0, tokens=tuple(doubled))
+        plain = {image: each._replace(tokens=tuple(dict.fromkeys(each.tokens))) for image, each in best.items()}
+        scores.append((run._score(best), run._score(plain)))
+        run.output.close()
+    assert scores[0][0] < 0.5 * scores[0][1] and scores[1][0] > 0.9 * scores[0][1]
+
+
 def test_an_average_of_the_weights_is_validated_and_kept(tmp_path: Path) -> None:
-    """Compared with an average that is computed beside the training, and broken off after each step."""
+    """Compared with an average that is computed beside the training."""
     decay, stages = 0.6, [stage | {"ema": 0.6} for stage in small_config(tmp_path)["stages"]]
     folder, store = prepare_run(tmp_path / "a", stages=stages)
     job, stage = StageJob(folder, STAGES, store), folder.config.stage(STAGES[0])

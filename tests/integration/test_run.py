@@ -36,6 +36,7 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     (record,) = (tmp_path / "precision").glob("*.json")
     decided = json.loads(record.read_text())["precision"]
     assert driver.config.evaluation.precision == driver.folder.config.evaluation.precision == decided
+    assert driver.tracker.config.evaluation.precision == decided
     record.unlink()  # a later attempt asks neither the storage nor Ray
     monkeypatch.setattr("jobs.run.with_precision", lambda config, _: config)
     later = RunDriver(config, prepare(config), address=None)
@@ -47,13 +48,13 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     results = [DryRunResult(name, 1.0, 1.0, checkpointing=name == stages[-1]) for name in stages]
     monkeypatch.setattr("jobs.run.start_ray", lambda *_: None)
     monkeypatch.setattr("jobs.run.StallWatch.results", lambda *_: iter(results))
-    for _ in range(2):
+    for expected in (True, False):
         on_gpus = RunDriver(config.model_copy(update={"workers": workers}), RunFolder(folder.path), address=None)
         assert on_gpus.folder.config.backbone.gradient_checkpointing == "auto", "inherited from another attempt"
         assert on_gpus._decides_checkpointing
         on_gpus._dry_run()
-        assert on_gpus.folder.config.backbone.gradient_checkpointing is True
-        results[-1] = replace(results[-1], checkpointing=True)
+        assert on_gpus.folder.config.backbone.gradient_checkpointing is expected
+        results[-1] = replace(results[-1], checkpointing=False)
     assert not driver._decides_checkpointing, "a CPU keeps the activations"
 
 

@@ -162,8 +162,11 @@ def test_attended_padding_is_a_row_of_zeros(tmp_path: Path, model: CaptionModel,
         for each, inputs in ((attending, Features(features, lengths)), (model, Features(stacked)))
     )
     assert torch.equal(found.tokens, plain.tokens)
-    with pytest.raises(ValueError, match="up to 51 regions, and model.attended_regions is 50"):
-        attending.encode(Features(torch.zeros(1, 51, features.shape[2])))
+    wide = torch.cat((stacked, torch.zeros(3, 30, features.shape[2])), 1)  # of a store for up to 80 regions
+    close(attending(Features(wide, lengths), tokens), reference)
+    for number in (None, torch.tensor([51, 2, 2])):
+        with pytest.raises(ValueError, match=r"an image has \d\d regions, and model.attended_regions is 50"):
+            attending.encode(Features(wide, number))
 
 
 def test_every_beam(model: CaptionModel, recorded: dict[str, Any]) -> None:

@@ -105,6 +105,16 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
             "known here: attended_regions, attention, connection",
         ),
         (
+            ["model={name: meshed_memory, attended_regions: 5}"],
+            "model.attended_regions = 5 pads the regions of a detector, and the features are a grid",
+            "set it to null",
+        ),
+        (
+            ["model={name: meshed_memory, attended_regions: 5}", "features.hdf5=synthetic"],
+            "features.max_regions = 100 is above model.attended_regions = 5",
+            "set it to 5",
+        ),
+        (
             ["model.name=expansionet_v2"],
             "model.name is 'expansionet_v2', which is unknown",
             "did you mean expansionnet_v2",

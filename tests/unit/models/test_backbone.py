@@ -57,6 +57,24 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("swin_large_patch4_window12_384.ms_in22k", None),
+        ("swin_large_patch4_window12_384.laion", "whose tag timm does not know; known: .*ms_in22k"),
+        ("swin_large_patch4_window12_384.", "whose tag timm does not know"),
+        ("swin_huge.ms_in22k", "which timm does not know"),
+    ],
+)
+def test_pretrained_weights_are_chosen_by_a_tag(name: str, message: str | None) -> None:
+    config = BackboneConfig(name, image_size=32, embed_dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4)
+    if message is None:
+        assert Backbone(config).num_tokens == 16
+        return
+    with pytest.raises(ValueError, match=message):
+        Backbone(config)
+
+
 def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a drop path each block has another form, and torch compiles only few forms of a piece of code: here two."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)

@@ -172,6 +172,7 @@ def test_points_and_labels() -> None:
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"budget": {}, "algorithm": "tpe"}, ["algorithm tpe needs an end"]),
         ({"algorithm": "pbt"}, ["space.model.static_expansion", "copies weights"]),
+        ({"algorithm": "pbt", "space": {"stages.xe_frozen.ema": [0.9, 0.99]}}, ["ema: algorithm pbt copies averages"]),
         ({"scheduler": {"name": "asha", "grace_epochs": 9}}, ["grace_epochs = 9 is more than the 0.7 epochs"]),
         ({"trial": {"set": {"model.dropout": 0.2}}, "space": {"model.dropout": [0.1, 0.3]}}, ["trial.set gives"]),
         ({"trial": {"epochs": 2}, "space": {"stages.xe_frozen.epochs": [1, 2]}}, ["trial.epochs gives all trials"]),
