@@ -148,7 +148,7 @@ def caption(
     if pending and search["precision"] == "auto":
         search["precision"] = _measured_precision(opened, search, cluster if uses_ray else None)
         signature |= {"precision": search["precision"]} if signature else {}
-        _print_note(f"{search['precision']} is used, the faster precision where the images are captioned")
+        _print_note(f"{search['precision']} is used, as measured where the images are captioned")
     options = CaptionOptions(search, num_results)
     if explain is not None:
         check_output_folder("--explain", explain)

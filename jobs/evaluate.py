@@ -24,6 +24,7 @@ from jobs.options import Address, Config, Set
 from jobs.score import format_scores
 from pipeline.captioning.bundle import objective_of, read_bundle_config
 from pipeline.captioning.bundle_files import fetched
+from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
@@ -103,7 +104,8 @@ def evaluate(
     counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
     logger.info(f"data      {counts} images")
     with writing_results(evaluation.place, evaluation.folder):
-        evaluation.config = with_precision(run_config, address)
+        evaluation.config = with_precision(evaluation.config, address)
+        logger.info(f"search    {evaluation.config.evaluation.protocol}")
         start_ray(run_config, address, "captions")
         num_failed = evaluation.run(tasks, compared_bundle, compared_tasks, server)
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
@@ -196,7 +198,9 @@ class Evaluation:
         else:  # a feature store needs content keys, which images that cannot be read do not have
             self.dataset = snapshot_of(dataset, config)[0].readable()
         self.images_by_split = _images_by_split(self.dataset, splits)
-        self.bundles = self.bundles or [_run_bundle(config, stage)]
+        if not self.bundles:
+            bundle, run_config = _run_bundle(config, stage)
+            self.bundles, self.config = [bundle], with_kept_precision(config, run_config)
         # The label is cut because it is also a folder's name.
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
         self.place, self.folder = output_folder(config, self.label, out)
@@ -311,7 +315,8 @@ class Evaluation:
 
     def write_scores(self, entries: Mapping[str, Any], missing: Mapping[str, str]) -> None:
         """Writes scores.json and uploads the results. entries: by split. missing: {report: reason}, of failed ones."""
-        content = {"models": list(map(str, self.bundles)), "splits": entries}
+        protocol = self.config.evaluation.protocol
+        content = {"models": list(map(str, self.bundles)), "protocol": protocol, "splits": entries}
         write_json(self.folder / "scores.json", content | ({"missing": missing} if missing else {}))
         if self.place.is_remote:
             Mirror(self.place, self.folder).push()
@@ -432,8 +437,8 @@ def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
     return UserError(f"{subject} {run} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
 
 
-def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
-    """The bundle of the configuration's run, which is written if it does not exist yet.
+def _run_bundle(config: RunConfig, stage_name: str | None) -> tuple[StoragePath, RunConfig]:
+    """The bundle of the configuration's run, which is written if it does not exist yet, and the run's configuration.
 
     stage_name: selects the model as it was after this stage; None for the final model. Raises UserError if the run or
     the stage is not finished.
@@ -455,7 +460,7 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> StoragePath:
     location = bundle_place(folder, stage)
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)
-    return location
+    return location, folder.config
 
 
 def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jobs.cluster import Stage, check_address, check_resources, start_ray, with_
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Set
 from jobs.sync import register
+from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import dump_config, load_config
@@ -177,10 +178,7 @@ class RunDriver:
         self.folder, self.address = folder, address
         # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
         stored = _stored_config(folder)
-        self.config = config
-        if stored is not None and config.evaluation.precision == "auto":  # which the run decides once
-            evaluation = config.evaluation.model_copy(update={"precision": stored.evaluation.precision})
-            self.config = config.model_copy(update={"evaluation": evaluation})
+        self.config = config if stored is None else with_kept_precision(config, stored)
         if stored != self.config:
             self._write(self.config)
         self.driver_token = self.folder.new_driver_token()
@@ -266,9 +264,13 @@ class RunDriver:
         elif stage.captions_per_image > 1:
             per_sample = f" x {stage.captions_per_image} captions"
         train = self.folder.dataset.split(*self.config.data.train_splits)
-        state = "done" if self.folder.result(stage.name) else f"{total_steps(stage, num_samples(stage, train))} steps"
+        what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
+        if stage.ema is not None:
+            what += f", weights averaged with decay {stage.ema:g}"
+        if self.folder.result(stage.name):
+            return f"{what}, done"
         return (
-            f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}, {state} "
+            f"{what}, {total_steps(stage, num_samples(stage, train))} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )
@@ -369,7 +371,7 @@ class RunDriver:
     def _caption(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> list[SplitResult]:
         """Captions the splits with the final weights, and writes the captions to predictions/."""
         self._start_ray("captions")
-        logger.info(f"evaluate  {', '.join(splits)} with beam {self.config.evaluation.beam_size}")
+        logger.info(f"evaluate  {', '.join(splits)} with {self.config.evaluation.protocol}")
         automata = self._load_constraints(dataset)
         tasks = {
             # Validations during training had no constraints. Without them here, the scores can be compared.

@@ -275,7 +275,7 @@ class BackboneConfig:
     window_size: Count | None = None
     drop_path: Decimal = 0.0
     # compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice
-    gradient_checkpointing: Annotated[bool | Literal["auto"], Identity.IGNORED] = "auto"
+    gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
 
     def __post_init__(self) -> None:
         if not self.name.startswith("swin_"):

@@ -49,9 +49,17 @@ def with_search_precision(config: RunConfig, start_ray: Callable[[], AbstractCon
             times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
             return times
 
-    place, text = config.storage_place / "precision", f"{STEPS} words, from features"
+    place, text = config.storage_place / "precision", f"captions of {STEPS} words, without the backbone"
     precision = decided_precision(work, place, measure, label="captions", measured=text)
     return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"precision": precision})})
+
+
+def with_kept_precision(config: RunConfig, kept: RunConfig) -> RunConfig:
+    """The configuration with the precision that its run keeps in the configuration `kept`, where it is `auto`."""
+    if config.evaluation.precision != "auto":
+        return config
+    evaluation = config.evaluation.model_copy(update={"precision": kept.evaluation.precision})
+    return config.model_copy(update={"evaluation": evaluation})
 
 
 def measure_search(config: RunConfig) -> PrecisionTimes:

@@ -113,7 +113,8 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
     with ThreadPoolExecutor() as pool:  # threads suffice: most of the work runs in Java processes
         run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
     splits = {result.split: result.to_json() for result in run_scores.splits}
-    write_json(folder.path / "scores.json", {"splits": splits, "validation_by_stage": run_scores.validation_by_stage})
+    content = {"protocol": folder.config.evaluation.protocol, "splits": splits}
+    write_json(folder.path / "scores.json", content | {"validation_by_stage": run_scores.validation_by_stage})
     return run_scores
 
 

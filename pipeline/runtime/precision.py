@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
-MIN_ROUNDS, MAX_ROUNDS = 2, 20  # of a measurement, after one that warms up
+MIN_ROUNDS, MAX_ROUNDS = 5, 20  # of a measurement, after one that warms up
 MEASUREMENT_S = 0.2  # after which a measurement takes no further round
 
 
@@ -55,8 +55,8 @@ class PrecisionTimes:
 def measure_precisions(compute: Callable[[], object], device: torch.device, num_images: int = 1) -> PrecisionTimes:
     """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process.
 
-    It takes six computations, and for short ones up to 42, so that noise does not decide.
-    num_images: the images of one computation.
+    It takes twelve computations, and for short ones up to 42, so that noise does not decide. num_images: the images of
+    one computation.
 
     A processor that supports bfloat16 may still be slower with it, so that only a measurement shows what is faster.
     """

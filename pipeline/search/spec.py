@@ -91,6 +91,9 @@ class BudgetSection(Section):
     concurrent: Processes | None = None  # the most trials at a time; None: as many as the machine or cluster can place
 
 
+ONE_PRECISION = "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
+
+
 class SchedulerSection(Section):
     """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
 
@@ -274,9 +277,7 @@ class Search:
         }
         config = parse_config(values)
         if config.evaluation.precision == "auto":
-            raise UserError(
-                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
-            )
+            raise UserError(ONE_PRECISION)
         return config
 
     @property
@@ -316,6 +317,8 @@ class Search:
         Each choice, or both ends of a range, is combined with the first choices of the other dimensions. In a space of
         up to 1,000 points the configuration of every point is built as well.
         """
+        if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
+            raise UserError(ONE_PRECISION)
         for key in self.space.keys:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):

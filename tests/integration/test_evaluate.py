@@ -92,6 +92,9 @@ def test_auto_is_measured_once_and_reports_name_what_it_chose(
         return [json.loads(line)["n_best"][0]["log_prob"] for line in lines]
 
     log_probs("first", precision)
+    assert json.loads((tmp_path / "first" / "scores.json").read_text())["protocol"].startswith(
+        "beam 3, at most 9 tokens"
+    )
     (record,) = (tmp_path / "results" / "precision").glob("*.json")
     times = json.loads(record.read_text())
     fastest = "bfloat16" if times["float32"] > 1.15 * times["bfloat16"] else "float32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -49,15 +50,21 @@ def bench_gpu(
     if estimate is not None:
         if estimate not in FACTS:
             raise UserError(f"--estimate {estimate} is not in the table of GPUs; there are {', '.join(FACTS)}")
+        if rehearse:
+            print("a rehearsal with small sizes: its numbers mean nothing", file=sys.stderr)
         print("\n".join(estimate_lines(estimate, FACTS[estimate], REHEARSAL if rehearse else PAPER)))
         return
+    if unknown := set(parts.split(",")) - BY_NAME.keys():
+        names = ", ".join(sorted(unknown)).strip() or "an empty part"
+        raise UserError(f"--parts names {names}; there are {', '.join(BY_NAME)}")
     if not rehearse and not torch.cuda.is_available():
         raise UserError("torch sees no GPU; run this on a machine with one, or give --rehearse to test it on the CPU")
-    if unknown := set(parts.split(",")) - BY_NAME.keys():
-        raise UserError(f"--parts names {', '.join(sorted(unknown))}; there are {', '.join(BY_NAME)}")
     device = torch.device("cpu" if rehearse else "cuda")
     plan, begin = REHEARSAL if rehearse else PAPER, time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be created: {error.strerror}; choose another folder") from error
     facts, rows = facts_of(device), list[Row]()
     with (out / "table.txt").open("w") as table:
 

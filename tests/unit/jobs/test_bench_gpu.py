@@ -69,6 +69,9 @@ def test_without_a_gpu_it_ends_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
 def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu", "--rehearse", "--parts", "training,cooking", "--out", str(tmp_path / "out")]) == 2
     assert "--parts names cooking" in capsys.readouterr().err
+    assert main(["bench", "gpu", "--parts", ""]) == 2 and "--parts names an empty part" in capsys.readouterr().err
+    assert main(["bench", "gpu", "--rehearse", "--out", str(Path(__file__) / "out")]) == 2
+    assert "cannot be created: Not a directory; choose" in capsys.readouterr().err
 
 
 def test_a_cost_is_extrapolated_from_small_steps() -> None:
