@@ -31,6 +31,7 @@ def test_the_output_folder(storage: str) -> None:
 def evaluation(place: StoragePath, folder: Path) -> Evaluation:
     made = Evaluation.__new__(Evaluation)
     made.bundles, made.place, made.folder = [], place, folder
+    made.config = parse_config(small_config(folder))
     return made
 
 
