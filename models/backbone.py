@@ -57,8 +57,7 @@ def _create_swin(config: BackboneConfig, *, pretrained: bool) -> Any:
     architecture, dot, _ = config.name.partition(".")
     if architecture not in names:
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; known: {', '.join(names)}")
-    tags = timm.list_models(f"{architecture}.*", pretrained=True)
-    if dot and config.name not in tags:
+    if dot and config.name not in (tags := timm.list_models(f"{architecture}.*", pretrained=True)):
         raise ValueError(f"backbone.name is {config.name!r}, whose tag timm does not know; known: {', '.join(tags)}")
     # another window size is allowed: timm resizes the pretrained position tables to it
     incompatible = sorted(overrides.keys() - {"window_size"})

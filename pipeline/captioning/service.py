@@ -45,7 +45,7 @@ class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
     precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
-    constructor captions an image, or on a GPU a batch, several times and takes the faster one. device: cpu or cuda;
+    constructor times both, with one image or on a GPU with a batch, and uses the faster one. device: cpu or cuda;
     None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
     uri_roots: the local folders and s3:// prefixes below which `predict` may read images for its callers.
     """

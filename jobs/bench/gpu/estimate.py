@@ -22,9 +22,7 @@ EFFICIENCY = 0.4  # assumed share of a GPU's peak for the large products of thes
 LAUNCH_S = 8e-6  # assumed seconds that the processor needs for each operation that it queues
 SIZES = (1, 3)  # images for which a step is counted; products and traffic grow linearly, and launches do not grow
 ROW = "{:<15}{:>8}{:>9}{:>7}{:>10}{:>13}{:>9}{:>10}{:>8}"
-PASSES = (
-    7  # over numbers of the weights' size in an update: the gradient read, two moments and weights read and written
-)
+PASSES = 7  # over the weights in an update: the gradient read, two moments and weights read and written
 
 
 class Traffic(TorchDispatchMode):
