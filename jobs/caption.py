@@ -23,7 +23,7 @@ from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
-from pipeline.config.sections import SEARCH_DEFAULTS, WorkersSection
+from pipeline.config.sections import WorkersSection
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.features.interruptions import one_sentence
@@ -77,18 +77,17 @@ def caption(
         ),
     ] = None,
     beam_size: Annotated[
-        int, typer.Option("--beam", min=1, max=100, help="Beams per image.")
-    ] = SEARCH_DEFAULTS.beam_size,
-    num_results: Annotated[
-        int, typer.Option("--n-best", min=1, help="Captions per image, best first.")
-    ] = SEARCH_DEFAULTS.num_results,
+        int | None, typer.Option("--beam", min=1, max=100, help="Beams per image. The default is the bundle's.")
+    ] = None,
+    num_results: Annotated[int, typer.Option("--n-best", min=1, help="Captions per image, best first.")] = 1,
     max_length: Annotated[
-        int, typer.Option(min=3, help="Tokens per caption, including begin and end.")
-    ] = SEARCH_DEFAULTS.max_length,
+        int | None,
+        typer.Option(min=3, help="Tokens per caption, including begin and end. The default is the bundle's."),
+    ] = None,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
-    ] = SEARCH_DEFAULTS.precision,
+    ] = "float32",
     explain: Annotated[
         Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
     ] = None,
@@ -115,8 +114,6 @@ def caption(
     """
     begin = time.monotonic()
     log_to_stderr()
-    if num_results > beam_size:
-        raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {beam_size}")
     names = find_images(images)
     opened = open_bundle("--model", model)
     if opened.bundle.transform is None:
@@ -125,7 +122,14 @@ def caption(
             "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
             "grid features, import it again with --backbone"
         )
-    search: dict[str, Any] = {"beam_size": beam_size, "max_length": max_length, "precision": precision}
+    default = opened.bundle.search
+    search: dict[str, Any] = {
+        "beam_size": beam_size or default.beam_size,
+        "max_length": max_length or default.max_length,
+        "precision": precision,
+    }
+    if num_results > search["beam_size"]:
+        raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {search['beam_size']}")
     cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     signature: dict[str, Any] = {}
     done: dict[str, bool] = {}
@@ -137,6 +141,8 @@ def caption(
         weights = file_digest(opened.folder / "model.safetensors")[:16]
         name = opened.bundle.config["name"]
         signature = search | {"num_results": num_results, "model": name, "weights": weights}
+        if default.ranking != "mean" or default.collapse_repeats:
+            signature |= {"ranking": default.ranking, "collapse_repeats": default.collapse_repeats}
         done = read_done(place, signature)
     pending = [name for name in names if name not in done]
     if done:

@@ -22,10 +22,11 @@ from jobs.cluster import check_resources, start_ray, with_precision
 from jobs.named_files import check_output_place, open_bundle
 from jobs.options import Address, Config, Set
 from jobs.score import format_scores
-from pipeline.captioning.bundle import objective_of, read_bundle_config
+from pipeline.captioning.bundle import bundle_protocol, read_bundle_config
 from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import ModelSource, bundle_source
+from pipeline.captioning.protocols import ensemble_protocol, search_settings, searched
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_annotations
@@ -38,7 +39,8 @@ from pipeline.runs.preflight import check_storage
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
-from pipeline.scoring.published import Evaluated, published_rows
+from pipeline.scoring.protocol import Protocol
+from pipeline.scoring.published import published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
@@ -105,7 +107,7 @@ def evaluate(
     logger.info(f"data      {counts} images")
     with writing_results(evaluation.place, evaluation.folder):
         evaluation.config = with_precision(evaluation.config, address)
-        logger.info(f"search    {evaluation.config.evaluation.protocol}")
+        logger.info(f"protocol  {evaluation.protocol.signature}")
         start_ray(run_config, address, "captions")
         num_failed = evaluation.run(tasks, compared_bundle, compared_tasks, server)
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
@@ -167,9 +169,10 @@ class Evaluation:
     def __init__(
         self, config: RunConfig, models: Sequence[str], features: str | None, constraints: Path | str | None
     ) -> None:
-        """Opens the bundles `models` (the option --model). Raises UserError.
+        """Opens the bundles `models` (the option --model). Their protocol gives the settings that `config` does not.
 
         features: a feature store. constraints: a file of words that captions must contain; None for no constraints.
+        Raises UserError.
         """
         self.config = config
         self.constraints = constraints
@@ -177,6 +180,9 @@ class Evaluation:
         if self.store is not None and next(iter(self.store.walk()), None) is None:
             raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
         self.bundles = [self.find_bundle("--model", model) for model in models]
+        if self.bundles:  # a run's own bundle has the settings of its configuration
+            search = search_settings(config.evaluation, self.members)
+            self.config = config.model_copy(update={"evaluation": search})
 
     def find_images(self, splits: Sequence[str], stage: str | None, out: str | None) -> None:
         """Finds the data, the features and, without --model, the run's bundle. Raises UserError.
@@ -206,18 +212,15 @@ class Evaluation:
         self.place, self.folder = output_folder(config, self.label, out)
 
     @cached_property
-    def evaluated(self) -> Evaluated:
-        """What decides which printed scores ours can be compared with. It is in the bundles, not in the configuration.
+    def members(self) -> list[Protocol]:
+        """The protocol that each bundle records."""
+        return [bundle_protocol(read_bundle_config(fetched(bundle))) for bundle in self.bundles]
 
-        Models of several systems have no printed scores.
-        """
-        from pipeline.runs.summary import evaluated_model
-
-        configs = [read_bundle_config(fetched(bundle)) for bundle in self.bundles]
-        systems = {config["model"]["name"] for config in configs}
-        objectives = {objective_of(config) for config in configs}
-        system, objective = (each.pop() if len(each) == 1 else None for each in (systems, objectives))
-        return evaluated_model(self.config, system or "", objective, len(configs), self.constraints is not None)
+    @property
+    def protocol(self) -> Protocol:
+        """The protocol of these results."""
+        protocol = searched(ensemble_protocol(self.members), self.config.evaluation)
+        return replace(protocol, constrained=self.constraints is not None)
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -315,8 +318,12 @@ class Evaluation:
 
     def write_scores(self, entries: Mapping[str, Any], missing: Mapping[str, str]) -> None:
         """Writes scores.json and uploads the results. entries: by split. missing: {report: reason}, of failed ones."""
-        protocol = self.config.evaluation.protocol
-        content = {"models": list(map(str, self.bundles)), "protocol": protocol, "splits": entries}
+        content = {
+            "models": list(map(str, self.bundles)),
+            "protocol": asdict(self.protocol),
+            "signature": self.protocol.signature,
+            "splits": entries,
+        }
         write_json(self.folder / "scores.json", content | ({"missing": missing} if missing else {}))
         if self.place.is_remote:
             Mirror(self.place, self.folder).push()
@@ -372,7 +379,7 @@ class Evaluation:
         from pipeline.runs.summary import scored_uris
 
         uris = scored_uris(result, self.images_by_split[result.split])
-        for row, difference in published_rows(self.evaluated, result.split, uris):
+        for row, difference in published_rows(self.protocol, result.split, uris):
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
 
@@ -397,9 +404,9 @@ class Evaluation:
         report = Report(
             title=f"{label} on {result.split}",
             run_id=label,
-            protocol=f"{config.evaluation.protocol}, {result.signature}",
+            protocol=f"{self.protocol.signature}, {result.signature}",
             score_columns=columns,
-            score_rows=rows + published_table(columns, self.evaluated, result.split, scored_uris(result, dataset)),
+            score_rows=rows + published_table(columns, self.protocol, result.split, scored_uris(result, dataset)),
             stages=[],
             images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -12,10 +13,13 @@ from safetensors import SafetensorError
 from jobs.options import Set
 from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from pipeline.captioning.bundle import save_bundle
+from pipeline.captioning.protocols import model_protocol
 from pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
 from pipeline.config.load import apply_override, parse_given, read_file
 from pipeline.config.variables import expand_variables
 from pipeline.errors import UserError
+from pipeline.scoring.protocol import Protocol
+from pipeline.scoring.published import shared_protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +78,8 @@ def import_checkpoint(
     try:
         request = ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides)
         captioner, vocabulary, sizes, features = read_checkpoint(request)
-        info = {"imported_from": checkpoint.name, "format": source}
-        _save(out, captioner, vocabulary, info | ({} if objective is None else {"objective": objective}))
+        protocol = _protocol(source, captioner, objective)
+        _save(out, captioner, vocabulary, protocol, {"imported_from": checkpoint.name, "format": source})
     except ValueError as error:
         raise UserError(str(error)) from error
     model = captioner.model
@@ -188,12 +192,29 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
     return backbone
 
 
-def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, info: dict[str, Any]) -> None:
+def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, protocol: Protocol, info: dict[str, Any]) -> None:
     """Writes the bundle. info: entries about its origin for the bundle's configuration."""
     try:
-        save_bundle(out, captioner, vocabulary, name=out.name, info=info)
+        save_bundle(out, captioner, vocabulary, name=out.name, protocol=protocol, info=info)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
+
+
+def _protocol(source: str, captioner: Captioner, objective: Literal["cross_entropy", "scst"] | None) -> Protocol:
+    """The original's protocol: the search by which its authors evaluate, and for SCST whether EOS was rewarded.
+
+    source: a key of FORMATS. A model with fewer positions than the original's captions has tokens gets that limit.
+    """
+    printed, model = shared_protocol(source), captioner.model
+    ours = model_protocol(model.config, regions=printed.features == "regions")
+    return replace(
+        printed,
+        system=ours.system,
+        attend_padding=ours.attend_padding,
+        objective=objective,
+        eos_in_reward=printed.eos_in_reward if objective == "scst" else None,
+        max_length=min(printed.max_length or model.sizes.max_positions, model.sizes.max_positions),
+    )
 
 
 # By format: the project's name, the function that reads its files, and the class of its model's configuration.

@@ -18,6 +18,7 @@ from jobs.options import Address, Config, Set
 from jobs.sync import register
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import StoredBundle
+from pipeline.captioning.protocols import run_protocol
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
@@ -371,7 +372,9 @@ class RunDriver:
     def _caption(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> list[SplitResult]:
         """Captions the splits with the final weights, and writes the captions to predictions/."""
         self._start_ray("captions")
-        logger.info(f"evaluate  {', '.join(splits)} with {self.config.evaluation.protocol}")
+        logger.info(
+            f"evaluate  {', '.join(splits)} with {run_protocol(self.config, self.folder.last_kept()).signature}"
+        )
         automata = self._load_constraints(dataset)
         tasks = {
             # Validations during training had no constraints. Without them here, the scores can be compared.

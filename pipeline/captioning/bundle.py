@@ -1,7 +1,7 @@
 """The model bundle: a folder with everything that captioning needs.
 
 model.safetensors    tensors under "model." and "backbone."
-config.yaml          format, name, model, backbone (or null), sizes, info
+config.yaml          format, name, model, backbone (or null), sizes, protocol, info
 vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
 card.md              a summary for people
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,12 @@ import yaml
 
 from models.config import BackboneConfig, ModelConfig, ModelSizes
 from pipeline.captioning.bundle_files import MAX_CONFIG_BYTES, REQUIRED_FILES, require_intact, seal
+from pipeline.captioning.protocols import search_settings
 from pipeline.config.load import parse_section
-from pipeline.config.sections import ModelSection
+from pipeline.config.sections import EvaluationSection, ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.scoring.protocol import Protocol
 from pipeline.storage.atomic import atomic_folder
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file
@@ -43,6 +45,7 @@ MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_REGIONS = 1000
+MAX_BEAMS = 100  # that a protocol may ask for
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
@@ -55,13 +58,25 @@ class Bundle:
     transform: ImageTransform | None
     config: dict[str, Any]
 
+    @property
+    def search(self) -> EvaluationSection:
+        """The settings of a search as the bundle's protocol records them, and the defaults of what it does not."""
+        return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
+
 
 def save_bundle(
-    folder: Path, captioner: Captioner, vocabulary: Vocabulary, *, name: str, info: Mapping[str, Any]
+    folder: Path,
+    captioner: Captioner,
+    vocabulary: Vocabulary,
+    *,
+    name: str,
+    protocol: Protocol = Protocol(),
+    info: Mapping[str, Any],
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
-    info: JSON values such as scores, run id and versions, for config.yaml and the card.
+    protocol: of the model's training, and of the search by which it is evaluated. info: JSON values such as scores, run
+    id and versions, for config.yaml and the card.
     Raises ValueError if the model needs a vocabulary of another size.
     """
     from safetensors.torch import save_file
@@ -84,6 +99,7 @@ def save_bundle(
             "model": asdict(model.config) | {"word_vectors": None},
             "backbone": None if backbone is None else asdict(backbone.config) | {"weights": "none"},
             "sizes": asdict(model.sizes),
+            "protocol": asdict(protocol),
             "info": dict(info),
         }
         # YAML's safe dumper accepts no tuples, which JSON turns into lists.
@@ -168,11 +184,15 @@ def read_bundle_config(folder: Path) -> dict[str, Any]:
     return config | {"name": printable(config["name"])}
 
 
-def objective_of(config: Mapping[str, Any]) -> str | None:
-    """The objective that trained a bundle last, from the content of its config.yaml; None if that does not say."""
-    info = config.get("info")
-    objective = info.get("objective") if isinstance(info, dict) else None
-    return objective if objective in ("cross_entropy", "scst") else None
+def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
+    """The protocol in the content of a bundle's config.yaml; older versions recorded none.
+
+    Raises UserError for a protocol that this version does not have.
+    """
+    protocol = parse_section(Protocol, config.get("protocol") or {}, "protocol")
+    if (protocol.beam_size or 0) > MAX_BEAMS:
+        raise UserError(f"protocol.beam_size is {protocol.beam_size}; a bundle may have at most {MAX_BEAMS}")
+    return replace(protocol, system=config["model"]["name"])
 
 
 def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
@@ -185,6 +205,7 @@ def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
         sizes = parse_section(ModelSizes, config.get("sizes"), "sizes")
         settings = config.get("backbone")
         backbone = None if settings is None else parse_section(BackboneConfig, settings, "backbone")
+        search_settings(EvaluationSection(), [bundle_protocol(config)])
     except UserError as error:
         raise UserError(f"{path}: {one_line(error)}") from error
     limits = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from models.captioner import Captioner
 from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import Captions, beam_search
 from models.graphed_search import GraphedSearch
+from pipeline.captioning.protocols import beam_options, collapsed
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
@@ -89,7 +88,7 @@ def caption_batches(
     size = batch_size  # images that are captioned at a time
     graphs = None
     if search.settings.cuda_graph and context.device.type == "cuda":
-        graphs = GraphedSearch([model.model for model in models], **_options(search.settings))
+        graphs = GraphedSearch([model.model for model in models], **beam_options(search.settings))
     for model in models:
         model.eval()
     for first in range(0, len(shard), batch_size):
@@ -159,17 +158,6 @@ def _caption_batch(
     return hypotheses
 
 
-def _options(settings: EvaluationSection) -> dict[str, Any]:
-    """The options of `beam_search` in a configuration."""
-    options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
-    return options | {"length_normalization": settings.ranking == "mean"}
-
-
-def collapsed(caption: str) -> str:
-    """The caption with one word in place of equal neighboring words."""
-    return " ".join(word for word, _ in groupby(caption.split()))
-
-
 def _search(
     models: Sequence[Captioner],
     memories: Sequence[Memory],
@@ -182,7 +170,7 @@ def _search(
     The number is None for an image without constraints, and -1 for a caption that the search did not find.
     """
     decoders, settings = [model.model for model in models], search.settings
-    options = _options(settings)
+    options = beam_options(settings)
     if not any(automata):
         captions = beam_search(decoders, memories, **options) if graphs is None else graphs(memories)
         return captions, [[None] * settings.num_results for _ in automata]

@@ -23,7 +23,7 @@ from models.base import Features
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions, beam_search
 from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.config.sections import SEARCH_DEFAULTS
+from pipeline.captioning.protocols import beam_options, collapsed
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
 from pipeline.runtime.precision import measure_precisions
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
+    beam_size, max_length: None for those of the bundle's protocol, which also decides ranking and repeated words.
     precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
     constructor times both, with one image or on a GPU with a batch, and uses the faster one. device: cpu or cuda;
     None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
@@ -54,9 +55,9 @@ class CaptionService:
         self,
         bundle: Bundle,
         *,
-        beam_size: int = SEARCH_DEFAULTS.beam_size,
-        max_length: int = SEARCH_DEFAULTS.max_length,
-        precision: str = SEARCH_DEFAULTS.precision,
+        beam_size: int | None = None,
+        max_length: int | None = None,
+        precision: str = "float32",
         device: str | None = None,
         uri_roots: Sequence[str] = (),
     ) -> None:
@@ -64,7 +65,13 @@ class CaptionService:
             raise ValueError(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
-        self.bundle, self.beam_size, self.max_length = bundle, beam_size, max_length
+        positions = bundle.captioner.model.sizes.max_positions
+        self.bundle, search = bundle, bundle.search
+        given = {
+            "beam_size": beam_size or search.beam_size,
+            "max_length": min(max_length or search.max_length, positions),
+        }
+        self.search = search.model_copy(update=given)
         self.transform, self.precision = bundle.transform, precision
         self.uri_roots = _roots(uri_roots)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -85,19 +92,19 @@ class CaptionService:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             captions = self._search(pixels.to(self.device), num_results)
         log_probs = captions.log_probs.sum(-1).tolist()
-        texts = [[self.bundle.vocabulary.decode(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
+        texts = [[self._text(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
         return [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
 
     def _search(self, pixels: Tensor, num_results: int) -> Captions:
         """The best captions of each image (B, 3, H, W)."""
         captioner = self.bundle.captioner
-        return beam_search(
-            captioner.model,
-            captioner.encode(Features(pixels)),
-            beam_size=self.beam_size,
-            max_length=min(self.max_length, captioner.model.sizes.max_positions),
-            num_results=num_results,
-        )
+        options = beam_options(self.search) | {"num_results": num_results}
+        return beam_search(captioner.model, captioner.encode(Features(pixels)), **options)
+
+    def _text(self, ids: list[int]) -> str:
+        """A caption as text."""
+        text = self.bundle.vocabulary.decode(ids)
+        return collapsed(text) if self.search.collapse_repeats else text
 
     @torch.no_grad()
     def attention(self, pixels: Tensor, caption: str) -> Tensor:

@@ -374,7 +374,7 @@ class WorkersSection(Section):
 
 
 class EvaluationSection(Section):
-    """Beam search. `raycap caption` and served models have the same defaults."""
+    """Beam search. `raycap caption` and served models take these settings from the bundle's protocol."""
 
     beam_size: Beams = 5
     max_length: Tokens = 20
@@ -399,24 +399,9 @@ class EvaluationSection(Section):
         """
         return self.batch_size or (256 if device == "cuda" else 32)
 
-    @property
-    def protocol(self) -> str:
-        """The settings of the beam search, for reports."""
-        settings = [f"beam {self.beam_size}", f"at most {self.max_length} tokens"]
-        if self.ranking == "sum":
-            settings.append("ranked by the sum of log-probabilities")
-        if self.collapse_repeats:
-            settings.append("repeated words collapsed")
-        if self.precision != "float32":
-            settings.append(self.precision)
-        return ", ".join(settings)
-
     def check_values(self) -> None:
         if self.num_results > self.beam_size:
             raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
-
-
-SEARCH_DEFAULTS = EvaluationSection()
 
 
 class TrackingSection(Section):

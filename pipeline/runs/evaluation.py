@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipeline.captioning.protocols import run_protocol
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import DamagedError, UserError
@@ -113,7 +114,8 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
     with ThreadPoolExecutor() as pool:  # threads suffice: most of the work runs in Java processes
         run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
     splits = {result.split: result.to_json() for result in run_scores.splits}
-    content = {"protocol": folder.config.evaluation.protocol, "splits": splits}
+    protocol = run_protocol(folder.config, folder.last_kept())
+    content = {"protocol": asdict(protocol), "signature": protocol.signature, "splits": splits}
     write_json(folder.path / "scores.json", content | {"validation_by_stage": run_scores.validation_by_stage})
     return run_scores
 

@@ -11,6 +11,7 @@ from models.captioner import Captioner
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
 from pipeline.captioning.bundle_files import BUNDLE_FILES
+from pipeline.captioning.protocols import run_protocol
 from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.mirror import Mirror
@@ -50,14 +51,12 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
         load_weights(module, folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part))
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
-    trained_last = stage or folder.last_kept()
-    if trained_last is not None:
-        info["objective"] = trained_last.objective
     if stage is not None:
         info["stage"] = stage.name
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
-    save_bundle(path, captioner, folder.vocabulary, name=config.name, info=info)
+    protocol = run_protocol(config, stage or folder.last_kept())
+    save_bundle(path, captioner, folder.vocabulary, name=config.name, protocol=protocol, info=info)
     if location.is_remote:
         Mirror(location, path).push()
     return path

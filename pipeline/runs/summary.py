@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipeline.captioning.protocols import run_protocol
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.features.source import describe_features
@@ -12,7 +13,8 @@ from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.scoring.metrics import Score
-from pipeline.scoring.published import Evaluated, published_rows
+from pipeline.scoring.protocol import Protocol
+from pipeline.scoring.published import published_rows
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StorageOptions, StoragePath
 
@@ -46,16 +48,6 @@ def _cell(result: SplitResult, name: str) -> str:
     return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
 
 
-def evaluated_model(
-    config: RunConfig, system: str, objective: str | None, num_models: int = 1, constrained: bool = False
-) -> Evaluated:
-    """What was evaluated, for the comparison with printed scores. See `Evaluated` for the arguments."""
-    keys = ("beam_size", "max_length", "ranking", "collapse_repeats")
-    search = {key: getattr(config.evaluation, key) for key in keys}
-    features = "grid" if config.has_backbone else "regions"
-    return Evaluated(system, features, objective, num_models, constrained=constrained, **search)
-
-
 def scored_uris(result: SplitResult, dataset: Dataset) -> list[str]:
     """The URIs of the images of a split that were scored."""
     scored = set() if result.scores is None else set(result.scores.image_ids)
@@ -63,14 +55,12 @@ def scored_uris(result: SplitResult, dataset: Dataset) -> list[str]:
     return [uri for image, uri in rows if image in scored]
 
 
-def published_table(
-    columns: list[str], ours: Evaluated, split: str, uris: Sequence[str]
-) -> list[tuple[str, list[str]]]:
+def published_table(columns: list[str], ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Published scores of the same model and split, in our columns. A row's label names differences in protocol."""
     rows = []
     for row, difference in published_rows(ours, split, uris):
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
-        rows.append((f"{row.name}\n{difference or row.protocol}", cells))
+        rows.append((f"{row.name}\n{difference or f'Table {row.table}, {row.protocol.signature}'}", cells))
     return rows
 
 
@@ -113,17 +103,14 @@ def make_report(
     """Writes report.html of a finished run."""
     config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
-    constrained = config.evaluation.constraints is not None
-    stage = folder.last_kept()
-    objective = None if stage is None else stage.objective
-    ours = evaluated_model(config, config.model.name, objective, constrained=constrained)
+    ours = run_protocol(config, folder.last_kept())
     by_split = {result.split: result for result in scores.splits}
     for split in config.data.test_splits:
         rows += published_table(columns, ours, split, scored_uris(by_split[split], dataset.split(split)))
     report = Report(
         title=config.name,
         run_id=folder.run_id,
-        protocol=f"{', '.join(config.data.test_splits)}: {config.evaluation.protocol}, {scores.splits[0].signature}",
+        protocol=f"{', '.join(config.data.test_splits)}: {ours.signature}, {scores.splits[0].signature}",
         score_columns=columns,
         score_rows=rows,
         stages=[_report_stage(folder, stage.name, scores.validation_by_stage) for stage in config.stages],

@@ -8,37 +8,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pipeline.scoring.protocol import Protocol, differences
+
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
-OBJECTIVES = {"cross_entropy": "cross entropy", "scst": "SCST"}
 NOTE = (
     "Means of the validation captions beside the paper's (Karpathy test after SCST, beam 5); +/- is the difference to "
     "the row {baseline}."
 )
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """What was evaluated, as far as it decides with which printed scores ours can be compared.
-
-    system: `model.name`. features: "grid" or "regions". objective: of the last stage whose weights were kept; None if
-    it is not recorded. num_models: of the ensemble, or 1. The others are keys of the section `evaluation`.
-    """
-
-    system: str
-    features: str
-    objective: str | None
-    num_models: int
-    beam_size: int
-    max_length: int
-    ranking: str
-    collapse_repeats: bool
-    constrained: bool
 
 
 @dataclass(frozen=True)
@@ -55,28 +37,14 @@ class FinalRow:
     """A row of a paper's table of results, with the protocol by which its scores were computed.
 
     split: the name of the split beside whose scores the row is shown. data: the key of the images in `data_sets`.
-    num_models: 0 for an ensemble of a size that is not stated. None in other fields: neither paper nor code states it.
     """
 
     name: str
     table: str
     scores: dict[str, float]
+    protocol: Protocol
     split: str = "test"
     data: str = "karpathy-test"
-    objective: str = "scst"
-    num_models: int = 1
-    beam_size: int = 5
-    features: str | None = None
-    max_length: int | None = None
-    ranking: str | None = None
-    collapse_repeats: bool | None = None
-    constrained: bool = False
-
-    @property
-    def protocol(self) -> str:
-        """The protocol in words."""
-        parts = [f"Table {self.table}", OBJECTIVES[self.objective], _models(self.num_models), f"beam {self.beam_size}"]
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -137,16 +105,30 @@ def _table(rows: list[Any], **table: Any) -> PrintedTable:
     return PrintedTable(rows=printed, **table)
 
 
-def published_rows(ours: Evaluated, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
+def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
     """The printed rows of a system for a split of this name, each with why our score cannot be compared, or ""."""
-    rows = [FinalRow(**row) for row in _published()["rows"].get(ours.system, ())]
-    return [(row, _differences(row, ours, uris)) for row in rows if row.split == split]
+    rows = [_final_row(ours.system, row) for row in _published()["rows"].get(ours.system, ())] if ours.system else []
+    return [(row, _reason(row, ours, uris)) for row in rows if row.split == split]
 
 
-def _differences(row: FinalRow, ours: Evaluated, uris: Sequence[str]) -> str:
-    """The differences between the protocols of a printed row and ours, as one text; "" if there are none.
+def shared_protocol(system: str) -> Protocol:
+    """The protocol that the printed rows of a system share. Raises KeyError for a system without rows."""
+    return Protocol(system=system, **_published()["protocols"][system])
 
-    Precision and tokenizer are not compared, nor the models that a run started from.
+
+def _final_row(system: str, row: dict[str, Any]) -> FinalRow:
+    """A row of published.yaml. Its keys of the protocol replace those that all rows of the system share."""
+    keys = {field.name for field in fields(Protocol)}
+    protocol = replace(shared_protocol(system), **{key: value for key, value in row.items() if key in keys})
+    if protocol.objective == "cross_entropy":
+        protocol = replace(protocol, eos_in_reward=None)
+    return FinalRow(**{key: value for key, value in row.items() if key not in keys}, protocol=protocol)
+
+
+def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
+    """Why our score cannot be compared with a printed row: all differences as one text; "" if there are none.
+
+    Not compared: the vocabulary's tokenizer and the models that a run started from.
     """
     pairs: list[tuple[str, str]] = []
     images = _published()["data_sets"][row.data]
@@ -155,27 +137,5 @@ def _differences(row: FinalRow, ours: Evaluated, uris: Sequence[str]) -> str:
         pairs.append((f"{images['count']:,} images of {images['name']}", f"{count:,} of {len(uris):,} are of it"))
     elif len(uris) != images["count"]:
         pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
-    if row.objective != ours.objective:
-        objective = "not recorded" if ours.objective is None else OBJECTIVES[ours.objective]
-        pairs.append((OBJECTIVES[row.objective], objective))
-    if row.features not in (None, ours.features):
-        pairs.append((f"{row.features} features", ours.features))
-    if row.num_models != ours.num_models and (row.num_models or ours.num_models == 1):
-        pairs.append((_models(row.num_models), _models(ours.num_models)))
-    if row.beam_size != ours.beam_size:
-        pairs.append((f"beam {row.beam_size}", f"beam {ours.beam_size}"))
-    if row.max_length not in (None, ours.max_length):
-        pairs.append((f"at most {row.max_length} tokens", f"at most {ours.max_length}"))
-    if row.ranking not in (None, ours.ranking):
-        pairs.append((f"ranked by the {row.ranking} of log-probabilities", f"by the {ours.ranking}"))
-    if row.collapse_repeats not in (None, ours.collapse_repeats):
-        words = ("kept", "collapsed")
-        pairs.append((f"repeated words {words[row.collapse_repeats]}", words[ours.collapse_repeats]))
-    if row.constrained != ours.constrained:
-        words = ("no constraints", "constraints")
-        pairs.append((words[row.constrained], words[ours.constrained]))
+    pairs += differences(row.protocol, ours)
     return "not comparable: " + "; ".join(f"printed: {theirs}, ours: {our}" for theirs, our in pairs) if pairs else ""
-
-
-def _models(count: int) -> str:
-    return {0: "an ensemble", 1: "one model"}.get(count, f"an ensemble of {count}")

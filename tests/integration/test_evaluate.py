@@ -21,6 +21,7 @@ from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
+from pipeline.scoring.protocol import Protocol
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import make_bundle
@@ -92,18 +93,20 @@ def test_auto_is_measured_once_and_reports_name_what_it_chose(
         return [json.loads(line)["n_best"][0]["log_prob"] for line in lines]
 
     log_probs("first", precision)
-    assert json.loads((tmp_path / "first" / "scores.json").read_text())["protocol"].startswith(
-        "beam 3, at most 9 tokens"
+    assert json.loads((tmp_path / "first" / "scores.json").read_text())["signature"].startswith(
+        "expansionnet_v2, grid features, beam 3, at most 9 tokens, ranked by the mean of log-probabilities"
     )
     (record,) = (tmp_path / "results" / "precision").glob("*.json")
     times = json.loads(record.read_text())
     fastest = "bfloat16" if times["float32"] > 1.15 * times["bfloat16"] else "float32"
     assert times["precision"] == fastest and times["bfloat16"] > 0 and times["device"] == "CPU"
     assert sum(f"captions  in {fastest} from now on" in line for line in log_lines) == 1
-    assert ("tokens, bfloat16" in (tmp_path / "first" / "report-test.html").read_text()) == (fastest == "bfloat16")
+    assert ("log-probabilities, bfloat16" in (tmp_path / "first" / "report-test.html").read_text()) == (
+        fastest == "bfloat16"
+    )
     record.write_text(json.dumps(times | {"precision": "bfloat16"}))  # decided by another machine
     assert log_probs("second", precision) == log_probs("asked", "evaluation.precision=bfloat16")
-    assert "tokens, bfloat16" in (tmp_path / "second" / "report-test.html").read_text()
+    assert "log-probabilities, bfloat16" in (tmp_path / "second" / "report-test.html").read_text()
     assert log_probs("exact", "evaluation.precision=float32") != log_probs("again", precision)
 
 
@@ -113,8 +116,8 @@ def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_se
     settings = ["evaluation.num_results=3", "evaluation.beam_size=3"]
     published = [*settings, "evaluation.ranking=sum", "evaluation.collapse_repeats=true"]
 
-    def n_best(name: str, overrides: list[str]) -> list[list[dict[str, Any]]]:
-        assert evaluate(config, overrides, models=[model], out=str(tmp_path / name)) == 0
+    def n_best(name: str, overrides: list[str], bundle: str = model) -> list[list[dict[str, Any]]]:
+        assert evaluate(config, overrides, models=[bundle], out=str(tmp_path / name)) == 0
         return [json.loads(line)["n_best"] for line in (tmp_path / name / "n-best-test.jsonl").read_text().splitlines()]
 
     def repeats(ranked: list[dict[str, Any]]) -> int:
@@ -129,6 +132,13 @@ def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_se
         assert sums == pytest.approx(sorted((entry["log_prob"] for entry in before), reverse=True), abs=1e-4)
     page = (tmp_path / "published" / "report-test.html").read_text()
     assert "ranked by the sum of log-probabilities, repeated words collapsed" in page
+    recorded = Protocol(beam_size=3, ranking="sum", collapse_repeats=True)
+    of_protocol = str(make_bundle(tmp_path / "b", protocol=recorded))
+    assert n_best("recorded", ["evaluation.num_results=3"], of_protocol) == found
+    assert n_best("given", ["evaluation.num_results=3", "evaluation.collapse_repeats=false"], of_protocol) != found
+    other = str(make_bundle(tmp_path / "c", protocol=Protocol(ranking="mean")))
+    with pytest.raises(UserError, match="evaluated in different ways: .* by the mean .* set evaluation.ranking"):
+        evaluate(config, [], models=[of_protocol, other], out=str(tmp_path / "refused"))
 
 
 @pytest.mark.ray

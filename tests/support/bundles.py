@@ -15,12 +15,15 @@ from models.config import BackboneConfig, ExpansionNetConfig
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.scoring.protocol import Protocol
 
 SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 1)
 
 
-def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int = 16) -> Path:
+def make_bundle(
+    folder: Path, seed: int = 0, backbone: bool = True, width: int = 16, protocol: Protocol = Protocol()
+) -> Path:
     """A bundle with random weights; a larger output weight makes its captions differ from image to image."""
     torch.manual_seed(seed)
     swin = Backbone(SWIN)
@@ -31,7 +34,7 @@ def make_bundle(folder: Path, seed: int = 0, backbone: bool = True, width: int =
     model = build_model(config, sizes)
     with torch.no_grad():
         model.lm_head.weight *= 20  # type: ignore[operator, union-attr]
-    save_bundle(folder, Captioner(model, swin if backbone else None), WORDS, name="small", info={})
+    save_bundle(folder, Captioner(model, swin if backbone else None), WORDS, name="small", protocol=protocol, info={})
     return folder
 
 

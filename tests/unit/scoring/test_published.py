@@ -9,16 +9,25 @@ from typing import Any
 
 import pytest
 
-from pipeline.scoring.published import Evaluated, published_rows
+from pipeline.scoring.protocol import Protocol
+from pipeline.scoring.published import published_rows
 
 COCO = [f"/data/val2014/COCO_val2014_{number:012d}.jpg" for number in range(5000)]
 IN, NEAR, OUT, ALL = (
     ["s3://nocaps/" + f"{number:016x}.jpg" for number in range(count)] for count in (648, 2938, 914, 4500)
 )
-EXPANSION = Evaluated("expansionnet_v2", "grid", "scst", 1, 5, 74, "mean", collapse_repeats=False, constrained=False)
-XE, NOCAPS = replace(EXPANSION, objective="cross_entropy"), {"objective": "cross_entropy", "beam_size": 3}
-MESHED = Evaluated("meshed_memory", "regions", "scst", 1, 5, 21, "sum", collapse_repeats=True, constrained=False)
-CLUSTERS = Evaluated("clustformer", "grid", "scst", 1, 5, 20, "mean", collapse_repeats=False, constrained=False)
+SEARCH: dict[str, Any] = {"beam_size": 5, "precision": "float32"}
+EXPANSION = Protocol(
+    "expansionnet_v2", "grid", False, "scst", True, max_length=74, ranking="mean", collapse_repeats=False, **SEARCH
+)
+XE = replace(EXPANSION, objective="cross_entropy", eos_in_reward=None)
+NOCAPS: dict[str, Any] = {"objective": "cross_entropy", "eos_in_reward": None, "beam_size": 3}
+MESHED = Protocol(
+    "meshed_memory", "regions", True, "scst", False, max_length=21, ranking="sum", collapse_repeats=True, **SEARCH
+)
+CLUSTERS = Protocol(
+    "clustformer", "grid", False, "scst", True, max_length=20, ranking="mean", collapse_repeats=False, **SEARCH
+)
 SINGLE, ENSEMBLE = "ExpansionNet v2, SCST (paper)", "ExpansionNet v2, ensemble, SCST (paper)"
 NEAR_ROW = "ExpansionNet v2, nocaps near-domain (paper)"
 MESHED_ROW, MESHED_4 = (
@@ -30,7 +39,7 @@ REGION_ROW = "Ada-ClustFormer, region features, SCST (paper)"
 MESHED_OUT = "Meshed-Memory Transformer, nocaps out-of-domain, constrained (paper)"
 
 # ours, split, images, the printed row, and the parts of the reason (none if comparable)
-PAIRS: tuple[tuple[Evaluated, str, list[str], str, tuple[str, ...]], ...] = (
+PAIRS: tuple[tuple[Protocol, str, list[str], str, tuple[str, ...]], ...] = (
     (EXPANSION, "test", COCO, SINGLE, ()),
     (EXPANSION, "test", COCO, ENSEMBLE, ("printed: an ensemble, ours: one model",)),
     (EXPANSION, "test", COCO, "ExpansionNet v2, cross entropy (paper)", ("printed: cross entropy, ours: SCST",)),
@@ -42,15 +51,21 @@ PAIRS: tuple[tuple[Evaluated, str, list[str], str, tuple[str, ...]], ...] = (
     (EXPANSION, "test", COCO[:-1], SINGLE, ("5,000 images of Karpathy's COCO test split, ours: 4,999",)),
     (EXPANSION, "test", [*COCO[:-1], "a.jpg"], SINGLE, ("4,999 of 5,000 are of it",)),
     (replace(EXPANSION, beam_size=3), "test", COCO, SINGLE, ("printed: beam 5, ours: beam 3",)),
-    (replace(EXPANSION, max_length=20), "test", COCO, SINGLE, ("printed: at most 74 tokens, ours: at most 20",)),
+    (replace(EXPANSION, max_length=20), "test", COCO, SINGLE, ("printed: at most 74 tokens, ours: at most 20 tokens",)),
     (
         replace(EXPANSION, ranking="sum"),
         "test",
         COCO,
         SINGLE,
-        ("ranked by the mean of log-probabilities, ours: by the sum",),
+        ("ranked by the mean of log-probabilities, ours: ranked by the sum",),
     ),
-    (replace(EXPANSION, collapse_repeats=True), "test", COCO, SINGLE, ("repeated words kept, ours: collapsed",)),
+    (
+        replace(EXPANSION, collapse_repeats=True),
+        "test",
+        COCO,
+        SINGLE,
+        ("repeated words kept, ours: repeated words collapsed",),
+    ),
     (replace(EXPANSION, constrained=True), "test", COCO, SINGLE, ("no constraints, ours: constraints",)),
     (replace(XE, beam_size=3), "near-domain", NEAR, NEAR_ROW, ()),
     (replace(XE, beam_size=3), "near-domain", ["x.jpg"], NEAR_ROW, ("0 of 1 are of it",)),
@@ -58,21 +73,38 @@ PAIRS: tuple[tuple[Evaluated, str, list[str], str, tuple[str, ...]], ...] = (
     (replace(XE, beam_size=3), "all", COCO, "ExpansionNet v2, nocaps all (paper)", ("0 of 5,000 are of it",)),
     (XE, "in-domain", IN, "ExpansionNet v2, nocaps in-domain (paper)", ("printed: beam 3, ours: beam 5",)),
     (MESHED, "test", COCO, MESHED_ROW, ()),
-    (replace(MESHED, ranking="mean", collapse_repeats=False), "test", COCO, MESHED_ROW, ("by the mean", "ours: kept")),
+    (
+        replace(MESHED, ranking="mean", collapse_repeats=False),
+        "test",
+        COCO,
+        MESHED_ROW,
+        ("ours: ranked by the mean", "ours: repeated words kept"),
+    ),
     (replace(MESHED, num_models=4), "test", COCO, MESHED_4, ()),
     (replace(MESHED, num_models=3), "test", COCO, MESHED_4, ("an ensemble of 4, ours: an ensemble of 3",)),
     (replace(MESHED, constrained=True, **NOCAPS), "out-domain", OUT, MESHED_OUT, ()),
     (replace(MESHED, **NOCAPS), "out-domain", OUT, MESHED_OUT, ("printed: constraints, ours: no constraints",)),
     (CLUSTERS, "test", COCO, GRID_ROW, ()),
-    (CLUSTERS, "test", COCO, REGION_ROW, ("printed: regions features, ours: grid",)),
+    (CLUSTERS, "test", COCO, REGION_ROW, ("printed: regions features, ours: grid features",)),
     (replace(CLUSTERS, features="regions", collapse_repeats=True, ranking="sum"), "test", COCO, REGION_ROW, ()),
-    (replace(EXPANSION, features="regions"), "test", COCO, SINGLE, ("printed: grid features, ours: regions",)),
+    (replace(EXPANSION, features="regions"), "test", COCO, SINGLE, ("printed: grid features, ours: regions features",)),
+    (replace(EXPANSION, eos_in_reward=False), "test", COCO, SINGLE, ("EOS in the reward, ours: no EOS in the reward",)),
+    (replace(EXPANSION, max_length=None), "test", COCO, SINGLE, ("at most 74 tokens, ours: not recorded",)),
+    (replace(EXPANSION, precision="bfloat16"), "test", COCO, SINGLE, ()),
+    (replace(MESHED, attend_padding=False), "test", COCO, MESHED_ROW, ("padding attended, ours: padding masked",)),
+    (
+        replace(MESHED, eos_in_reward=True, max_length=20),
+        "test",
+        COCO,
+        MESHED_ROW,
+        ("no EOS in the reward, ours: EOS in the reward", "at most 21 tokens, ours: at most 20 tokens"),
+    ),
 )
 
 
 @pytest.mark.parametrize(("ours", "split", "uris", "name", "reasons"), PAIRS)
 def test_every_difference_is_named_and_nothing_else(
-    ours: Evaluated, split: str, uris: list[str], name: str, reasons: tuple[str, ...]
+    ours: Protocol, split: str, uris: list[str], name: str, reasons: tuple[str, ...]
 ) -> None:
     (difference,) = [text for row, text in published_rows(ours, split, uris) if row.name == name]
     if not reasons:
@@ -94,7 +126,7 @@ def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
 
     def printed(system: str, split: str, **protocol: Any) -> dict[str, float]:
         rows = [row for row, _ in published_rows(replace(EXPANSION, system=system), split, COCO)]
-        (row,) = [row for row in rows if all(getattr(row, key) == value for key, value in protocol.items())]
+        (row,) = [row for row in rows if all(getattr(row.protocol, key) == value for key, value in protocol.items())]
         return row.scores
 
     expansion, meshed = tables["expansionnet_v2"], tables["meshed_memory_transformer"]

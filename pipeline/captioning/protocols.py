@@ -1,0 +1,74 @@
+"""The protocols of runs, bundles and ensembles, and the settings of a search that they imply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from models.config import ModelConfig
+from pipeline.config.load import parse_section
+from pipeline.config.run import RunConfig
+from pipeline.config.sections import EvaluationSection, StageSection
+from pipeline.errors import UserError
+from pipeline.scoring.protocol import WORDS, Protocol
+
+SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats")  # of the section `evaluation`
+
+
+def model_protocol(model: ModelConfig, *, regions: bool) -> Protocol:
+    """The part of the protocol that a model and the kind of its features decide."""
+    attends_padding = getattr(model, "attended_regions", None) is not None
+    return Protocol(model.name, "regions" if regions else "grid", attends_padding)
+
+
+def run_protocol(config: RunConfig, stage: StageSection | None) -> Protocol:
+    """The protocol of a run's model. stage: the last one whose weights were kept; None if there is none."""
+    protocol = model_protocol(config.model, regions=not config.has_backbone)
+    if stage is not None:
+        eos_in_reward = stage.sampling.eos_in_reward if stage.objective == "scst" else None
+        protocol = replace(protocol, objective=stage.objective, eos_in_reward=eos_in_reward)
+    return searched(protocol, config.evaluation)
+
+
+def searched(protocol: Protocol, search: EvaluationSection) -> Protocol:
+    """The protocol with the settings of a search."""
+    settings = {key: getattr(search, key) for key in (*SEARCH_KEYS, "precision")}
+    return replace(protocol, constrained=search.constraints is not None, **settings)
+
+
+def ensemble_protocol(members: Sequence[Protocol]) -> Protocol:
+    """The protocol of an ensemble: what its members share, and None for a field in which they differ."""
+    first = members[0]
+    shared = {key: value for key, value in vars(first).items() if all(getattr(each, key) == value for each in members)}
+    return Protocol(**(shared | {"num_models": len(members)}))
+
+
+def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> EvaluationSection:
+    """The settings of a search with bundles of these protocols: first the given ones, then those of the protocols.
+
+    Keys that were given are those that a configuration sets. Raises UserError for a key that is not given and in which
+    the protocols differ, and for values that no search takes.
+    """
+    recorded: dict[str, Any] = {}
+    for key in SEARCH_KEYS:
+        values = {getattr(each, key) for each in members} - {None}
+        if key in given.model_fields_set or not values:
+            continue
+        if len(values) > 1:
+            words = " and ".join(sorted(WORDS[key](value) for value in values))
+            raise UserError(f"the bundles were evaluated in different ways: {words}; set evaluation.{key}")
+        recorded |= {key: values.pop()}
+    return parse_section(EvaluationSection, given.model_dump(exclude_unset=True) | recorded, "evaluation")
+
+
+def beam_options(settings: EvaluationSection) -> dict[str, Any]:
+    """The options of `beam_search` in a configuration."""
+    options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+    return options | {"length_normalization": settings.ranking == "mean"}
+
+
+def collapsed(caption: str) -> str:
+    """The caption with one word in place of equal neighboring words."""
+    return " ".join(word for word, _ in groupby(caption.split()))

@@ -1,0 +1,151 @@
+"""The protocol of a bundle: what writes it, what it decides, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from jobs.import_ import import_checkpoint
+from pipeline.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
+from pipeline.captioning.protocols import ensemble_protocol, run_protocol, search_settings
+from pipeline.captioning.service import CaptionService
+from pipeline.config.load import parse_config
+from pipeline.config.sections import EvaluationSection
+from pipeline.errors import UserError
+from pipeline.scoring.protocol import USUAL, WORDS, Protocol, differences
+from tests.conftest import small_config
+from tests.support.bundles import make_bundle, without_digests
+from tests.support.models import one_thread  # noqa: F401
+
+GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden" / "expansionnet_v2"
+
+
+def test_a_run_records_how_it_was_trained_and_is_evaluated(tmp_path: Path) -> None:
+    config = parse_config(small_config(tmp_path) | {"evaluation": {"beam_size": 3, "ranking": "sum"}})
+    first, *_, last = config.stages
+    assert last.objective == "scst"
+    protocol = run_protocol(config, last)
+    assert (protocol.objective, protocol.eos_in_reward, protocol.ranking, protocol.beam_size) == (
+        "scst",
+        True,
+        "sum",
+        3,
+    )
+    assert (protocol.system, protocol.features, protocol.attend_padding) == ("expansionnet_v2", "grid", False)
+    without_eos = last.model_copy(update={"scst": last.sampling.model_copy(update={"eos_in_reward": False})})
+    assert differences(protocol, run_protocol(config, without_eos)) == [("EOS in the reward", "no EOS in the reward")]
+    assert differences(protocol, run_protocol(config, first)) == [("SCST", "cross entropy")]
+    assert run_protocol(config, None).objective is None
+    assert protocol.signature == (
+        "expansionnet_v2, grid features, SCST, EOS in the reward, beam 3, at most 20 tokens, "
+        "ranked by the sum of log-probabilities, PTB tokens, document frequencies of the scored split"
+    )
+
+
+def test_every_field_of_a_protocol_has_words_and_can_differ() -> None:
+    others: dict[str, Any] = {"system": "b", "features": "regions", "objective": "scst", "ranking": "sum"}
+    others |= {"precision": "bfloat16", "num_models": 2, "beam_size": 3, "max_length": 30}
+    others |= {"attend_padding": True, "collapse_repeats": True, "constrained": True}
+    others |= {"tokenizer": "words", "document_frequencies": "training captions", "eos_in_reward": True}
+    printed = Protocol("a", "grid", False, "scst", False, 1, 5, 20, "mean", False, "float32")
+    assert others.keys() == WORDS.keys() == asdict(printed).keys() and USUAL.keys() <= WORDS.keys()
+    for key, value in others.items():
+        ours = replace(printed, **{key: value})
+        assert (ours == printed) == (key == "objective")
+        assert len(differences(printed, ours)) == (key != "objective")
+        assert differences(replace(printed, **{key: None}), ours) == []
+    assert differences(printed, replace(printed, objective="cross_entropy", eos_in_reward=None)) == [
+        ("SCST", "cross entropy")
+    ]
+    assert differences(printed, Protocol())[0] == ("a", "not recorded")
+    assert differences(replace(printed, num_models=0), replace(printed, num_models=3)) == []
+
+
+def test_an_ensemble_has_what_its_members_share() -> None:
+    first = Protocol("expansionnet_v2", "grid", False, "scst", True, beam_size=5)
+    second = replace(first, objective="cross_entropy", eos_in_reward=None)
+    assert ensemble_protocol([first, first, first]) == replace(first, num_models=3)
+    assert ensemble_protocol([first, second]) == replace(second, objective=None, num_models=2)
+
+
+def test_given_settings_come_before_those_of_the_bundles() -> None:
+    recorded = Protocol(beam_size=4, max_length=30, ranking="sum")
+    assert search_settings(EvaluationSection(), [Protocol()]) == EvaluationSection()
+    assert search_settings(EvaluationSection(), [recorded, Protocol()]) == EvaluationSection(
+        beam_size=4, max_length=30, ranking="sum"
+    )
+    given = EvaluationSection(max_length=9, ranking="mean", precision="bfloat16")
+    assert search_settings(given, [recorded]) == given.model_copy(update={"beam_size": 4})
+    with pytest.raises(UserError, match=r"different ways: beam 4 and beam 5; set evaluation.beam_size$"):
+        search_settings(EvaluationSection(), [recorded, Protocol(beam_size=5)])
+    with pytest.raises(UserError, match="num_results = 3 is above beam_size = 2"):
+        search_settings(EvaluationSection(num_results=3), [Protocol(beam_size=2)])
+
+
+def test_an_import_records_the_search_of_the_authors(tmp_path: Path) -> None:
+    for objective, eos in (("scst", True), ("cross_entropy", None), (None, None)):
+        out = tmp_path / str(objective)
+        overrides = ["model.static_expansion=[4,8,16]", "model.num_heads=4"]
+        files = {"checkpoint": GOLDEN / "checkpoint.pth", "tokens": GOLDEN / "tokens.pickle"}
+        import_checkpoint("expansionnet_v2", **files, out=out, overrides=overrides, objective=objective)  # type: ignore[arg-type]
+        bundle = load_bundle(out)
+        positions = bundle.captioner.model.sizes.max_positions
+        expected = Protocol(
+            "expansionnet_v2", "grid", False, objective, eos, 1, 5, min(74, positions), "mean", collapse_repeats=False
+        )  # type: ignore[arg-type]
+        assert bundle_protocol(bundle.config) == expected
+        assert bundle.search == EvaluationSection(beam_size=5, max_length=min(74, positions))
+
+
+def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
+    plain = load_bundle(make_bundle(tmp_path / "plain"))
+    recorded = Protocol(beam_size=2, max_length=8, ranking="sum", collapse_repeats=True)
+    bundle = load_bundle(make_bundle(tmp_path / "recorded", protocol=recorded))
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    captions = CaptionService(plain, beam_size=2, max_length=8).caption(pixels, 2)
+    found = CaptionService(bundle).caption(pixels, 2)
+    words = [caption.split() for ranked in captions for caption, _ in ranked]
+    assert any(a == b for each in words for a, b in pairwise(each)), "nothing would be seen"
+    for ranked in found:
+        assert [value for _, value in ranked] == sorted((value for _, value in ranked), reverse=True)
+        assert all(a != b for caption, _ in ranked for a, b in pairwise(caption.split()))
+    longer = CaptionService(bundle, beam_size=3, max_length=9).search
+    assert (longer.beam_size, longer.max_length, longer.ranking) == (3, 9, "sum")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "words"),
+    [
+        ({"beam_size": 10**6}, "protocol.beam_size is 1000000; a bundle may have at most 100"),
+        ({"beam_size": 0}, "beam_size"),
+        ({"max_length": -1}, "max_length"),
+        ({"max_length": 10**9}, "max_length"),
+        ({"ranking": "worst"}, "protocol.ranking"),
+        ({"tokenizer": "x" * 10**4}, "protocol.tokenizer"),
+        ({"unknown": 1}, "unknown key protocol.unknown"),
+        ([1], "protocol"),
+        ("text", "protocol"),
+    ],
+)
+def test_protocols_of_strangers_are_refused(tmp_path: Path, protocol: Any, words: str) -> None:
+    folder = without_digests(make_bundle(tmp_path / "bundle"))
+    config = read_bundle_config(folder)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"protocol": protocol}))
+    with pytest.raises(UserError, match=words) as caught:
+        load_bundle(folder)
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+def test_a_bundle_without_a_protocol_is_searched_as_before(tmp_path: Path) -> None:
+    folder = without_digests(make_bundle(tmp_path / "bundle"))
+    config = read_bundle_config(folder)
+    del config["protocol"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    bundle = load_bundle(folder)
+    assert bundle.search == EvaluationSection() and bundle_protocol(bundle.config) == Protocol("expansionnet_v2")
