@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test unit lint bench proof spice lock clean
+.PHONY: demo test unit lint reproduce bench proof spice lock clean
 
 demo: $(READY)
 	$(BIN)/raycap run configs/demo.yaml
@@ -22,6 +22,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+# FILES: a folder with a published checkpoint, its vocabulary and COCO; the command names what it lacks.
+reproduce: $(READY)
+	$(BIN)/raycap reproduce $(or $(FILES),reproduce)
 
 bench: $(READY)
 	$(BIN)/raycap bench models

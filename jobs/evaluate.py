@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,7 +40,7 @@ from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
 from pipeline.scoring.protocol import Protocol
-from pipeline.scoring.published import published_rows
+from pipeline.scoring.published import FinalRow, published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
@@ -182,6 +182,10 @@ class Evaluation:
         self.bundles = [self.find_bundle("--model", model) for model in models]
         if self.bundles:  # a run's own bundle has the settings of its configuration
             search = search_settings(config.evaluation, self.members)
+            positions = min(each["sizes"]["max_positions"] for each in self._bundle_configs())
+            if positions < search.max_length:
+                logger.info(f"search    at most {positions} tokens, because the model has no more positions")
+                search = search.model_copy(update={"max_length": positions})
             self.config = config.model_copy(update={"evaluation": search})
 
     def find_images(self, splits: Sequence[str], stage: str | None, out: str | None) -> None:
@@ -200,10 +204,12 @@ class Evaluation:
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         _images_by_split(dataset, splits)
         if self.store is None:
-            self.dataset, self.store = features_for_bundles(config, dataset)
+            names = set(dataset.column("split"))
+            captioned = dataset.split(*splits) if names.issuperset(splits) else dataset
+            captioned, self.store = features_for_bundles(config, captioned)
         else:  # a feature store needs content keys, which images that cannot be read do not have
-            self.dataset = snapshot_of(dataset, config)[0].readable()
-        self.images_by_split = _images_by_split(self.dataset, splits)
+            captioned = snapshot_of(dataset, config)[0].readable()
+        self.images_by_split, self.dataset = _images_by_split(captioned, splits), dataset
         if not self.bundles:
             bundle, run_config = _run_bundle(config, stage)
             self.bundles, self.config = [bundle], with_kept_precision(config, run_config)
@@ -214,13 +220,18 @@ class Evaluation:
     @cached_property
     def members(self) -> list[Protocol]:
         """The protocol that each bundle records."""
-        return [bundle_protocol(read_bundle_config(fetched(bundle))) for bundle in self.bundles]
+        return [bundle_protocol(config) for config in self._bundle_configs()]
+
+    def _bundle_configs(self) -> list[dict[str, Any]]:
+        """The content of config.yaml of each bundle."""
+        return [read_bundle_config(fetched(bundle)) for bundle in self.bundles]
 
     @property
     def protocol(self) -> Protocol:
         """The protocol of these results."""
         protocol = searched(ensemble_protocol(self.members), self.config.evaluation)
-        return replace(protocol, constrained=self.constraints is not None)
+        features: Literal["grid", "regions"] = "grid" if self.config.has_backbone else "regions"
+        return replace(protocol, features=features, constrained=self.constraints is not None)
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -337,8 +348,13 @@ class Evaluation:
         if result.scores is None:
             logger.info(f"{result.split} has no reference captions: captioned, not scored")
             return result.to_json(), []
-        self._log_scores(result, result.scores)
-        entry, results = result.to_json(), [result]
+        published = self._published(result)
+        self._log_scores(result, result.scores, published)
+        rows = [
+            {"name": row.name, "table": row.table, "scores": row.scores, "difference": difference}
+            for row, difference in published
+        ]
+        entry, results = result.to_json() | {"published": rows}, [result]
         if compared is not None:
             results.append(self._compared_result(result, compared))
             entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
@@ -371,15 +387,18 @@ class Evaluation:
         scores = score_captions(references, scored_captions, metrics=tuple(result.values))
         return SplitResult(f"{result.split}, the other", captions, scores=scores)
 
-    def _log_scores(self, result: SplitResult, scores: Scores) -> None:
+    def _published(self, result: SplitResult) -> list[tuple[FinalRow, str]]:
+        """The printed scores for the split, each with why ours cannot be compared, or ""."""
+        from pipeline.runs.summary import scored_uris
+
+        return published_rows(self.protocol, result.split, scored_uris(result, self.images_by_split[result.split]))
+
+    def _log_scores(self, result: SplitResult, scores: Scores, published: Sequence[tuple[FinalRow, str]]) -> None:
         """Logs the scores, and published scores on the same split to compare them with."""
         logger.info(f"\n{result.split}, {len(scores.image_ids)} images{format_scores(scores)}")
         if result.main_object is not None:
             logger.info(f"  main object named in {result.main_object:.1%} of the captions")
-        from pipeline.runs.summary import scored_uris
-
-        uris = scored_uris(result, self.images_by_split[result.split])
-        for row, difference in published_rows(self.protocol, result.split, uris):
+        for row, difference in published:
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
 
@@ -390,7 +409,7 @@ class Evaluation:
         """
         from jobs.gallery import add_maps
         from pipeline.reports.page import Report, write_report
-        from pipeline.runs.summary import published_table, report_images, score_table, scored_uris
+        from pipeline.runs.summary import published_table, report_images, score_table
 
         result, others = results[0], results[1:]
         config, dataset, label = self.config, self.images_by_split[result.split], self.label
@@ -406,7 +425,7 @@ class Evaluation:
             run_id=label,
             protocol=f"{self.protocol.signature}, {result.signature}",
             score_columns=columns,
-            score_rows=rows + published_table(columns, self.protocol, result.split, scored_uris(result, dataset)),
+            score_rows=rows + published_table(columns, self._published(result)),
             stages=[],
             images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},

@@ -192,7 +192,8 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
     protocol = parse_section(Protocol, config.get("protocol") or {}, "protocol")
     if (protocol.beam_size or 0) > MAX_BEAMS:
         raise UserError(f"protocol.beam_size is {protocol.beam_size}; a bundle may have at most {MAX_BEAMS}")
-    return replace(protocol, system=config["model"]["name"])
+    model = config["model"]
+    return replace(protocol, system=model["name"], attend_padding=model.get("attended_regions") is not None)
 
 
 def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:

@@ -13,8 +13,7 @@ from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.scoring.metrics import Score
-from pipeline.scoring.protocol import Protocol
-from pipeline.scoring.published import published_rows
+from pipeline.scoring.published import FinalRow, published_rows
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StorageOptions, StoragePath
 
@@ -55,10 +54,10 @@ def scored_uris(result: SplitResult, dataset: Dataset) -> list[str]:
     return [uri for image, uri in rows if image in scored]
 
 
-def published_table(columns: list[str], ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Published scores of the same model and split, in our columns. A row's label names differences in protocol."""
+def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]]) -> list[tuple[str, list[str]]]:
+    """Published scores in our columns. A row's label names differences in protocol."""
     rows = []
-    for row, difference in published_rows(ours, split, uris):
+    for row, difference in published:
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
         rows.append((f"{row.name}\n{difference or f'Table {row.table}, {row.protocol.signature}'}", cells))
     return rows
@@ -106,7 +105,8 @@ def make_report(
     ours = run_protocol(config, folder.last_kept())
     by_split = {result.split: result for result in scores.splits}
     for split in config.data.test_splits:
-        rows += published_table(columns, ours, split, scored_uris(by_split[split], dataset.split(split)))
+        uris = scored_uris(by_split[split], dataset.split(split))
+        rows += published_table(columns, published_rows(ours, split, uris))
     report = Report(
         title=config.name,
         run_id=folder.run_id,

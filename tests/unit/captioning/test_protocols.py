@@ -148,4 +148,6 @@ def test_a_bundle_without_a_protocol_is_searched_as_before(tmp_path: Path) -> No
     del config["protocol"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     bundle = load_bundle(folder)
-    assert bundle.search == EvaluationSection() and bundle_protocol(bundle.config) == Protocol("expansionnet_v2")
+    assert bundle.search == EvaluationSection() and bundle_protocol(bundle.config) == Protocol(
+        "expansionnet_v2", attend_padding=False
+    )
