@@ -10,11 +10,15 @@ Shapes: B images, K beams, t steps so far. Slots are numbered step by step, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from models.base import Cache
+
+if TYPE_CHECKING:
+    from models.caption_masks import CaptionMasks
 
 INITIAL_STEPS = 20  # room for the steps of most captions; it is doubled for longer ones
 
@@ -82,9 +86,12 @@ class TreeCache(Cache):
     ancestors: Tensor  # (B, K, t), the slots on each beam's path
     length: int = 0
     count: int = 0  # slots so far
+    masks: CaptionMasks | None = None  # of dropout, which the teacher-forced pass shares
 
     def advance(self) -> None:
         """Begins a step: adds a new slot to the path of each beam."""
+        if self.masks is not None:
+            self.masks.begin_step(self.length)
         new_slots = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
         self.ancestors = torch.cat((self.ancestors, new_slots.view(1, -1, 1).expand(self.images, -1, -1)), 2)
         self.length += 1
@@ -102,10 +109,14 @@ class TreeCache(Cache):
         return self
 
     def select(self, index: Tensor) -> TreeCache:
+        if self.masks is not None:
+            self.masks.select(index)
         self.ancestors = self.ancestors.flatten(0, 1).index_select(0, index).view(self.images, self.beams, -1)
         return self
 
     def keep_images(self, index: Tensor) -> TreeCache:
+        if self.masks is not None:
+            self.masks.keep_images(index, self.beams)
         self.images = len(index)
         self.ancestors = self.ancestors.index_select(0, index)
         self.cross = [(_select_images(key, index), _select_images(value, index)) for key, value in self.cross]

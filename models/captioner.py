@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,10 @@ class Captioner(nn.Module):
     def encode(self, inputs: Features) -> Memory:
         return self.model.encode(self.features(inputs))
 
-    def forward(self, inputs: Features, tokens: Tensor) -> Tensor:
-        """Teacher-forced logits (B*K, T, V)."""
-        return self.model(self.features(inputs), tokens)
+    def forward(self, inputs: Features, tokens: Tensor | Callable[[Memory], Any]) -> Any:
+        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T), or the result of a function of the memory.
+
+        Data-parallel training exchanges only gradients that pass through this method.
+        """
+        memory = self.encode(inputs)
+        return tokens(memory) if callable(tokens) else self.model.decode(memory, tokens)

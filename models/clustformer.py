@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ from models.config import ClustFormerConfig
 from models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
 from models.layers import MASKED_SCORE, Dropout, SelfAttention, merge_heads, sinusoids
 from models.token_embeddings import lm_head, token_embedding
+
+if TYPE_CHECKING:
+    from models.caption_masks import CaptionMasks
 
 
 class ClusteredAttention(SelfAttention):
@@ -59,7 +62,9 @@ class ClusteredAttention(SelfAttention):
         attention_mask, which broadcasts to (B, 1, N, N), is True where a query may attend to a key.
         """
         query, key, value = self.project(x)
-        return self.out_proj(merge_heads(self._mix(query, key, value, attention_mask, clusters)), x)
+        weights = self._weights(query, key, attention_mask, clusters)
+        weights = self.dropout(weights, lambda masks, p: masks.of_pairs((self.num_heads,), p).permute(0, 3, 1, 2))
+        return self.out_proj(merge_heads(weights.to(value.dtype) @ value), x)
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor, row: Tensor | None = None) -> Tensor:
         """The output (B*K, D) for the next token of each beam, from x (B*K, D), its `row` of C (B*K, t) and its path.
@@ -70,12 +75,17 @@ class ClusteredAttention(SelfAttention):
         clusters = None
         if row is not None:
             clusters = row.new_zeros(path.shape).scatter_(2, ancestors, row.view(ancestors.shape))
-        return self.out_proj(merge_heads(self._mix(query, key, value, path[:, None], clusters)).flatten(0, 1), x)
+        weights = self._weights(query, key, path[:, None], clusters)
 
-    def _mix(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, clusters: Tensor | None
-    ) -> Tensor:
-        """The attended values, with C applied as the setting `attention` says."""
+        def of_slots(masks: CaptionMasks, p: float) -> Tensor:
+            on_path = masks.of_pairs((self.num_heads,), p)[0].view(*ancestors.shape, -1).permute(0, 3, 1, 2)
+            return on_path.new_zeros(weights.shape).scatter_(3, ancestors[:, None].expand_as(on_path), on_path)
+
+        mixed = self.dropout(weights, of_slots).to(value.dtype) @ value
+        return self.out_proj(merge_heads(mixed).flatten(0, 1), x)
+
+    def _weights(self, query: Tensor, key: Tensor, attention_mask: Tensor | None, clusters: Tensor | None) -> Tensor:
+        """The attention weights, with C applied as the setting `attention` says."""
         scores = query @ key.mT / math.sqrt(query.shape[-1])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         hidden = None if attention_mask is None else ~attention_mask
@@ -90,7 +100,7 @@ class ClusteredAttention(SelfAttention):
             if self.reading == "literal":
                 weights = weights if hidden is None else weights.masked_fill(hidden, MASKED_SCORE)
                 weights = weights.softmax(-1)
-        return self.dropout(weights).to(value.dtype) @ value
+        return weights
 
 
 @dataclass

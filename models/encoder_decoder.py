@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from models.beam_cache import TreeCache, TreeSlots
 from models.config import ModelConfig
 from models.layers import CrossAttention, Dropout, FeedForward, Mixer, cached_for_steps, padding_bias, xavier_blocks_
 from models.token_embeddings import token_macs
+
+if TYPE_CHECKING:
+    from models.caption_masks import CaptionMasks
 
 LayerType = TypeVar("LayerType", bound="Layer")
 
@@ -117,6 +120,7 @@ class EncoderDecoder(CaptionModel):
     token_embedding: nn.Embedding
     decoder: Sequence[DecoderLayer]
     lm_head: nn.Linear
+    masks: CaptionMasks | None = None  # of dropout, which steps and the teacher-forced pass share
 
     @property
     def plain_maps(self) -> tuple[nn.Linear | nn.Embedding, ...]:
@@ -162,6 +166,8 @@ class EncoderDecoder(CaptionModel):
                 f"{rows} captions do not divide by {images} images (remainder {rows % images if images else rows}); "
                 f"give the same number of captions for each image, row b*K+k for caption k of image b"
             )
+        if self.masks is not None:
+            self.masks.begin_pass(tokens.shape[1])
         y = self.embed(tokens, position=0)
         return self.logits(layer_outputs(self.decoder, y, memory.states, cross_bias(memory), *context))
 
@@ -170,13 +176,13 @@ class EncoderDecoder(CaptionModel):
         cross = [cached_for_steps(*layer.project(memory.states)) for layer in self.decoder]
         slots = [TreeSlots(beams) for _ in self.decoder]
         paths = torch.empty(memory.batch_size, beams, 0, dtype=torch.int64, device=memory.states.device)
-        return TreeCache(memory.batch_size, beams, cross, cross_bias(memory), slots, paths)
+        return TreeCache(memory.batch_size, beams, cross, cross_bias(memory), slots, paths, masks=self.masks)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
         assert isinstance(cache, TreeCache)
-        y = self.embed(tokens[:, None], cache.length)[:, 0]
         cache.advance()
+        y = self.embed(tokens[:, None], cache.length - 1)[:, 0]
         outputs = []
         for index, layer in enumerate(self.decoder):
             y = layer.step(y, cache, index)

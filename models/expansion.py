@@ -19,6 +19,7 @@ times as large (`Expansion.epsilon`). The weights and their gradient are written
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from torch import Tensor, nn
 from models.beam_cache import TreeSlots
 from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
 from models.layers import Dropout, Mixer, xavier_blocks_
+
+if TYPE_CHECKING:
+    from models.caption_masks import CaptionMasks
 
 EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 
@@ -71,7 +75,11 @@ class Expansion(Mixer):
         """Drops whole expanded vectors (the last dimension of `backward`), the same for all tokens of a sequence."""
         if not self.dropout.active:
             return backward
-        return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]))
+        return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]), self._of_vectors)
+
+    def _of_vectors(self, masks: CaptionMasks, p: float) -> Tensor:
+        """The shared mask of whole expanded vectors of both streams, (2, R, T, E / T)."""
+        return masks.of_tokens((2, len(self.queries)), p).permute(2, 0, 1, 3)
 
 
 class StaticExpansion(Expansion):
@@ -131,7 +139,7 @@ class DynamicExpansion(Expansion):
         condition, key, value_positive, value_negative, gate = projected.chunk(5, -1)
         by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
         by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
-        m = self.dropout(by_condition[:, :, None] + by_vector[:, None])  # (B, s, N_E, t)
+        m = self.dropout(by_condition[:, :, None] + by_vector[:, None], self._of_m)  # (B, s, N_E, t)
         forward_mask, backward_mask = self._masks(m, valid_mask)
         forward, backward = dynamic_weights(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
         by_token = backward.sum(3).mT.unbind()  # (B, t, s)
@@ -145,11 +153,19 @@ class DynamicExpansion(Expansion):
         for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
             out = torch.baddbmm(out, tokens, condition)
             if self.long_form:
-                expanded = self.dropout(torch.bmm(column, value))  # (B, s N_E, D), before its bias
+                expanded = self.dropout(torch.bmm(column, value), self._of_expanded)  # (B, s N_E, D), before its bias
                 streams.append(torch.baddbmm(out, row, expanded))
             else:
                 streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+
+    def _of_m(self, masks: CaptionMasks, p: float) -> Tensor:
+        """The shared mask of M (R, s, N_E, t), or in a step of the two parts of M, (2, R, N_E, t)."""
+        return masks.of_pairs((self.vectors,), p).mT
+
+    def _of_expanded(self, masks: CaptionMasks, p: float) -> Tensor:
+        """The shared mask (R, T, N_E, D) of the elements of one stream's expanded vectors."""
+        return masks.of_tokens(tuple(self.queries.shape), p)
 
     def _project(self, x: Tensor) -> Tensor:
         """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
@@ -177,12 +193,13 @@ class DynamicExpansion(Expansion):
         return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam, x (B*K, D) -> (B*K, D); causal and without dropout.
+        """The next token of each beam, x (B*K, D) -> (B*K, D); causal.
 
         ancestors (B, K, t) are the slots on each beam's path, the new one last. The forward weights of past vectors
-        never change, so that they are cached too. Products are computed for all slots of an image; then each beam picks
-        the results of its ancestors. The leading dimensions combine the two streams and the two directions, because few
-        large operations are faster: the new vectors read the past tokens, and the new token reads the past vectors.
+        never change, so that they are cached too; with dropout of single elements, the expanded vectors are. Products
+        are computed for all slots of an image; then each beam picks the results of its ancestors. The leading
+        dimensions combine the two streams and the two directions, because few large operations are faster: the new
+        vectors read the past tokens, and the new token reads the past vectors.
         """
         with full_precision(x):
             images, beams, length = ancestors.shape
@@ -191,13 +208,19 @@ class DynamicExpansion(Expansion):
             maps = self._project(x).view(images, beams, 5, -1)
             new_slots.copy_(maps[:, :, :4].permute(2, 0, 1, 3))  # C, K, V1 and V2 (4, B, K, D)
             gate = maps[:, :, 4].flatten(0, 1)
-            m = self._step_products(new_slots, cached, slots, paths)
+            m = self.dropout(self._step_products(new_slots, cached, slots, paths), self._of_m)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
-
-            # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
-            new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
-            torch.mul(parts[:, 0], inverse(sums[:, 0], m.dtype, self.epsilon), out=new_slots)
+            scale = inverse(sums[:, 0], m.dtype, self.epsilon)
+            if self.long_form:
+                columns = self._step_expanded(parts[:, 0] * scale, cached[2:], slots, paths)
+            else:
+                # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
+                new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
+                torch.mul(parts[:, 0], scale, out=new_slots)
+                if self.dropout.active:
+                    kept = self.dropout(m.new_ones(2, images, beams, self.vectors), self._of_vectors)
+                    new_slots.mul_(kept[..., None])
             scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
@@ -222,12 +245,23 @@ class DynamicExpansion(Expansion):
         torch.add(over_vectors, new_slots[0][..., None], out=m[1])
         return m
 
+    def _step_expanded(self, forward: Tensor, values: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
+        """The expanded vectors of all slots before their bias, (2, B, slots, N_E, D), after dropout of their elements.
+
+        forward (2, B, K, N_E, t) are F of the new vectors, values (2, B, slots, D) are V1 and V2.
+        """
+        width = values.shape[-1]
+        on_path = values.gather(2, paths.flatten(2)[..., None].expand(-1, -1, -1, width)).view(*paths.shape, width)
+        expanded = [self.dropout(stream, self._of_expanded) for stream in forward @ on_path]  # (B, K, N_E, D)
+        return slots.append("expanded", torch.stack(expanded))
+
     def _step_streams(
         self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, paths: Tensor
     ) -> Tensor:
         """Equations 7 and 8 for the new tokens: returns (B*K, D).
 
-        backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F.
+        backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F; in
+        the long form, columns (2, B, slots, N_E, D) are the expanded vectors before their bias.
         """
         _, images, beams, length = paths.shape
         count, width = cached.shape[2:]
@@ -235,12 +269,17 @@ class DynamicExpansion(Expansion):
         rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
         # the weights of a path's tokens: (values or conditions, stream, B, K, t)
         path_weights = backward.new_empty(2, 2, images, beams, length)
-        torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1), out=path_weights[0].flatten(0, 1))
+        streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
+        rows, columns = rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1)
+        if self.long_form:
+            streams += torch.bmm(rows, columns).view_as(streams)
+            path_weights[0].zero_()
+        else:
+            torch.bmm(rows, columns, out=path_weights[0].flatten(0, 1))
         torch.sum(backward, 3, out=path_weights[1])
         weights = backward.new_zeros(2, 2, images, beams, count)
         weights.scatter_(4, paths.expand(2, -1, -1, -1, -1), path_weights)
-        streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
         for stream, value, value_weights, condition_weights in zip(streams, cached[2:], *weights, strict=True):
             stream.baddbmm_(value_weights, value).baddbmm_(condition_weights, cached[0])
         positive, negative = streams.flatten(1, 2)
-        return gated(gate, positive, negative)
+        return gated(gate, self.dropout(positive), self.dropout(negative))

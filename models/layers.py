@@ -5,7 +5,9 @@ Shapes: B images, N image tokens, K captions per image, T caption tokens, D widt
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,32 +15,53 @@ from torch import Tensor, nn
 
 from models.beam_cache import TreeSlots
 
+if TYPE_CHECKING:
+    from models.caption_masks import CaptionMasks
+
 MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
 
 
-class _ByteDropout(torch.autograd.Function):
+class _Masked(torch.autograd.Function):
+    """x * mask * scale for a mask of bytes, which is what remains in memory for the gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: int) -> Tensor:
-        """Drops each element with probability `dropped` / 256 (torch's default generator)."""
-        count = x.numel()
-        # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
-        words = torch.empty((count + 7) // 8, dtype=torch.int64, device=x.device).random_(-(2**63), None)
-        # a random byte below `dropped` becomes 0, any other 1
-        mask = words.view(torch.uint8)[:count].view(x.shape).ge_(dropped)
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
-        ctx.scale = 256 / (256 - dropped)
-        return _scaled(x, mask, ctx.scale)
+        ctx.scale = scale
+        return _scaled(x, mask, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (mask,) = ctx.saved_tensors
-        return _scaled(gradients[0], mask, ctx.scale), None
+        return _scaled(gradients[0], mask, ctx.scale), None, None
 
 
 def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """x * mask * scale in one pass over memory."""
     factor = mask.to(x.dtype)  # a product with a uint8 or bool tensor would not be vectorized
     return torch.addcmul(x.new_zeros(()), x, factor, value=scale, out=factor)
+
+
+def _dropped_bytes(p: float) -> int:
+    """The number of the 256 bytes that stand for "dropped" on the CPU, where p is rounded."""
+    return min(max(round(256 * p), 1), 255)
+
+
+def keep_mask(shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+    """A uint8 mask: 0 with probability p (see `dropout`), else 1. It is drawn by torch's default generator."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.uint8, device=device).bernoulli_(1 - p)
+    count = math.prod(shape)
+    # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
+    words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
+    # a random byte below this number becomes 0, any other 1
+    return words.view(torch.uint8)[:count].view(shape).ge_(_dropped_bytes(p))
+
+
+def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Dropout of x with a given mask of its shape, from `keep_mask` with this p."""
+    share = p if x.device.type != "cpu" else _dropped_bytes(p) / 256
+    return _Masked.apply(x, mask, 1 / (1 - share))
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -50,22 +73,43 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
         return F.dropout(x, p)
-    return _ByteDropout.apply(x, min(max(round(256 * p), 1), 255))
+    return masked(x, keep_mask(x.shape, p, x.device), p)
 
 
 class Dropout(nn.Module):
-    """Dropout with a probability that can be changed after construction (`set_dropout`)."""
+    """Dropout with a probability that can be changed after construction (`set_dropout`).
+
+    masks: what the steps and the teacher-forced pass of sampled captions share; None to draw new masks.
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
+        self.masks: CaptionMasks | None = None
 
     @property
     def active(self) -> bool:
         return self.training and self.p > 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p) if self.active else x
+    def forward(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None = None) -> Tensor:
+        """x after dropout. `shared` takes its mask, of equally many elements in the same order, from `masks`.
+
+        The default is for x (R, ..., T, D), and for x (R, ..., 1, D) or (R, D) of a step.
+        """
+        if not self.active:
+            return x
+        if self.masks is None:
+            return dropout(x, self.p)
+        return self._with_shared_mask(x, shared)
+
+    @torch.compiler.disable  # the masks count the calls
+    def _with_shared_mask(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None) -> Tensor:
+        assert self.masks is not None
+        if shared is None:
+            mask = self.masks.of_tokens((*x.shape[1:-2], x.shape[-1]), self.p).movedim(1, -2)
+        else:
+            mask = shared(self.masks, self.p)
+        return masked(x, mask.reshape(x.shape), self.p)
 
 
 def set_dropout(module: nn.Module, p: float) -> None:

@@ -2,13 +2,16 @@
 
 Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
 
-- samples: multinomial, drawn with the key-value cache, without gradient, and without dropout unless
-  `sampling_dropout` is set;
+- samples: multinomial, drawn with the key-value cache, without gradient and without dropout;
 - reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
 - baseline: the mean reward of the image's other samples (leave one out);
 - log-probabilities: from one teacher-forced pass with the stage's dropout, including that of EOS;
 - loss: the mean over images and samples of -(reward - baseline) x the sum of a caption's log-probabilities, divided by
   `fixed_length` if that is set.
+
+With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems: one pass of backbone
+and encoder serves both passes of the decoder, which have the same masks of dropout (`models/caption_masks.py`), so that
+the gradient is that of the sampling itself. A greedy baseline has no dropout.
 
 `scst_signature` describes these settings in the notation of SacreEOS.
 """
@@ -24,8 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.base import CaptionModel, Memory, evaluating
+from models.caption_masks import CaptionMasks
 from models.captioner import Captioner
-from models.decoding import beam_search, greedy, sample
+from models.decoding import Beams, Decoder, greedy, sample, search
 from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.storage.cache import cache_folder
 from pipeline.training.batches import Batch
@@ -99,7 +104,7 @@ def scst_objective(
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
         images = indices[batch.images]
-        tokens, greedy_tokens = _sample_captions(captioner, batch, section, generator)
+        tokens, logits, greedy_tokens = _sample_captions(wrapped, captioner, batch, section, generator)
         rewards = reward(tokens, images.repeat_interleave(section.num_samples)).view(-1, section.num_samples)
         if greedy_tokens is not None:
             baseline = reward(greedy_tokens, images)[:, None]
@@ -110,7 +115,9 @@ def scst_objective(
         advantage = (rewards - baseline).reshape(-1)
 
         scored_tokens = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
-        log_probs = caption_log_probs(wrapped(batch.features, tokens[:, :-1]), scored_tokens, pad)
+        if logits is None:
+            logits = wrapped(batch.features, tokens[:, :-1])
+        log_probs = caption_log_probs(logits, scored_tokens, pad)
         count = batch.global_images * section.num_samples
         loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
         num_scored = (scored_tokens[:, 1:] != pad).sum().clamp(min=1)
@@ -170,29 +177,59 @@ def scst_signature(section: ScstSection) -> str:
 
 
 def _sample_captions(
-    captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
-) -> tuple[Tensor, Tensor | None]:
-    """Token ids (B * n, T) of n captions per image, and (B, T) of greedy captions if the baseline needs them.
+    wrapped: nn.Module, captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Token ids (B * n, T) of n captions per image, their logits, and (B, T) of greedy captions if the baseline is so.
 
-    A caption starts with SOS and has PAD after EOS.
+    A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) of tokens[:, :-1] are None without
+    `sampling_dropout`, where another pass computes them.
     """
-    training, model = captioner.training, captioner.model
+    model, tokens, logits, greedy_tokens = captioner.model, None, None, None
+    if section.baseline == "greedy" or not section.sampling_dropout:
+        with torch.no_grad(), evaluating(captioner):
+            memory = captioner.encode(batch.features)
+            if not section.sampling_dropout:
+                tokens = _draw(model, memory, section, generator)
+            if section.baseline == "greedy":
+                greedy_tokens = greedy(model, memory, max_length=section.max_length).tokens[:, 0]
+    if section.sampling_dropout:
+        tokens, logits = wrapped(batch.features, lambda memory: _draw_and_score(model, memory, section, generator))
+    assert tokens is not None
+    return tokens, logits, greedy_tokens
+
+
+@torch.no_grad()
+def _draw(
+    model: CaptionModel,
+    memory: Memory,
+    section: ScstSection,
+    generator: torch.Generator,
+    masks: CaptionMasks | None = None,
+) -> Tensor:
+    """Token ids (B * n, T) of n captions per image; `masks` are those that the model uses."""
     count, length = section.num_samples, section.max_length
-    captioner.train(section.sampling_dropout)
-    with torch.no_grad():
-        memory = captioner.encode(batch.features)
-        if section.sampler == "beam":
-            captions = beam_search(
-                model, memory, beam_size=count, max_length=length, num_results=count, length_normalization=False
-            )
-        else:
-            temperature = section.temperature
-            captions = sample(
-                model, memory, num_samples=count, max_length=length, temperature=temperature, generator=generator
-            )
-        baseline = greedy(model, memory, max_length=length) if section.baseline == "greedy" else None
-    captioner.train(training)
-    return captions.tokens.flatten(0, 1), None if baseline is None else baseline.tokens[:, 0]
+    if section.sampler == "multinomial":
+        temperature = section.temperature
+        captions = sample(
+            model, memory, num_samples=count, max_length=length, temperature=temperature, generator=generator
+        )
+    else:
+        decoder = Decoder(model, memory, count, length)
+        beams = search(decoder, Beams.start(decoder, length), length)
+        captions, order = beams.ranked(count, length_normalization=False)
+        if masks is not None:
+            masks.reorder(order)
+    return captions.tokens.flatten(0, 1)
+
+
+def _draw_and_score(
+    model: CaptionModel, memory: Memory, section: ScstSection, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Token ids (B * n, T) of captions that are sampled in training mode, and the logits of tokens[:, :-1]."""
+    masks = CaptionMasks(memory.batch_size * section.num_samples, section.max_length - 1, memory.states.device)
+    with masks.in_use(model):
+        tokens = _draw(model, memory, section, generator, masks)
+        return tokens, model.decode(memory, tokens[:, :-1])
 
 
 def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, Tensor]:

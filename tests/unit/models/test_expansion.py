@@ -156,7 +156,7 @@ def test_dropout_keeps_the_expectation_of_the_expanded_vectors(expansion_dropout
     class OnlyExpanded(Dropout):
         """Drops what has E vectors on the axis that the form drops, nothing else."""
 
-        def forward(self, y: Tensor) -> Tensor:
+        def forward(self, y: Tensor, shared: object = None) -> Tensor:
             expanded = y.shape[1:] == (5, 4) if expansion_dropout == "reference" else y.shape[1:] == (1, 5)
             return drawn(y) if expanded else ones(y)
 
@@ -171,11 +171,11 @@ class RecordedDropout(Dropout):
 
     def __init__(self) -> None:
         super().__init__(0.4)
-        self.masks: list[Tensor] = []
+        self.drawn: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.masks.append((torch.rand_like(x) > 0.4) / 0.6)
-        return x * self.masks[-1]
+    def forward(self, x: Tensor, shared: object = None) -> Tensor:
+        self.drawn.append((torch.rand_like(x) > 0.4) / 0.6)
+        return x * self.drawn[-1]
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_static_dropout_stands_where_the_reference_has_it() -> None:
     layer.dropout = RecordedDropout()
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     ours = layer(x, None)
-    on_m, *others = layer.dropout.masks
+    on_m, *others = layer.dropout.drawn
     on_expanded, on_streams = others[:2], others[2:]
     key, *values, gate = layer.in_proj(x).chunk(4, -1)
     m = layer.queries @ key.mT / 6**0.5 * on_m.mT
@@ -210,7 +210,7 @@ def test_dynamic_dropout_stands_where_the_reference_has_it() -> None:
     layer.dropout = RecordedDropout()
     x = torch.randn(batch, length, width, dtype=torch.float64)
     ours = layer(x)
-    on_m, *others = layer.dropout.masks
+    on_m, *others = layer.dropout.drawn
     on_expanded, on_streams = others[:2], others[2:]
     condition, key, *values, gate = layer.in_proj(x).chunk(5, -1)
     queries = (condition[:, :, None] + layer.queries).flatten(1, 2)

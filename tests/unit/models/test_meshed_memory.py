@@ -185,7 +185,7 @@ def test_steps_drop_out_where_the_teacher_forced_pass_does(
     model = small_meshed(5, dropout=0.5, **variant).train()
     factors = {module: 0.4 + 0.1 * n for n, module in enumerate(m for m in model.modules() if isinstance(m, Dropout))}
     features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (4, 6))
-    monkeypatch.setattr(Dropout, "forward", lambda self, x: x * factors[self] if self.active else x)
+    monkeypatch.setattr(Dropout, "forward", lambda self, x, *_: x * factors[self] if self.active else x)
     with torch.no_grad():
         memory = model.encode(Features(features))
         whole = model.decode(memory, tokens)

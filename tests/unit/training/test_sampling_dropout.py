@@ -1,0 +1,310 @@
+"""SCST with dropout in sampling, against sampling that computes every prefix anew and keeps the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models.backbone import Backbone
+from models.base import Features, Memory, ModelSizes
+from models.caption_masks import CaptionMasks
+from models.captioner import Captioner
+from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from models.decoding import greedy
+from models.encoder_decoder import EncoderDecoder
+from models.layers import Dropout
+from models.registry import build_model
+from pipeline.config.sections import ScstSection, StageSection
+from pipeline.training import objectives
+from pipeline.training.batches import Batch
+from pipeline.training.objectives import StepOutput, scst_objective
+from tests.support.models import one_thread as one_thread
+
+IMAGES, SAMPLES, MAX_LENGTH = 3, 3, 6
+SOS, EOS, PAD, VOCABULARY = 0, 1, 2, 11
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL: dict[str, Any] = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
+SYSTEMS: dict[str, ModelConfig] = {
+    "expansionnet_v2": ExpansionNetConfig(**SMALL, dropout=0.3, static_expansion=(3, 2), dynamic_expansion=3),
+    "factorized": ExpansionNetConfig(
+        **SMALL, dropout=0.3, static_expansion=(3, 2), dynamic_expansion=2, expansion_dropout="factorized"
+    ),
+    "transformer": ExpansionNetConfig(**SMALL, name="transformer", dropout=0.3),
+    "meshed_memory": MeshedMemoryConfig(**SMALL, dropout=0.3, num_memory_slots=2),
+    "clustformer": ClustFormerConfig(**SMALL, dropout=0.3),
+}
+# with these, some images end early, and others have long captions
+SEEDS = {"expansionnet_v2": 6, "factorized": 2, "transformer": 1, "meshed_memory": 6, "clustformer": 7}
+SWIN = BackboneConfig(image_size=32, embed_dim=4, depths=(1, 2), num_heads=(1, 2), window_size=4, drop_path=0.5)
+
+
+def make_captioner(config: ModelConfig, backbone: BackboneConfig | None = None, seed: int = 1) -> Captioner:
+    """A float64 captioner in training mode, sharp enough that captions differ in probability."""
+    torch.manual_seed(seed)
+    swin = None if backbone is None else Backbone(backbone)
+    width = 7 if swin is None else swin.width
+    model = build_model(config, ModelSizes(width, VOCABULARY, MAX_LENGTH, SOS, EOS, PAD))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3)  # type: ignore[union-attr, operator]
+    # captions end early, and PAD is no word of them
+    offset = torch.zeros(VOCABULARY, dtype=torch.float64).index_put((torch.tensor([EOS, PAD]),), torch.tensor([3.0, -1e4]).double())
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits + offset)  # type: ignore[union-attr]
+    return Captioner(model, swin).double().train()
+
+
+def reward_of(tokens: Tensor, indices: Tensor) -> Tensor:
+    """Any number that depends on the words and the image."""
+    places = torch.arange(1, tokens.shape[1] + 1)
+    return ((tokens * places).masked_fill(tokens == PAD, 0).sum(1) * (indices + 2) % 7).double()
+
+
+def run_objective(captioner: Captioner, wrapped: nn.Module | None = None, **settings: Any) -> tuple[StepOutput, Batch]:
+    """One step of SCST with its gradients in the captioner, seeded as the training loop does."""
+    section = {"num_samples": SAMPLES, "max_length": MAX_LENGTH, "sampling_dropout": True} | settings
+    stage = StageSection(name="s", objective="scst", epochs=1, batch_size=IMAGES, lr=1, scst=section)
+    generator = torch.Generator().manual_seed(7)
+    shape = (IMAGES, 4, 7) if captioner.backbone is None else (IMAGES, 3, 32, 32)
+    features = Features(torch.randn(shape, dtype=torch.float64, generator=generator))
+    empty = torch.zeros(IMAGES, 2, dtype=torch.int64)
+    batch = Batch(features, empty, torch.arange(0), torch.arange(IMAGES), IMAGES, IMAGES)
+    run = scst_objective(stage, reward_of, torch.arange(IMAGES), PAD, ("a",) * VOCABULARY)  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    captioner.zero_grad()
+    output = run(wrapped or captioner, captioner, batch, torch.Generator().manual_seed(3))
+    output.loss.backward()
+    return output, batch
+
+
+def gradients(captioner: Captioner) -> dict[str, Tensor]:
+    return {name: each.grad.clone() for name, each in captioner.named_parameters() if each.grad is not None}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[CaptionMasks]:
+    """The masks of the steps of SCST."""
+    made: list[CaptionMasks] = []
+
+    class Recorded(CaptionMasks):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(objectives, "CaptionMasks", Recorded)
+    return made
+
+
+class PrefixMasks:
+    """The same masks for passes over prefixes, looked up element by element.
+
+    sources[r][t] is the row that had the caption of row r at position t.
+    """
+
+    def __init__(self, drawn: list[Tensor]) -> None:
+        self.drawn, self.calls, self.sources = drawn, 0, [[0]]
+
+    def begin_pass(self, length: int) -> None:
+        assert all(len(row) == length for row in self.sources)
+        self.calls = 0
+
+    def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
+        mask = self._next()
+        return torch.stack([torch.stack([mask[t, source] for t, source in enumerate(row)]) for row in self.sources])
+
+    def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
+        mask, positions = self._next(), range(len(self.sources[0]))
+
+        def of_row(row: list[int]) -> Tensor:
+            return torch.stack([torch.stack([mask[s, t, row[max(s, t)]] for t in positions]) for s in positions])
+
+        return torch.stack([of_row(row) for row in self.sources])
+
+    def _next(self) -> Tensor:
+        self.calls += 1
+        return self.drawn[self.calls - 1]
+
+
+def prefix_log_probs(model: EncoderDecoder, memory: Memory, masks: PrefixMasks, prefixes: Sequence[Any]) -> Tensor:
+    """Log-probabilities (R, V) of the word after each prefix, with the graph. A row is (tokens, sources, ...)."""
+    masks.sources = [row[1] for row in prefixes]
+    return model.decode(memory, torch.tensor([row[0] for row in prefixes])).log_softmax(-1)[:, -1]
+
+
+Row = tuple[list[int], list[int], Tensor, bool]  # tokens, sources of masks, summed log-probability, whether it ended
+
+
+def slow_samples(step: Callable[[list[Row]], Tensor], temperature: float) -> list[Row]:
+    generator = torch.Generator().manual_seed(3)
+    rows: list[Row] = [([SOS], [], torch.zeros(()), False) for _ in range(IMAGES * SAMPLES)]
+    for _ in range(MAX_LENGTH - 1):
+        rows = [(tokens, [*sources, r], total, ended) for r, (tokens, sources, total, ended) in enumerate(rows)]
+        log_probs = step(rows)
+        uniform = torch.rand(len(rows), dtype=torch.float64, generator=generator)
+        offered = (log_probs.detach() / temperature).softmax(-1).cumsum(-1)
+        for r, (tokens, sources, total, ended) in enumerate(rows):
+            word = PAD if ended else int((offered[r] <= uniform[r]).sum())
+            total = total if ended else total + log_probs[r, word]
+            rows[r] = ([*tokens, word], sources, total, ended or word == EOS)
+    return rows
+
+
+def slow_beams(step: Callable[[list[Row]], Tensor]) -> list[Row]:
+    rows: list[Row] = [([SOS], [], torch.zeros(()), False) for _ in range(IMAGES * SAMPLES)]
+    for position in range(MAX_LENGTH - 1):
+        rows = [(tokens, [*sources, r], total, ended) for r, (tokens, sources, total, ended) in enumerate(rows)]
+        log_probs = step(rows)
+        found: list[Row] = []
+        for image in range(IMAGES):
+            candidates: list[Row] = []
+            for r in range(image * SAMPLES, image * SAMPLES + (SAMPLES if position else 1)):
+                tokens, sources, total, ended = rows[r]
+                if ended:
+                    candidates.append(([*tokens, PAD], sources, total, True))
+                else:
+                    continued = log_probs[r] + total
+                    candidates += [([*tokens, w], sources, continued[w], w == EOS) for w in range(VOCABULARY)]
+            found += sorted(candidates, key=lambda row: -row[2].item())[:SAMPLES]
+        rows = found
+    return rows
+
+
+def slow_loss(captioner: Captioner, batch: Batch, drawn: list[Tensor], section: ScstSection) -> tuple[Tensor, Tensor]:
+    """The loss of sampling that keeps the graph, and its captions (R, MAX_LENGTH)."""
+    model, masks = captioner.model, PrefixMasks(drawn)
+    assert isinstance(model, EncoderDecoder)
+    torch.manual_seed(5)
+    memory = captioner.encode(batch.features)
+    decoder = [module for module in model.modules() if isinstance(module, Dropout | EncoderDecoder)]
+    for module in decoder:
+        module.masks = masks  # type: ignore[assignment]
+
+    def step(rows: list[Row]) -> Tensor:
+        return prefix_log_probs(model, memory, masks, rows)
+
+    rows = slow_beams(step) if section.sampler == "beam" else slow_samples(step, section.temperature)
+    for module in decoder:
+        module.masks = None
+    tokens = torch.tensor([row[0] for row in rows])
+    rewards = reward_of(tokens, torch.arange(IMAGES).repeat_interleave(SAMPLES)).view(IMAGES, SAMPLES)
+    advantage = rewards - (rewards.sum(1, keepdim=True) - rewards) / (SAMPLES - 1)
+    return -(advantage.flatten() * torch.stack([row[2] for row in rows])).mean(), tokens
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.5}, {"sampler": "beam"}], ids=str)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_gradient_is_that_of_sampling_with_the_graph(
+    system: str, settings: dict[str, Any], recorded: list[CaptionMasks]
+) -> None:
+    captioner = make_captioner(SYSTEMS[system], seed=SEEDS[system])
+    output, batch = run_objective(captioner, **settings)
+    ours = gradients(captioner)
+    captioner.zero_grad()
+    loss, tokens = slow_loss(captioner, batch, recorded[0].drawn, ScstSection(**settings))
+    loss.backward()
+    assert len(recorded[0].rows) < len(tokens), "no image left sampling early"
+    assert bool((tokens[:, 3] != PAD).any()) and len(set(map(tuple, tokens.tolist()))) > IMAGES
+    torch.testing.assert_close(output.loss, loss, rtol=1e-9, atol=1e-9)
+    theirs = gradients(captioner)
+    assert ours.keys() == theirs.keys() == dict(captioner.named_parameters()).keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_gradient_passes_through_stochastic_depth(checkpointing: bool, recorded: list[CaptionMasks]) -> None:
+    """End to end: the backbone runs once, also where its activations are computed again for the gradient."""
+    captioner = make_captioner(SYSTEMS["expansionnet_v2"], SWIN)
+    assert captioner.backbone is not None
+    captioner.backbone.set_gradient_checkpointing(checkpointing)
+    output, batch = run_objective(captioner)
+    ours = gradients(captioner)
+    captioner.backbone.set_gradient_checkpointing(False)
+    captioner.zero_grad()
+    loss, _ = slow_loss(captioner, batch, recorded[0].drawn, ScstSection())
+    loss.backward()
+    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-9)
+    for name, gradient in gradients(captioner).items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-10)
+
+
+def test_a_greedy_baseline_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[Tensor] = []
+    rewarded = reward_of
+
+    def recording(tokens: Tensor, indices: Tensor) -> Tensor:
+        scored.append(tokens)
+        return rewarded(tokens, indices)
+
+    monkeypatch.setattr("tests.unit.training.test_sampling_dropout.reward_of", recording)
+    captioner = make_captioner(SYSTEMS["meshed_memory"])
+    _, batch = run_objective(captioner, baseline="greedy")
+    run_objective(captioner, baseline="mean")
+    assert captioner.training
+    captioner.eval()
+    best = greedy(captioner.model, captioner.encode(batch.features), max_length=MAX_LENGTH).tokens[:, 0]
+    samples, baseline, others = scored
+    assert torch.equal(baseline, best)
+    assert torch.equal(samples, others), "the baseline changes no sample"
+
+
+def test_without_sampling_dropout_another_pass_has_the_dropout() -> None:
+    """The default, bit for bit: samples without dropout, then a pass of the wrapped module with it."""
+    captioner = make_captioner(SYSTEMS["clustformer"])
+    output, batch = run_objective(captioner, sampling_dropout=False)
+    ours = gradients(captioner)
+    captioner.zero_grad()
+    captioner.eval()
+    with torch.no_grad():
+        memory = captioner.encode(batch.features)
+        generator = torch.Generator().manual_seed(3)
+        tokens = objectives.sample(
+            captioner.model, memory, num_samples=SAMPLES, max_length=MAX_LENGTH, generator=generator
+        ).tokens.flatten(0, 1)
+    captioner.train()
+    torch.manual_seed(5)
+    log_probs = objectives.caption_log_probs(captioner(batch.features, tokens[:, :-1]), tokens, PAD)
+    rewards = reward_of(tokens, torch.arange(IMAGES).repeat_interleave(SAMPLES)).view(IMAGES, SAMPLES)
+    advantage = (rewards - (rewards.sum(1, keepdim=True) - rewards) / (SAMPLES - 1)).flatten()
+    loss = -(advantage * log_probs).sum() / (IMAGES * SAMPLES)
+    loss.backward()
+    assert torch.equal(output.loss, loss)
+    assert all(torch.equal(gradient, ours[name]) for name, gradient in gradients(captioner).items())
+
+
+def test_a_step_is_repeated_bit_for_bit() -> None:
+    """As a resumed run does: the masks come from the generators that the step seeds."""
+    captioner = make_captioner(SYSTEMS["expansionnet_v2"])
+    first, before = run_objective(captioner)[0], gradients(captioner)
+    torch.rand(5)
+    again = run_objective(captioner)[0]
+    assert torch.equal(first.loss, again.loss)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(captioner).items())
+
+
+def test_workers_exchange_the_gradient() -> None:
+    """The pass that carries the gradient is the wrapped module's forward pass, so that DDP sees all of it."""
+    captioner = make_captioner(SYSTEMS["meshed_memory"])
+    run_objective(captioner)
+    alone, exchanged = gradients(captioner), []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(captioner)
+
+        def double(state: object, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
+            exchanged.append(bucket.buffer().numel())
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(2 * bucket.buffer())
+            return future
+
+        wrapped.register_comm_hook(None, double)
+        run_objective(captioner, wrapped)
+    finally:
+        dist.destroy_process_group()
+    assert sum(exchanged) == sum(each.numel() for each in captioner.parameters())
+    for name, gradient in gradients(captioner).items():
+        torch.testing.assert_close(gradient, 2 * alone[name])
