@@ -35,6 +35,9 @@ def constraints(
     overlap: Annotated[
         float, typer.Option(help="Of two boxes whose overlap exceeds this, the more general class is left out.")
     ] = 0.85,
+    at_least: Annotated[
+        int | None, typer.Option(min=1, help="A caption must satisfy this many of an image's constraints; else all.")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="A bundle: leave out classes whose words it lacks.")] = None,
 ) -> int:
     """Turn detected objects into words for captions.
@@ -62,7 +65,7 @@ def constraints(
         for image, image_boxes in boxes.items()
     }
     # A constraint is a tuple of alternatives, of which the caption must contain one. Here each has one alternative.
-    write_constraints(out, {image: [(label,) for label in words] for image, words in chosen.items()})
+    write_constraints(out, {image: [(label,) for label in words] for image, words in chosen.items()}, at_least)
     all_words = [label for words in chosen.values() for label in words]
     logger.info(
         f"{labels.total()} detections in {len(boxes)} images: {len(all_words)} constraints in "

@@ -31,7 +31,6 @@ MAX_STATES = 256
 class ConstraintAutomaton:
     """The finite-state automaton of one image's constraints; state 0 is the start."""
 
-    count: int  # number of constraints
     num_required: int  # number of constraints that a caption must satisfy
     num_satisfied: tuple[int, ...]  # for each state, the number of constraints that a caption in it satisfies
     steps: tuple[dict[int, int], ...]  # for each state, the next state after each word of the constraints
@@ -91,9 +90,8 @@ def build_automaton(
         steps.append(transitions)
         rest.append(state_number(satisfied, ()))
     num_satisfied = tuple(satisfied.bit_count() for satisfied, _ in states)
-    count = len(constraints)
-    required = count if at_least is None else min(at_least, count)
-    return ConstraintAutomaton(count, required, num_satisfied, tuple(steps), tuple(rest))
+    required = len(constraints) if at_least is None else min(at_least, len(constraints))
+    return ConstraintAutomaton(required, num_satisfied, tuple(steps), tuple(rest))
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 A file has one JSON line per image: {"image_id": 17, "constraints": ["horse", ["traffic light", "stoplight"]]}. A
 constraint is a word, a phrase, or a list of alternatives. A caption satisfies it by containing one of the alternatives.
-Images without a line have no constraints.
+It must satisfy all constraints of its image, or as many as the optional key "at_least" says: the nocaps paper requires
+2 of 3. Images without a line have no constraints.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from models.constraints import ConstraintAutomaton, build_automaton
 from pipeline.data.vocabulary import Vocabulary
@@ -20,7 +22,16 @@ from pipeline.untrusted.files import read_document
 from pipeline.untrusted.names import quoted
 
 Alternatives = tuple[str, ...]
-Constraints = dict[int, tuple[Alternatives, ...]]
+
+
+class ImageConstraints(NamedTuple):
+    """The constraints of an image. A caption must satisfy `at_least` of them, or all if None."""
+
+    constraints: tuple[Alternatives, ...]
+    at_least: int | None = None
+
+
+Constraints = dict[int, ImageConstraints]
 
 
 def read_constraints(path: Path) -> Constraints:
@@ -36,11 +47,9 @@ def read_constraints(path: Path) -> Constraints:
         try:
             row = parse_json(line, "it")
             image = row["image_id"]
-            if not isinstance(row["constraints"], list):
-                raise ValueError("constraints must be a list")
-            image_constraints = tuple(_alternatives(constraint) for constraint in row["constraints"])
             if type(image) is not int:  # isinstance would accept true and false
                 raise ValueError("image_id must be a whole number")
+            image_constraints = _image_constraints(row)
         except (ValueError, KeyError, TypeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(
@@ -54,6 +63,19 @@ def read_constraints(path: Path) -> Constraints:
     return constraints
 
 
+def _image_constraints(row: Any) -> ImageConstraints:
+    """The constraints in a line of a file. ValueError, KeyError or TypeError for a malformed line."""
+    values, at_least = row["constraints"], row.get("at_least")
+    if not isinstance(values, list):
+        raise ValueError("constraints must be a list")
+    if at_least is not None and (type(at_least) is not int or not 1 <= at_least <= len(values)):
+        raise ValueError(
+            f"at_least is {quoted(at_least)}; it must be a whole number from 1 to the number of constraints, "
+            f"{len(values)}"
+        )
+    return ImageConstraints(tuple(map(_alternatives, values)), at_least)
+
+
 def _alternatives(value: object) -> Alternatives:
     """One constraint of a file as a tuple of alternatives. ValueError for other JSON."""
     words = [value] if isinstance(value, str) else value
@@ -62,13 +84,21 @@ def _alternatives(value: object) -> Alternatives:
     return tuple(words)
 
 
-def write_constraints(path: Path, constraints: Mapping[int, Sequence[Sequence[str]]]) -> None:
-    """Writes the file that `read_constraints` reads; images without constraints are left out."""
+def write_constraints(
+    path: Path, constraints: Mapping[int, Sequence[Sequence[str]]], at_least: int | None = None
+) -> None:
+    """Writes the file that `read_constraints` reads; images without constraints are left out.
+
+    at_least: the number of constraints that a caption must satisfy, of an image that has more; None for all.
+    """
     lines = []
     for image, image_constraints in constraints.items():
         if image_constraints:
             values = [words[0] if len(words) == 1 else list(words) for words in image_constraints]
-            lines.append(json.dumps({"image_id": image, "constraints": values}) + "\n")
+            row: dict[str, Any] = {"image_id": image, "constraints": values}
+            if at_least is not None and at_least < len(values):
+                row["at_least"] = at_least
+            lines.append(json.dumps(row) + "\n")
     write_text(path, "".join(lines))
 
 
@@ -91,7 +121,7 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
     Raises UserError, which names `file`, for a word outside the vocabulary and for too many constraints.
     """
     automata = {}
-    for image, image_constraints in constraints.items():
+    for image, (image_constraints, at_least) in constraints.items():
         label = f"constraints {file}: image {quoted(image)}"
         ids = []
         for alternatives in image_constraints:
@@ -105,7 +135,7 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
                 raise UserError(f"{label} has the constraint {quoted(alternatives)}, without a word")
             ids.append([tuple(vocabulary.ids[word] for word in words) for words in tokens])
         try:
-            automata[image] = build_automaton(ids, len(vocabulary))
+            automata[image] = build_automaton(ids, len(vocabulary), at_least)
         except ValueError as error:
             raise UserError(f"{label}: {error}") from error
     return automata

@@ -61,7 +61,11 @@ def split_result(
     alignment = mean_alignment(best.values())
     if alignment is not None:
         logger.info(f"{label}alignment of words and patches {alignment:.3f}")
-    satisfied = {image: (best[image].num_satisfied or 0, automata[image].count) for image in best if image in automata}
+    satisfied = {
+        image: (hypothesis.num_satisfied or 0, automata[image].num_required)
+        for image, hypothesis in best.items()
+        if image in automata
+    }
     counts = ConstraintCounts.tally(satisfied) if satisfied else None
     if counts is not None:
         logger.info(f"{label}{counts}")

@@ -29,25 +29,27 @@ class Hypothesis(NamedTuple):
 
 
 class ConstraintCounts(NamedTuple):
-    """The number of images with constraints, and of those whose caption satisfies all, some or none of them."""
+    """The number of images with constraints, and of those whose caption satisfies all that it must, fewer, or none."""
 
     images: int
     all: int
     some: int
     none: int
-    not_held: list[int]  # the images whose caption does not satisfy all of its constraints
+    not_held: list[int]  # the images whose caption satisfies fewer constraints than it must
 
     @classmethod
     def tally(cls, satisfied: Mapping[int, tuple[int, int]]) -> ConstraintCounts:
-        """Counts images. satisfied: {image id: (number of satisfied constraints, number of constraints)}."""
+        """Counts images. satisfied: {image id: (number of satisfied constraints, number of required ones)}."""
         constrained = {image: counts for image, counts in satisfied.items() if counts[1]}
-        incomplete = [image for image, (num_satisfied, total) in constrained.items() if num_satisfied < total]
+        incomplete = [image for image, (num_satisfied, required) in constrained.items() if num_satisfied < required]
         num_none = sum(num_satisfied <= 0 for num_satisfied, _ in constrained.values())
         num_all, num_some = len(constrained) - len(incomplete), len(incomplete) - num_none
         return cls(len(constrained), num_all, num_some, num_none, incomplete)
 
     def __str__(self) -> str:
-        return f"{self.all} of {self.images} captions hold all of their constraints, {self.some} some, {self.none} none"
+        return (
+            f"{self.all} of {self.images} captions hold the required constraints, {self.some} fewer, {self.none} none"
+        )
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ def detections(inputs: Small, case: Case) -> Callable[[], object]:
 
 def constraint_files(_: Any, case: Case) -> Callable[[], object]:
     """A hostile constraint file is read and becomes automata."""
-    rows = [{"image_id": n, "constraints": ["cat", ["red", "mat"]]} for n in range(6)]
+    rows = [{"image_id": n, "constraints": ["cat", ["red", "mat"]], "at_least": 1} for n in range(6)]
     row = case.random.randrange(6)
     rows[row] = mutated_tree(rows[row], case.random, list(RAW_JSON))
     text = "\n".join(map(as_json, rows)).encode(errors="surrogatepass")

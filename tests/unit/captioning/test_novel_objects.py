@@ -15,7 +15,7 @@ from jobs.constraints import constraints as make_constraints
 from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import CaptionSearch, caption_batches
-from pipeline.captioning.constraints import build_automata, read_constraints, write_constraints
+from pipeline.captioning.constraints import ImageConstraints, build_automata, read_constraints, write_constraints
 from pipeline.captioning.detections import (
     EXCLUDED,
     Detection,
@@ -63,8 +63,11 @@ def hierarchy(folder: Path, tree: Any = TREE) -> Path:
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     made = {3: [("horse",), ("traffic light", "stoplight")], 4: [], 5: [("cart",)]}
+    both, one = (("horse",), ("traffic light", "stoplight")), ImageConstraints((("cart",),))
     write_constraints(tmp_path / "c.jsonl", made)
-    assert read_constraints(tmp_path / "c.jsonl") == {3: (("horse",), ("traffic light", "stoplight")), 5: (("cart",),)}
+    assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both), 5: one}
+    write_constraints(tmp_path / "c.jsonl", made, at_least=1)
+    assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both, 1), 5: one}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,9 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ('{"image_id": 2, "constraints": [3]}', "neither a word nor a list"),
         ('{"image_id": 2, "constraints": [[]]}', "neither a word nor a list"),
         ('{"image_id": 1, "constraints": []}', "names image 1 again"),
+        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": 3}', "at_least is 3; .* constraints, 2"),
+        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": 0}', "at_least is 0"),
+        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": true}', "at_least is True"),
     ],
 )
 def test_malformed_files_are_refused_with_the_line(tmp_path: Path, line: str, words: str) -> None:
@@ -88,18 +94,18 @@ def test_malformed_files_are_refused_with_the_line(tmp_path: Path, line: str, wo
 
 
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
-    automata = build_automata({7: (("red cat", "mat"),)}, WORDS, "c.jsonl")
+    automata = build_automata({7: ImageConstraints((("red cat", "mat"),))}, WORDS, "c.jsonl")
     ids = WORDS.ids
     assert automata[7].num_satisfied[follow(automata[7], [ids["red"], ids["cat"]])] == 1
     assert automata[7].num_satisfied[follow(automata[7], [ids["red"], ids["mat"]])] == 1
     assert automata[7].num_satisfied[follow(automata[7], [ids["red"], ids["sits"], ids["cat"]])] == 0
     with pytest.raises(UserError, match="image 7 needs the word 'dog', which is not among the model's 11 words"):
-        build_automata({7: (("red dog",),)}, WORDS, "c.jsonl")
+        build_automata({7: ImageConstraints((("red dog",),))}, WORDS, "c.jsonl")
     with pytest.raises(UserError, match="without a word"):
-        build_automata({7: (("...",),)}, WORDS, "c.jsonl")
+        build_automata({7: ImageConstraints((("...",),))}, WORDS, "c.jsonl")
     many = tuple((word,) for word in ("a", "cat", "mat", "on", "red", "sits", "the", "red mat", "on the"))
     with pytest.raises(UserError, match="image 8: 9 constraints need more than 256 states"):
-        build_automata({8: many}, WORDS, "c.jsonl")
+        build_automata({8: ImageConstraints(many)}, WORDS, "c.jsonl")
 
 
 def test_overlaps_are_resolved_by_the_hierarchy(tmp_path: Path) -> None:
@@ -184,13 +190,15 @@ def test_the_command_writes_constraints_of_words_in_the_vocabulary(
     bundle, out = make_bundle(tmp_path / "bundle"), tmp_path / "c.jsonl"
     command = ["constraints", "--detections", str(tmp_path / "boxes.jsonl"), "--out", str(out)]
     assert main([*command, "--hierarchy", str(hierarchy(tmp_path)), "--model", str(bundle)]) == 0
-    assert read_constraints(out) == {1: (("cat",),), 2: (("mat",),)}
+    assert read_constraints(out) == {1: ImageConstraints((("cat",),)), 2: ImageConstraints((("mat",),))}
     said = capsys.readouterr().out
     assert "2 constraints in 2 images" in said and "left out because the model lacks their words: 1 (animal)" in said
     assert main([*command, "--hierarchy", str(tmp_path / "boxes.jsonl")]) == 2
     (tmp_path / "no.txt").write_text("Mat\n")
     assert make_constraints(tmp_path / "boxes.jsonl", out, exclude=tmp_path / "no.txt", most=1) == 0
-    assert read_constraints(out) == {1: (("animal",),), 3: (("man",),)}
+    assert read_constraints(out) == {1: ImageConstraints((("animal",),)), 3: ImageConstraints((("man",),))}
+    assert main([*command, "--at-least", "1"]) == 0
+    assert read_constraints(out)[1] == ImageConstraints((("animal",), ("cat",)), 1)
 
 
 class FewImages(Images):
@@ -224,7 +232,8 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     torch.manual_seed(3)
     images = FewImages(torch.randn(5, 4, 16))
     settings = EvaluationSection(beam_size=3, max_length=9, batch_size=2, num_results=2)
-    automata = build_automata({2: (("mat",), ("red cat", "sits")), 5: (("the",),)}, WORDS, "c")
+    wanted = {2: ImageConstraints((("mat",), ("red cat", "sits"))), 5: ImageConstraints((("the",),))}
+    automata = build_automata(wanted, WORDS, "c")
     search = CaptionSearch(settings, WORDS, with_alignment=True)
     plain, _ = caption_split([bundle.captioner], [images], search, WHOLE)
     found, _ = caption_split([bundle.captioner], [images], search, WHOLE, automata)
@@ -240,18 +249,25 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     with on_message(said.append):
         entry = split_result("test", best, automata, {}, "search  ").to_json()
     assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
-    assert said[1:] == ["search  2 of 2 captions hold all of their constraints, 0 some, 0 none"]
+    assert said[1:] == ["search  2 of 2 captions hold the required constraints, 0 fewer, 0 none"]
     assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
     aligned = [own[0].alignment for own in found.values()]
     assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
     # too short for all of them: as many as fit
     short = settings.model_copy(update={"max_length": 3})
-    automata |= build_automata({2: (("mat",), ("sits",), ("the",))}, WORDS, "c")
+    three = (("mat",), ("sits",), ("the",))
+    automata |= build_automata({2: ImageConstraints(three)}, WORDS, "c")
     cut, _ = caption_split([bundle.captioner], [images], CaptionSearch(short, WORDS), WHOLE, automata)
     with on_message(said.append):
         best = {image: own[0] for image, own in cut.items()}
         entry = split_result("test", best, automata, {}, "").to_json()
     assert entry["constraints"]["not_held"] == [2] and entry["constraints"]["some"] == 1
+    automata |= build_automata({2: ImageConstraints(three, at_least=2)}, WORDS, "c")
+    two, _ = caption_split([bundle.captioner], [images], search, WHOLE, automata)
+    assert two[2][0].num_satisfied is not None and two[2][0].num_satisfied >= 2
+    best = {image: own[0]._replace(num_satisfied=2) for image, own in two.items()}
+    entry = split_result("test", best, automata, {}, "").to_json()
+    assert entry["constraints"]["not_held"] == [], "2 of 3 are as many as required"
 
 
 def test_a_split_in_bfloat16(tmp_path: Path) -> None:

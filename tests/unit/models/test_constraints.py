@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from models.base import CaptionModel, Features, ModelSizes
@@ -44,7 +44,7 @@ def test_the_machine_knows_what_a_caption_holds(constraints: Constraints, words:
     """Overlapping, repeated and nested alternatives with it."""
     machine = build_automaton(constraints, 6)
     assert machine.num_satisfied[follow(machine, words)] == number_held(words, constraints)
-    assert machine.count == len(constraints)
+    assert machine.num_required == len(constraints)
 
 
 def test_states_are_the_subsets_of_single_words() -> None:
@@ -55,20 +55,22 @@ def test_states_are_the_subsets_of_single_words() -> None:
 
 
 SHORT = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
-FEW = st.lists(st.lists(SHORT, min_size=1, max_size=2), max_size=2)
+FEW = st.lists(st.lists(SHORT, min_size=1, max_size=2), max_size=3)
+REQUIRED = st.one_of(st.none(), st.integers(1, 3))
 
 
-@given(st.integers(0, 10**6), FEW, FEW, st.booleans())
+@given(st.integers(0, 10**6), FEW, FEW, st.tuples(REQUIRED, REQUIRED), st.booleans())
+@example(0, [[(0,)], [(2,)], [(3,)]], [[(0,)], [(3,)]], (2, 1), True)
 @settings(max_examples=6, deadline=None)
 def test_a_beam_as_wide_as_the_tree_is_brute_force(
-    seed: int, first: Constraints, second: Constraints, normalized: bool
+    seed: int, first: Constraints, second: Constraints, at_least: tuple[int | None, int | None], normalized: bool
 ) -> None:
-    """Two images with constraints of their own; where no caption can hold all, those that hold the most."""
+    """Two images with constraints of their own; where no caption can hold all required ones, those that hold most."""
     model = tiny(seed, vocabulary=4, positions=4)
     features = features_for(2)
     captions = every_caption(4, 4)
     both = [first, second]
-    machines = [build_automaton(constraints, 4) for constraints in both]
+    machines = [build_automaton(constraints, 4, required) for constraints, required in zip(both, at_least, strict=True)]
     found = constrained_beam_search(
         model, model.encode(Features(features)), machines, beam_size=len(captions), max_length=4, num_results=3,
         length_normalization=normalized,
@@ -76,13 +78,15 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
     for image, constraints in enumerate(both):
         sums = log_probabilities(model, features[image : image + 1], captions)
         value = {c: s / len(c) if normalized else s for c, s in sums.items()}
-        most = max(number_held(caption[1:], constraints) for caption in captions)
-        fit = [caption for caption in captions if number_held(caption[1:], constraints) == most]
+        required = len(constraints) if at_least[image] is None else at_least[image]
+        held = {caption: number_held(caption[1:], constraints) for caption in captions}
+        most = max(min(number, required) for number in held.values())
+        fit = [caption for caption in captions if held[caption] >= most]
         best = sorted(fit, key=lambda caption: -value[caption])[:3]
         for place, caption in enumerate(best):
             assert float(found.scores[image, place]) == pytest.approx(value[caption], abs=1e-5)
-            assert int(found.num_satisfied[image, place]) == most
             tokens = texts(found, image)[place]
+            assert int(found.num_satisfied[image, place]) == held[tuple(tokens)]
             assert value[tuple(tokens)] == pytest.approx(value[caption], abs=1e-9)
             assert float(found.log_probs[image, place].sum()) == pytest.approx(sums[tuple(tokens)], abs=1e-5)
         assert bool(found.scores[image, len(best) :].isneginf().all())

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from pipeline.captioning.constraints import read_constraints
+from pipeline.captioning.constraints import ImageConstraints, read_constraints
 from pipeline.captioning.detections import read_detections, read_hierarchy
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import Dataset, read_annotations
@@ -259,7 +259,7 @@ def test_boxes_of_any_number_and_size(tmp_path: Path) -> None:
         boxes.write_text("\n".join(BOX.replace("[0, 0, 4, 6]", box).replace("dog", name) for name in ("dog", "animal")))
         command = ["constraints", "--detections", str(boxes), "--hierarchy", str(tree), "--out", str(out)]
         assert main(command) == 0
-        assert read_constraints(out) == {1: (("dog",), ("animal",))}
+        assert read_constraints(out) == {1: ImageConstraints((("dog",), ("animal",)))}
     boxes.write_text(f"{BOX}\n" * 1001)
     with pytest.raises(UserError, match="image 1 has more than 1000 boxes"):
         read_detections(boxes)

@@ -51,7 +51,10 @@ BOXES = {
 }
 BOX_ROWS = [{"image_id": 1, "label": name, "score": 0.5, "box": [0, 0, 4, 6]} for name in ("dog", "animal")]
 TREE = {"LabelName": "animal", "Subcategory": [{"LabelName": "dog"}, {"LabelName": "cat", "Subcategory": []}]}
-CONSTRAINTS = [{"image_id": 1, "constraints": ["horse", ["cart", "red wagon"]]}, {"image_id": 2, "constraints": []}]
+CONSTRAINTS = [
+    {"image_id": 1, "constraints": ["horse", ["cart", "red wagon"]], "at_least": 1},
+    {"image_id": 2, "constraints": []},
+]
 VOCABULARY = {"tokenizer": "spacy", "words": ["PAD", "SOS", "EOS", "UNK", "cat"]}
 GLOVE = b"3 2\ncat 0.5 -1\ndog 1e-3 2\n"
 CSV = b'image,id,captions,split\n1.png,1,"[""a cat"", ""cats""]",train\n2.png,2,a dog,val\n'
