@@ -50,6 +50,11 @@ class Captioned(NamedTuple):
         """The best caption of each image."""
         return {image: ranked[0] for image, ranked in self.hypotheses.items()}
 
+    def of(self, images: Sequence[int]) -> Captioned:
+        """The part of these images."""
+        hypotheses = {image: self.hypotheses[image] for image in images if image in self.hypotheses}
+        return Captioned(hypotheses, {image: self.unreadable[image] for image in images if image in self.unreadable})
+
 
 @dataclass(frozen=True)
 class RunModel:

@@ -27,7 +27,7 @@ from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.captioning.protocols import ensemble_protocol, search_settings, searched
-from pipeline.config.load import load_config
+from pipeline.config.load import load_config, with_data
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_annotations
 from pipeline.data.synthetic import main_object_accuracy
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL_IMAGES = "all"  # the name for --split that selects every image
+SERVER_IMAGES = {"test2014": 40_775, "val2014": 40_504}  # the images that COCO's evaluation server scores
 
 
 def evaluate(
@@ -68,13 +69,16 @@ def evaluate(
         typer.Option("--model", help="A model bundle in place of the run's; several form an ensemble."),
     ] = None,
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Other images: a YAML file with data, and maybe features and evaluation.")
+    ] = None,
     compared: Annotated[
         str | None, typer.Option("--compare", help="Another bundle to compare with, caption by caption.")
     ] = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
     server: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also write the COCO server's result file and zip.")
+        str | None, typer.Option(metavar="NAME", help="Also write the file for COCO's evaluation server.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
@@ -91,14 +95,15 @@ def evaluate(
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     run_config = load_config(config, set_ or ())
+    evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))
-    constraint_file = constraints or run_config.evaluation.constraints
+    constraint_file = constraints or evaluated_config.evaluation.constraints
     check_resources(run_config, address)
-    _check_inputs(run_config, stage, constraint_file)
-    evaluation = Evaluation(run_config, models or (), features, constraint_file)
+    _check_inputs(evaluated_config, stage, constraint_file)
+    evaluation = Evaluation(evaluated_config, models or (), features, constraint_file, data)
     compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
-    evaluation.find_images(splits or (), stage, out)
+    evaluation.find_images(splits or (), run_config, stage, out)
     bundles = evaluation.bundles
     tasks = evaluation.tasks(bundles[0])
     compared_tasks = {} if compared_bundle is None else evaluation.tasks(compared_bundle)
@@ -131,8 +136,8 @@ def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | 
 def output_folder(config: RunConfig, label: str, out: str | None) -> tuple[StoragePath, Path]:
     """Where the results of an evaluation go, and the local folder in which they are written.
 
-    The folders differ if the results go to S3; the local one is then a new one. label: the models' names. out: the
-    option --out; by default a folder of the storage.
+    The folders differ if the results go to S3; the local one is then a new one. label: the name of the default folder,
+    which is in the storage. out: the option --out.
     """
     default = config.storage_place / f"evaluations/{label}"
     place = storage_path(default if out is None else out, config.storage.options)
@@ -167,15 +172,21 @@ class Evaluation:
     """
 
     def __init__(
-        self, config: RunConfig, models: Sequence[str], features: str | None, constraints: Path | str | None
+        self,
+        config: RunConfig,
+        models: Sequence[str],
+        features: str | None,
+        constraints: Path | str | None,
+        data: Path | None,
     ) -> None:
         """Opens the bundles `models` (the option --model). Their protocol gives the settings that `config` does not.
 
-        features: a feature store. constraints: a file of words that captions must contain; None for no constraints.
-        Raises UserError.
+        config: with the images of the data file `data`, if there is one. features: a feature store. constraints: a file
+        of words that captions must contain; None for no constraints. Raises UserError.
         """
         self.config = config
         self.constraints = constraints
+        self.data_suffix = "" if data is None else f"-{data.stem}"
         self.store = None if features is None else storage_path(features, config.storage.options)
         if self.store is not None and next(iter(self.store.walk()), None) is None:
             raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
@@ -188,10 +199,10 @@ class Evaluation:
                 search = search.model_copy(update={"max_length": positions})
             self.config = config.model_copy(update={"evaluation": search})
 
-    def find_images(self, splits: Sequence[str], stage: str | None, out: str | None) -> None:
+    def find_images(self, splits: Sequence[str], run_config: RunConfig, stage: str | None, out: str | None) -> None:
         """Finds the data, the features and, without --model, the run's bundle. Raises UserError.
 
-        The parameters are options of `raycap evaluate`.
+        run_config: identifies the run. The other parameters are options of `raycap evaluate`.
         """
         from pipeline.data.loading import data_root, planned_data, snapshot_of
 
@@ -199,7 +210,7 @@ class Evaluation:
         if (planned := planned_data(config)) is not None:
             _images_by_split(planned, splits)  # refuses a wrong split before images are drawn
             if not self.bundles and config.home("") is None:
-                _require_any_run(config, stage)
+                _require_any_run(run_config, stage)
         # These data include images without references, which are captioned and not scored.
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         _images_by_split(dataset, splits)
@@ -211,11 +222,11 @@ class Evaluation:
             captioned = snapshot_of(dataset, config)[0].readable()
         self.images_by_split, self.dataset = _images_by_split(captioned, splits), dataset
         if not self.bundles:
-            bundle, run_config = _run_bundle(config, stage)
-            self.bundles, self.config = [bundle], with_kept_precision(config, run_config)
+            bundle, kept_config = _run_bundle(run_config, stage)
+            self.bundles, self.config = [bundle], with_kept_precision(config, kept_config)
         # The label is cut because it is also a folder's name.
         self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
-        self.place, self.folder = output_folder(config, self.label, out)
+        self.place, self.folder = output_folder(config, f"{self.label}{self.data_suffix}", out)
 
     @cached_property
     def members(self) -> list[Protocol]:
@@ -273,19 +284,20 @@ class Evaluation:
     ) -> int:
         """Captions the images, and writes and uploads all results. Returns the number of images that cannot be read."""
         sources = [bundle_source(bundle, self.config) for bundle in self.bundles]
-        captioned = caption_on_cluster(sources, tasks, self.config, store=self.store)
+        captioned = self._caption(sources, tasks)
         others: dict[str, Captioned] = {}
         if compared_bundle is not None:
-            compared_sources = [bundle_source(compared_bundle, self.config)]
-            others = caption_on_cluster(compared_sources, compared_tasks, self.config, store=self.store)
+            others = self._caption([bundle_source(compared_bundle, self.config)], compared_tasks)
         entries, scored = {}, []
         for split, captions in captioned.items():
-            self._write_captions(split, captions, server)
+            self._write_captions(split, captions)
             automata = tasks[split].constraints
             result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
             entries[split], results = self.score(result, others.get(split))
             scored += [results] if results else []
         self.write_scores(entries, missing={})
+        if server is not None:
+            self._write_server_files(captioned, server)
         decorations = Decorations()
         for results in scored:
             with decorations.making(f"the report of {results[0].split}"):
@@ -293,14 +305,19 @@ class Evaluation:
         self.write_scores(entries, decorations.failed)
         logger.info(f"scores       {self.place / 'scores.json'}")
         decorations.log_failed()
-        return sum(len(captions.unreadable) for captions in captioned.values())
+        return len({image for captions in captioned.values() for image in captions.unreadable})
 
-    def _write_captions(self, split: str, captioned: Captioned, server: str | None) -> None:
-        """Writes predictions-SPLIT.json, n-best-SPLIT.jsonl if images have several captions, and the server's files.
+    def _caption(self, sources: Sequence[ModelSource], tasks: Mapping[str, SplitTask]) -> dict[str, Captioned]:
+        """Captions the images of each split, and each image once if one of the splits is every image."""
+        whole = {split: task for split, task in tasks.items() if len(task.images) == len(self.dataset)}
+        if not whole:
+            return caption_on_cluster(sources, tasks, self.config, store=self.store)
+        split = next(iter(whole))
+        (captions,) = caption_on_cluster(sources, {split: whole[split]}, self.config, store=self.store).values()
+        return {name: captions.of(task.images.column("image_id")) for name, task in tasks.items()}
 
-        server: the model's name in the names of the COCO server's files; None for no such files. Raises UserError when
-        images lack captions that the server needs.
-        """
+    def _write_captions(self, split: str, captioned: Captioned) -> None:
+        """Writes predictions-SPLIT.json, and n-best-SPLIT.jsonl if images have several captions."""
         best = {image: hypothesis.caption for image, hypothesis in captioned.best.items()}
         predictions = f"predictions-{split}.json"
         write_predictions(self.folder / predictions, best)
@@ -313,19 +330,28 @@ class Evaluation:
             n_best = f"n-best-{split}.jsonl"
             write_text(self.folder / n_best, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             logger.info(f"n best       {self.place / n_best}")
-        if server is None:
-            return
-        num_images = len(self.images_by_split[split])
-        if len(best) != num_images:
-            raise UserError(
-                f"--server: {len(best)} captions for the {num_images} images of {split}; the server takes all or none"
-            )
-        server_file = self.folder / f"captions_{split}_{server}_results.json"
-        archive_file = server_file.with_suffix(".zip")
-        write_predictions(server_file, best)
+
+    def _write_server_files(self, captioned: Mapping[str, Captioned], server: str) -> None:
+        """Writes captions_NAME_results.zip for COCO's evaluation server: a captions_SPLIT_NAME_results.json per split.
+
+        server: NAME in these names. Warns of images that are not the server's. UserError for images without a caption.
+        """
+        for split, captions in captioned.items():
+            num_captions, num_images = len(captions.best), len(self.images_by_split[split])
+            if num_captions != num_images:
+                raise UserError(
+                    f"--server: {num_captions} captions for the {num_images} images of {split}; the server takes all "
+                    "or none"
+                )
+        archive_file = self.folder / f"captions_{server}_results.zip"
         with zipfile.ZipFile(archive_file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.write(server_file, server_file.name)
-        logger.info(f"server       {self.place / archive_file.name}: {len(best)} rows")
+            for split in captioned:
+                predictions = self.folder / f"predictions-{split}.json"
+                archive.write(predictions, f"captions_{split}_{server}_results.json")
+        counts = {split: len(captions.best) for split, captions in captioned.items()}
+        logger.info(f"server       {self.place / archive_file.name}: {_counts(counts)}")
+        if counts != SERVER_IMAGES:
+            logger.warning(f"server       COCO's server takes {_counts(SERVER_IMAGES)} in one file")
 
     def write_scores(self, entries: Mapping[str, Any], missing: Mapping[str, str]) -> None:
         """Writes scores.json and uploads the results. entries: by split. missing: {report: reason}, of failed ones."""
@@ -345,16 +371,19 @@ class Evaluation:
         compared: the captions of the model of `--compare`; None without it. A split without references has no report.
         """
         result = self._with_scores(result)
-        if result.scores is None:
-            logger.info(f"{result.split} has no reference captions: captioned, not scored")
-            return result.to_json(), []
         published = self._published(result)
-        self._log_scores(result, result.scores, published)
         rows = [
             {"name": row.name, "table": row.table, "scores": row.scores, "difference": difference}
             for row, difference in published
         ]
-        entry, results = result.to_json() | {"published": rows}, [result]
+        entry = result.to_json() | {"published": rows}
+        if result.scores is None:
+            logger.info(f"{result.split} has no reference captions: captioned, not scored")
+            self._log_published(published)
+            return entry, []
+        self._log_scores(result, result.scores)
+        self._log_published(published)
+        results = [result]
         if compared is not None:
             results.append(self._compared_result(result, compared))
             entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
@@ -393,11 +422,14 @@ class Evaluation:
 
         return published_rows(self.protocol, result.split, scored_uris(result, self.images_by_split[result.split]))
 
-    def _log_scores(self, result: SplitResult, scores: Scores, published: Sequence[tuple[FinalRow, str]]) -> None:
-        """Logs the scores, and published scores on the same split to compare them with."""
+    def _log_scores(self, result: SplitResult, scores: Scores) -> None:
+        """Logs the scores."""
         logger.info(f"\n{result.split}, {len(scores.image_ids)} images{format_scores(scores)}")
         if result.main_object is not None:
             logger.info(f"  main object named in {result.main_object:.1%} of the captions")
+
+    def _log_published(self, published: Sequence[tuple[FinalRow, str]]) -> None:
+        """Logs printed scores, each with why ours cannot be compared."""
         for row, difference in published:
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
@@ -433,6 +465,10 @@ class Evaluation:
         name = f"report-{result.split}.html"
         write_report(self.folder / name, report)
         logger.info(f"report       {self.place / name}")
+
+
+def _counts(images: Mapping[str, int]) -> str:
+    return " and ".join(f"{count:,} captions of {split}" for split, count in images.items())
 
 
 def _images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Dataset]:

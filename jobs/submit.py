@@ -36,7 +36,7 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.load import load_config
+from pipeline.config.load import load_config, with_data
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runtime.log import unchanged_level
@@ -142,13 +142,17 @@ def _read(job: Job) -> _Content:
     path = Path(values["config"])
     if not path.is_file():
         raise UserError(f"configuration {path} does not exist; give the path of a YAML file")
-    check_texts(path, (), available)
+    data: Path | None = values.get("data")
+    for file in filter(None, (path, data)):
+        check_texts(file, (), available)
     with _placeholders(job.secrets):
         config = _load(job.command, path, values.get("set_") or ())
+        configs = [config] if data is None else [config, with_data(config, data)]
     folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
     files, packed = package_files(path, project_root(), folders)
     check_options(values, files)
-    return _Content(config.name, files, packed, check_local_paths(config, files))
+    warnings = dict.fromkeys(warning for each in configs for warning in check_local_paths(each, files))
+    return _Content(config.name, files, packed, list(warnings))
 
 
 def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:

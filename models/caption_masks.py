@@ -1,4 +1,4 @@
-"""The dropout masks of sampled captions: one set for the cached steps that sample them and for the pass that scores them.
+"""The dropout masks of sampled captions: one set for the cached steps that sample them and the pass that scores them.
 
 The gradient of the scoring pass is then that of the sampling itself. The n-th dropout of a step is the n-th dropout of
 the pass. A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code, which caches its

@@ -190,7 +190,7 @@ def check_options(values: Mapping[str, Any], packed: Container[str]) -> None:
     values: the arguments of a command by name. packed: the files that the job brings.
     """
     names = {"compare": "compared", "json": "json_file"}
-    options = ("compare", "features", "constraints", "out", "json")
+    options = ("compare", "data", "features", "constraints", "out", "json")
     named = [(option, values.get(names.get(option, option))) for option in options]
     for option, value in [*named, *(("model", model) for model in values.get("models") or ())]:
         if value is None or is_remote(str(value)) or expanded_path(value).is_absolute():

@@ -30,6 +30,7 @@ from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
 SectionType = TypeVar("SectionType")
 MAX_EXTENDED = 20  # files in a chain of `extends`
 MAX_KEY_PARTS = 20  # of a dotted key
+DATA_FILE_SECTIONS = ("data", "features", "evaluation")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -38,6 +39,28 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises UserError. Its message is one sentence that names the key, its value and the valid keys or values.
     """
     return parse_config(read_values(path, overrides))
+
+
+def with_data(config: RunConfig, path: Path) -> RunConfig:
+    """The configuration with the images of a data file: a YAML file with the section `data`, which replaces that of the
+    configuration, and optionally `features` and `evaluation`, which are merged over those of the configuration.
+
+    Raises UserError as `load_config`, and unless the file names region features exactly if the configuration does.
+    """
+    changes = expand_variables(read_file(path))
+    if unknown := sorted(changes.keys() - set(DATA_FILE_SECTIONS)):
+        raise UserError(f"unknown key {shown(unknown[0])} in {path}; a data file has {', '.join(DATA_FILE_SECTIONS)}")
+    if "data" not in changes:
+        raise UserError(f"key data is missing in {path}; add the section of the images")
+    features = changes.get("features")
+    has_regions = isinstance(features, dict) and features.get("hdf5") is not None
+    if has_regions == config.has_backbone:  # regions are found by image id, and two data sets may have the same ids
+        problem = "are for a model" if has_regions else "are missing, and the model is"
+        raise UserError(
+            f"{path}: region features (features.hdf5) {problem} on region features; "
+            + ("leave them out" if has_regions else "name the HDF5 file of these images")
+        )
+    return parse_config(merge(config.model_dump(mode="json") | {"data": {}}, changes))
 
 
 def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def _cell(result: SplitResult, name: str) -> str:
 
 
 def scored_uris(result: SplitResult, dataset: Dataset) -> list[str]:
-    """The URIs of the images of a split that were scored."""
-    scored = set() if result.scores is None else set(result.scores.image_ids)
+    """The URIs of the images of a split that were scored; without scores, of those that were captioned."""
+    scored = set(result.captions) if result.scores is None else set(result.scores.image_ids)
     rows = zip(dataset.column("image_id"), dataset.column("uri"), strict=True)
     return [uri for image, uri in rows if image in scored]
 

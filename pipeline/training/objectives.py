@@ -9,9 +9,9 @@ Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of
 - loss: the mean over images and samples of -(reward - baseline) x the sum of a caption's log-probabilities, divided by
   `fixed_length` if that is set.
 
-With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems: one pass of backbone
-and encoder serves both passes of the decoder, which have the same masks of dropout (`models/caption_masks.py`), so that
-the gradient is that of the sampling itself. A greedy baseline has no dropout.
+With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. One pass of the
+backbone and the encoder serves both passes of the decoder, which have the same dropout masks
+(`models/caption_masks.py`). So the gradient is that of the sampling itself. A greedy baseline has no dropout.
 
 `scst_signature` describes these settings in the notation of SacreEOS.
 """

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from PIL import Image
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.evaluate import evaluate
@@ -23,7 +24,7 @@ from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
 from pipeline.scoring.protocol import Protocol
 from pipeline.storage.path import storage_path
-from tests.conftest import small_config, write_karpathy
+from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle
 from tests.support.golden import EXPANSIONNET as GOLDEN
 from tests.support.golden import import_expansionnet as imported
@@ -66,7 +67,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     lines = [json.loads(line) for line in (tmp_path / "one" / "n-best-test.jsonl").read_text().splitlines()]
     assert [len(line["n_best"]) for line in lines] == [2] * 5
     assert [line["n_best"][0]["caption"] for line in lines] == [row["caption"] for row in predictions]
-    with zipfile.ZipFile(tmp_path / "one" / "captions_test_raycap_results.zip") as archive:
+    with zipfile.ZipFile(tmp_path / "one" / "captions_raycap_results.zip") as archive:
         assert json.loads(archive.read("captions_test_raycap_results.json")) == predictions
     assert "CIDEr-D" in one["compared"]["differences"] and any("resamples" in line for line in log_lines)
     page = (tmp_path / "one" / "report-test.html").read_text()
@@ -78,6 +79,46 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
     with pytest.raises(UserError, match="4 captions for the 5 images"):
         evaluate(config, models=[model], server="raycap", out=str(tmp_path / "four"))
+
+
+def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
+    """The annotation file and the images of a COCO split."""
+    prefix = "captions" if captions else "image_info"
+    names = {image: f"COCO_{split}_{image:012d}.jpg" for image in ids}
+    content: dict[str, Any] = {"images": [{"id": image, "file_name": name} for image, name in names.items()]}
+    if captions:
+        content["annotations"] = [{"image_id": image, "id": image, "caption": "a red cat"} for image in ids]
+    for path in (folder / "annotations", folder / split):
+        path.mkdir(parents=True, exist_ok=True)
+    (folder / "annotations" / f"{prefix}_{split}.json").write_text(json.dumps(content))
+    for image, name in names.items():
+        Image.new("RGB", (24, 24), (image * 37 % 256, 90, image * 91 % 256)).save(folder / split / name)
+
+
+@pytest.mark.ray
+def test_the_file_for_cocos_server_holds_both_splits(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """The shipped data file with few images: the published names, every image once, a warning about their number."""
+    coco_file(tmp_path / "coco", "test2014", range(1, 6), captions=False)
+    coco_file(tmp_path / "coco", "val2014", range(6, 9), captions=True)
+    monkeypatch.setenv("RAYCAP_COCO", str(tmp_path / "coco"))
+    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
+    data, out = ROOT / "configs" / "data" / "coco_server.yaml", tmp_path / "out"
+    assert evaluate(config, models=[model], data=data, server="raycap", out=str(out)) == 0
+    with zipfile.ZipFile(out / "captions_raycap_results.zip") as archive:
+        rows = {name: json.loads(archive.read(name)) for name in archive.namelist()}
+    assert list(rows) == ["captions_test2014_raycap_results.json", "captions_val2014_raycap_results.json"]
+    assert [[row["image_id"] for row in part] for part in rows.values()] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert all(row.keys() == {"image_id", "caption"} and row["caption"] for part in rows.values() for row in part)
+    assert any("takes 40,775 captions of test2014 and 40,504 captions of val2014" in line for line in log_lines)
+    splits = json.loads((out / "scores.json").read_text())["splits"]
+    assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
+    log_lines.clear()
+    monkeypatch.setattr("jobs.evaluate.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
+    assert evaluate(config, models=[model], data=data, server="raycap") == 0, "to the folder of the storage"
+    assert not any("server takes" in line for line in log_lines)
+    assert (tmp_path / "results" / "evaluations" / "a-coco_server" / "captions_raycap_results.zip").is_file()
 
 
 @pytest.mark.ray

@@ -382,6 +382,7 @@ def test_options_that_name_files_of_this_machine() -> None:
         ({"models": ["results/models/a"]}, "--model results/models/a"),
         ({"compared": "b"}, "--compare b"),
         ({"features": "c"}, "--features c"),
+        ({"data": Path("e.yaml")}, "--data e.yaml"),
         ({"constraints": Path("d.json")}, "--constraints d.json"),
         ({"json_file": Path("configs/words.json")}, "--json configs/words.json"),
     ):

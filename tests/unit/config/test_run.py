@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values
+from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values, with_data
 from pipeline.config.run import RunConfig, total_steps
-from pipeline.config.sections import FeatureSection
+from pipeline.config.sections import DataSection, FeatureSection
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
 from pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 
+DATA_FILES = sorted((ROOT / "configs" / "data").glob("*.yaml"))
 SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("search_"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAYCAP_DATA", "RAYCAP_COCO", "RAYCAP_SWIN", "RAYCAP_REGIONS"):
-        monkeypatch.setenv(name, "/somewhere")
+    for name in ("DATA", "COCO", "SWIN", "REGIONS", "GLOVE", "CLASSES"):
+        monkeypatch.setenv(f"RAYCAP_{name}", "/somewhere")
     config = load_config(path)
     assert parse_stored_config(yaml.safe_load(dump_config(config))) == config  # what is stored with a run is the same
     assert path.read_text().startswith("# "), "a configuration begins with what it is, and its command"
@@ -55,6 +56,8 @@ def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyP
     [
         ("meshed_memory_coco", 2048, 10_201, 38_439_424 - 28_160),  # the reference's, less its frozen table
         ("meshed_memory_published_coco", 2048, 10_201, 38_439_424 - 28_160),
+        # given vectors in place of an embedding and an output layer: 300 x words, a map from and a map to their width
+        ("nocaps_meshed_memory", 2048, 10_201, 38_411_264 + 10_201 * (300 - 2 * 512) + 2 * 300 * 512 + 512 + 300),
         ("clustformer_coco", 1536, 9487, 54_670_113),
         ("clustformer_regions_coco", 2054, 9487, 54_935_329),
     ],
@@ -67,14 +70,68 @@ def test_the_other_systems_build_on_the_meta_device(
     from models.config import ModelSizes
     from models.registry import build_model
 
-    for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
-        monkeypatch.setenv(variable, "/somewhere")
+    for variable in ("COCO", "REGIONS", "GLOVE", "CLASSES"):
+        monkeypatch.setenv(f"RAYCAP_{variable}", "/somewhere")
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     positions = config.model.max_positions or 52
     with torch.device("meta"):
         model = build_model(config.model, ModelSizes(width, words, positions, 2, 0, 1))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert (config.features.hdf5 is None) == ("backbone" in config.model_fields_set)
+
+
+@pytest.mark.parametrize("name", ["expansionnet_v2", "meshed_memory", "clustformer"])
+def test_nocaps_is_trained_as_the_cross_entropy_stages_on_coco(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("COCO", "REGIONS", "GLOVE", "CLASSES"):
+        monkeypatch.setenv(f"RAYCAP_{variable}", "/somewhere")
+    first, other = (load_config(ROOT / "configs" / f"{each}.yaml") for each in (f"nocaps_{name}", f"{name}_coco"))
+    assert first.stages == tuple(stage for stage in other.stages if stage.objective == "cross_entropy")
+    novel = {"model": {"word_vectors", "word_vector_width"}, "data": {"extra_vocabulary"}}
+    compared = [each.model_dump(exclude={"name": True, "stages": True} | novel) for each in (first, other)]
+    assert compared[0] == compared[1]
+
+
+@pytest.mark.parametrize("path", DATA_FILES, ids=lambda path: path.name)
+def test_every_shipped_data_file_gives_images_to_the_configurations_on_its_features(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("COCO", "NOCAPS", "REGIONS", "NOCAPS_REGIONS", "SERVER_REGIONS", "GLOVE", "CLASSES"):
+        monkeypatch.setenv(f"RAYCAP_{name}", f"/{name}")
+    assert path.read_text().startswith("# ")
+    grid, regions = (
+        load_config(ROOT / "configs" / f"{name}_coco.yaml") for name in ("expansionnet_v2", "meshed_memory")
+    )
+    own, other = (regions, grid) if path.stem.endswith("_regions") else (grid, regions)
+    changed = with_data(own, path)
+    assert changed.data.test_splits in (("in-domain", "near-domain", "out-domain", "all"), ("test2014", "val2014"))
+    assert changed.has_backbone == own.has_backbone and changed.features.hdf5 not in ("/REGIONS",)
+    assert changed.evaluation.max_length == own.evaluation.max_length
+    same = {"data": True, "features": {"hdf5"}, "evaluation": {"beam_size"}}
+    assert changed.model_dump(exclude=same) == own.model_dump(exclude=same)
+    with pytest.raises(UserError, match=r"region features \(features.hdf5\)"):
+        with_data(other, path)
+
+
+def test_a_data_file_has_images_and_nothing_of_the_model(tmp_path: Path) -> None:
+    config, path = parse_config(small_config(tmp_path)), tmp_path / "data.yaml"
+    for text, message in (
+        ("evaluation: {beam_size: 2}", "key data is missing in .*data.yaml; add"),
+        (
+            "{data: {root: a}, model: {d_model: 8}}",
+            "unknown key model in .*data.yaml; a data file has data, features, evaluation",
+        ),
+        ("data:", "data = None"),
+        ("{data: {root: a, annotation: b}}", "unknown key data.annotation: did you mean annotations"),
+        ("{data: {root: a}, features: 5}", "features = 5"),
+        ("{data: {root: a}, evaluation: {beam_size: 0}}", "evaluation.beam_size = 0"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            with_data(config, path)
+    path.write_text("{data: {root: a}, evaluation: {beam_size: 9}}")
+    changed = with_data(config, path)
+    assert changed.data == DataSection(root="a"), "the synthetic data set's keys are not merged"
+    assert changed.evaluation == config.evaluation.model_copy(update={"beam_size": 9})
 
 
 @pytest.mark.parametrize("name", ["transformer", "meshed_memory", "clustformer"])

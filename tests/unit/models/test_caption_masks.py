@@ -24,7 +24,10 @@ SMALL = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 1, "num
 CONFIGS: dict[str, ModelConfig] = {
     "expansionnet_v2": ExpansionNetConfig(**SMALL, static_expansion=(3,), dynamic_expansion=3),  # type: ignore[arg-type]
     "factorized": ExpansionNetConfig(
-        **SMALL, static_expansion=(3,), dynamic_expansion=3, expansion_dropout="factorized"  # type: ignore[arg-type]
+        **SMALL,
+        static_expansion=(3,),
+        dynamic_expansion=3,
+        expansion_dropout="factorized",  # type: ignore[arg-type]
     ),
     "transformer": ExpansionNetConfig(**SMALL, name="transformer"),  # type: ignore[arg-type]
     "meshed_memory": MeshedMemoryConfig(**SMALL),  # type: ignore[arg-type]

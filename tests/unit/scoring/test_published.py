@@ -13,6 +13,7 @@ from pipeline.scoring.protocol import Protocol
 from pipeline.scoring.published import published_rows
 
 COCO = [f"/data/val2014/COCO_val2014_{number:012d}.jpg" for number in range(5000)]
+TEST2014 = [f"/data/test2014/COCO_test2014_{number:012d}.jpg" for number in range(40_775)]
 IN, NEAR, OUT, ALL = (
     ["s3://nocaps/" + f"{number:016x}.jpg" for number in range(count)] for count in (648, 2938, 914, 4500)
 )
@@ -36,6 +37,9 @@ MESHED_ROW, MESHED_4 = (
 )
 GRID_ROW = "Ada-ClustFormer, grid features, SCST (paper)"
 REGION_ROW = "Ada-ClustFormer, region features, SCST (paper)"
+EXPANSION_SERVER = "ExpansionNet v2, ensemble, COCO server, 40 references (paper)"
+MESHED_SERVER = "Meshed-Memory Transformer, ensemble of 4, COCO server, 5 references (paper)"
+GRID_SERVER = "Ada-ClustFormer, grid features, COCO server, 40 references (paper)"
 MESHED_OUT = "Meshed-Memory Transformer, nocaps out-of-domain, constrained (paper)"
 
 # ours, split, images, the printed row, and the parts of the reason (none if comparable)
@@ -84,6 +88,17 @@ PAIRS: tuple[tuple[Protocol, str, list[str], str, tuple[str, ...]], ...] = (
     (replace(MESHED, num_models=3), "test", COCO, MESHED_4, ("an ensemble of 4, ours: an ensemble of 3",)),
     (replace(MESHED, constrained=True, **NOCAPS), "out-domain", OUT, MESHED_OUT, ()),
     (replace(MESHED, **NOCAPS), "out-domain", OUT, MESHED_OUT, ("printed: constraints, ours: no constraints",)),
+    (replace(EXPANSION, num_models=4), "test2014", TEST2014, EXPANSION_SERVER, ()),
+    (
+        replace(EXPANSION, num_models=4),
+        "test2014",
+        TEST2014[1:],
+        EXPANSION_SERVER,
+        ("40,775 images of COCO's test2014",),
+    ),
+    (replace(MESHED, num_models=4), "test2014", TEST2014, MESHED_SERVER, ()),
+    (MESHED, "test2014", TEST2014, MESHED_SERVER, ("an ensemble of 4, ours: one model",)),
+    (CLUSTERS, "test2014", TEST2014, GRID_SERVER, ()),
     (CLUSTERS, "test", COCO, GRID_ROW, ()),
     (CLUSTERS, "test", COCO, REGION_ROW, ("printed: regions features, ours: grid features",)),
     (replace(CLUSTERS, features="regions", collapse_repeats=True, ranking="sum"), "test", COCO, REGION_ROW, ()),
@@ -122,11 +137,25 @@ def test_other_systems_and_splits_have_no_rows() -> None:
 def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
     """Compared with an independent transcription of the papers' tables."""
     tables = json.loads((shared / "paper_tables.json").read_text())
-    columns = {"B1": "BLEU-1", "B4": "BLEU-4", "M": "METEOR", "R": "ROUGE-L", "C": "CIDEr-D", "S": "SPICE"}
+    columns = {
+        "B1": "BLEU-1",
+        "B2": "BLEU-2",
+        "B3": "BLEU-3",
+        "B4": "BLEU-4",
+        "M": "METEOR",
+        "R": "ROUGE-L",
+        "C": "CIDEr-D",
+        "S": "SPICE",
+        "count": "SPICE count",
+    }
 
     def printed(system: str, split: str, **protocol: Any) -> dict[str, float]:
         rows = [row for row, _ in published_rows(replace(EXPANSION, system=system), split, COCO)]
-        (row,) = [row for row in rows if all(getattr(row.protocol, key) == value for key, value in protocol.items())]
+        (row,) = [
+            row
+            for row in rows
+            if all((vars(row) | vars(row.protocol))[key] == value for key, value in protocol.items())
+        ]
         return row.scores
 
     expansion, meshed = tables["expansionnet_v2"], tables["meshed_memory_transformer"]
@@ -141,11 +170,25 @@ def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
         cases.append((printed("meshed_memory", split, constrained=False), meshed["nocaps_val"][overall]))
         constrained = meshed["nocaps_val"]["with_constrained_beam_search"][overall]
         cases.append((printed("meshed_memory", split, constrained=True), constrained))
-    for models, key in ((1, "single"), (2, "ensemble_2"), (4, "ensemble_4")):
-        cases.append((printed("meshed_memory", "test", num_models=models), meshed[f"karpathy_test_{key}"]))
+    count = {"count": 20.4}  # of Table 8, the only legible sub-category of SPICE
+    for models, key, more in ((1, "single", count), (2, "ensemble_2", {}), (4, "ensemble_4", {})):
+        cases.append((printed("meshed_memory", "test", num_models=models), meshed[f"karpathy_test_{key}"] | more))
     cases.append((printed("expansionnet_v2", "near-domain"), expansion["nocaps_val"]["near"]))
     for features, row in tables["ada_clustformer"]["karpathy_test"].items():
         for objective, stage in (("cross_entropy", "xe"), ("scst", "scst")):
             cases.append((printed("clustformer", "test", features=features, objective=objective), row[stage]))
+    letters = ("B4", "M", "R", "C")
+    online = {
+        "ExpansionNet v2, ensemble": ("expansionnet_v2", expansion["online_server"]),
+        "Meshed-Memory Transformer, ensemble of 4": ("meshed_memory", meshed["online_server"]),
+    }
+    for features, name in (("grid", "grid"), ("regions", "region")):
+        row = tables["ada_clustformer"]["online_server_single"][features]
+        named = {key: dict(zip(letters, row[key], strict=True)) for key in ("c5", "c40")}
+        online[f"Ada-ClustFormer, {name} features"] = ("clustformer", named)
+    for start, (system, row) in online.items():
+        for count in (5, 40):
+            name = f"{start}, COCO server, {count} references (paper)"
+            cases.append((printed(system, "test2014", name=name), row[f"c{count}"]))
     for scores, expected in cases:
         assert scores == {columns[key]: pytest.approx(value / 100) for key, value in expected.items() if key in columns}

@@ -53,7 +53,9 @@ def make_captioner(config: ModelConfig, backbone: BackboneConfig | None = None, 
     with torch.no_grad():
         model.lm_head.weight.mul_(3)  # type: ignore[union-attr, operator]
     # captions end early, and PAD is no word of them
-    offset = torch.zeros(VOCABULARY, dtype=torch.float64).index_put((torch.tensor([EOS, PAD]),), torch.tensor([3.0, -1e4]).double())
+    offset = torch.zeros(VOCABULARY, dtype=torch.float64).index_put(
+        (torch.tensor([EOS, PAD]),), torch.tensor([3.0, -1e4]).double()
+    )
     model.lm_head.register_forward_hook(lambda _, __, logits: logits + offset)  # type: ignore[union-attr]
     return Captioner(model, swin).double().train()
 
@@ -212,7 +214,9 @@ def test_the_gradient_is_that_of_sampling_with_the_graph(
     theirs = gradients(captioner)
     assert ours.keys() == theirs.keys() == dict(captioner.named_parameters()).keys()
     for name, gradient in ours.items():
-        torch.testing.assert_close(gradient, theirs[name], rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            gradient, theirs[name], rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
