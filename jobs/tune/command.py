@@ -28,8 +28,8 @@ from pipeline.runs.identity import code_digest
 from pipeline.runs.preflight import check_before_writing
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.metrics import why_unavailable
-from pipeline.search.results import front, point_results, write_tables
-from pipeline.search.spec import Search, load_search
+from pipeline.search.results import front, point_results, selection_note, write_tables
+from pipeline.search.spec import MAX_SEEDS, Search, load_search
 from pipeline.search.tracking import SearchTracker
 from pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
 from pipeline.storage.lease import Lease, LostLeaseError, take_lease
@@ -114,7 +114,8 @@ def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
 
     def publish_progress() -> None:
         with Decorations().making("the table so far"):  # the trials' results are in the log
-            write_tables(log, front(point_results(log), log.search.config.objectives))
+            results = point_results(log)
+            write_tables(log, results, front(results, log.search.config.objectives))
             log.folder.push("trials.csv")
         tracker.wake()
 
@@ -139,8 +140,16 @@ def _log_plan(log: TrialLog) -> None:
     logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
     asha = f"; {config.scheduler.describe()}" if config.scheduler else ""
     logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{asha}")
+    logger.info(f"scores    {selection_note(search)}")
+    if config.scheduler and len(log.seeds) > 1:
+        logger.warning("scheduler asha stops single seeds of a point, so that means over the other seeds are too high")
     if log.records:
         logger.info(f"continues with {log.count(*ENDED)} trials done and {len(log.unfinished)} unfinished")
+    if log.num_pending > log.remaining:
+        logger.warning(
+            f"budget.trials = {config.budget.trials} leaves out {log.num_pending - log.remaining:.0f} trials of "
+            f"further seeds; {len(log.records) + log.num_pending} would run them"
+        )
 
 
 def _start_ray(search: Search, address: str | None) -> None:
@@ -172,6 +181,9 @@ def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
 def command(
     config: Annotated[Path, typer.Argument(help="The search's YAML file.", metavar="CONFIG")],
     set_: Set = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SEEDS, help="Seeds per point. The same as --set seeds=N.")
+    ] = None,
     retry_failed: Annotated[bool, typer.Option(help="Also repeat the trials that failed.")] = False,
     address: Address = None,
 ) -> int:
@@ -181,4 +193,5 @@ def command(
 
     Example: raycap tune configs/search_demo.yaml --set budget.trials=16
     """
-    return tune(config, set_ or [], address, retry_failed=retry_failed)
+    overrides = [*(set_ or []), *([] if seeds is None else [f"seeds={seeds}"])]
+    return tune(config, overrides, address, retry_failed=retry_failed)

@@ -156,7 +156,7 @@ def extract_once(
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
-    part = dataset.split(*config.data.train_splits, config.data.val_split)
+    part = dataset.split(*config.data.train_splits, config.data.val_split, search.score_split)
     extracted = extract_features(config, part, None if source is None else source.weights, start_ray)
     extracted.require_enough(len(part), config)
     return str(extracted.store), sorted(extracted.missing)

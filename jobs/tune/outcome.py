@@ -22,7 +22,7 @@ def write_outcome(log: TrialLog, tracker: SearchTracker) -> int:
     folder, place, search = log.folder.path, log.folder.root, log.search
     results = point_results(log)
     best = front(results, search.config.objectives)
-    write_tables(log, best)
+    write_tables(log, results, best)
     paths = write_configurations(log, results, best)
     log.folder.push()  # before the decorations, which may fail
     logger.info(f"\n{leaderboard_text(search, results, best)}\n")

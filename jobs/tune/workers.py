@@ -80,5 +80,5 @@ def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None
     if error is not None and not isinstance(error, StageFailedError | OutageError):
         raise RuntimeError(" ".join(str(error).split())) from error
     training.result()  # raises the error, if there is one
-    job.folder.pull("stages")
-    job.folder.pull(JOURNAL)
+    for name in ("stages", "predictions", JOURNAL):
+        job.folder.pull(name)

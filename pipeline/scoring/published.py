@@ -17,10 +17,6 @@ import yaml
 from pipeline.scoring.protocol import Protocol, differences
 
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
-NOTE = (
-    "Means of the validation captions beside the paper's (Karpathy test after SCST, beam 5); +/- is the difference to "
-    "the row {baseline}."
-)
 
 
 @dataclass(frozen=True)

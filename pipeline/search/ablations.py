@@ -11,16 +11,27 @@ from typing import Any, NamedTuple
 
 from models.config import ModelConfig
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ABLATION_COLUMNS, NOTE, AblationRow, PrintedRow, ablation, printed_tables
-from pipeline.search.results import PointResult, Rows, format_cell, heading
+from pipeline.scoring.published import ABLATION_COLUMNS, AblationRow, PrintedRow, ablation, printed_tables
+from pipeline.search.results import (
+    SPREAD_TEXT,
+    PointResult,
+    Rows,
+    difference_note,
+    format_cell,
+    heading,
+    mean_of,
+    spread_of,
+)
 from pipeline.search.space import show_value
 from pipeline.search.spec import SCORE, Search
 
 COSTS_SHOWN = ("macs_executed", "parameters")  # the costs in the tables of the other two papers
-TABLE_I_NOTE = (
-    "Means of the validation captions next to the paper's (first cross-entropy stage, Karpathy validation, beam 3); "
-    "+/- is the difference to the baseline row, attention in encoder and decoder."
+NOTE = (
+    "Ours: means over seeds of the split {split}. The paper's: {protocol}. +/- is the difference to the row "
+    f"{{baseline}}; ± is {SPREAD_TEXT}."
 )
+TABLE_I_PROTOCOL = "first cross-entropy stage, Karpathy validation, beam 3"
+PROTOCOL = "Karpathy test after SCST, beam 5"  # of the tables of the other two papers
 TABLE_VI_NOTE = (
     "1e12 multiply-accumulates of 5,000 images with a caption of 12.5 tokens each, as the paper counts them and as "
     "executed here."
@@ -47,14 +58,12 @@ class Match:
     printed: dict[str, float]
     result: PointResult | None
 
-    def score(self, name: str) -> float | None:
-        """The mean over our seeds of a score of the captions; a stopped point has only its last CIDEr-D."""
+    def scores(self, name: str) -> list[float]:
+        """The score `name` of the captions of our seeds; a stopped point has only its last validation CIDEr-D."""
         if self.result is None:
-            return None
+            return []
         values = [record.scores[name] for record in self.result.counted if name in record.scores]
-        if values:
-            return sum(values) / len(values)
-        return self.result.mean(SCORE) if name == SCORE else None
+        return values or self.result.values(name)
 
     def mean(self, name: str) -> float | None:
         """The mean over our seeds of an objective or cost."""
@@ -67,21 +76,23 @@ def comparisons(
     """The tables of the paper that the search's `compare` names; columns only for `metrics` that both sides have."""
     if search.config.compare == "expansionnet_v2":
         matches = expansionnet_matches(search, results)
-        scores = _score_columns(matches, matches[0], [name for name in ABLATION_COLUMNS if name in metrics])
+        scores = _score_columns(search, matches, matches[0], [name for name in ABLATION_COLUMNS if name in metrics])
+        note = NOTE.format(split=search.score_split, protocol=TABLE_I_PROTOCOL, baseline=matches[0].label)
         return [
-            ComparisonTable("Table I next to the paper's", TABLE_I_NOTE, *scores),
+            ComparisonTable("Table I next to the paper's", note, *scores),
             ComparisonTable("Table VI next to the paper's", TABLE_VI_NOTE, *_multiply_accumulate_columns(matches)),
         ]
     tables = []
     for table in printed_tables(search.config.compare):
         matches = _matches(search, results, table.rows, [row.name for row in table.rows])
         if sum(match.result is not None for match in matches) > 1:  # one row has nothing to be compared with
-            note = NOTE.format(baseline=table.rows[table.baseline].name)
+            baseline = table.rows[table.baseline].name
+            note = NOTE.format(split=search.score_split, protocol=PROTOCOL, baseline=baseline)
             names = [name for name in table.columns if name in metrics]
-            columns, rows = _score_columns(matches, matches[table.baseline], names)
+            columns, rows = _score_columns(search, matches, matches[table.baseline], names)
             for (_, cells), match in zip(rows, matches, strict=True):
                 cells += [format_cell(name, match.mean(name)) for name in COSTS_SHOWN]
-            columns += map(heading, COSTS_SHOWN)
+            columns += [heading(search, name) for name in COSTS_SHOWN]
             tables.append(ComparisonTable(f"{table.title} next to the paper's", note, columns, rows))
     return tables
 
@@ -122,21 +133,26 @@ def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
     return {key: None if key in ignored else getattr(model, key) for key in keys}
 
 
-def _score_columns(matches: Sequence[Match], baseline: Match, names: Sequence[str]) -> tuple[list[str], Rows]:
-    """The headings and rows of a table with four columns per metric.
+def _score_columns(
+    search: Search, matches: Sequence[Match], baseline: Match, names: Sequence[str]
+) -> tuple[list[str], Rows]:
+    """The headings and rows of a table with our number of seeds and four columns per metric.
 
     The columns: our score, its difference to our baseline, the paper's score, its difference to the paper's baseline.
     """
-    names = [name for name in names if any(match.score(name) is not None for match in matches)] or [SCORE]
+    names = [name for name in names if any(match.scores(search.reported(name)) for match in matches)] or [SCORE]
     rows = []
     for match in matches:
-        cells = []
+        cells = ["" if match.result is None else match.result.seeds_text]
         for name in names:
-            ours, printed = match.score(name), match.printed[name]
-            cells += [number_cell(ours), difference_cell(ours, baseline.score(name))]
+            key, printed = search.reported(name), match.printed[name]
+            ours, others = match.scores(key), baseline.scores(key)
+            note = "" if match is baseline else difference_note(ours, others)
+            difference = difference_cell(mean_of(ours), mean_of(others))
+            cells += [format_cell(key, mean_of(ours), spread_of(ours)), f"{difference} {note}".strip()]
             cells += [number_cell(printed, digits=3), difference_cell(printed, baseline.printed[name], digits=3)]
         rows.append((match.label, cells))
-    return [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")], rows
+    return ["seeds", *(f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-"))], rows
 
 
 def _multiply_accumulate_columns(matches: Sequence[Match]) -> tuple[list[str], Rows]:

@@ -50,16 +50,22 @@ def cost_axis(search: Search) -> str:
     return next((name for name in search.config.objectives if name in COSTS), search.cost)
 
 
-def score_axis(search: Search) -> str:
-    """The vertical axis of the Pareto plot: the first objective that is not a cost, else CIDEr-D."""
+def chosen_score(search: Search) -> str:
+    """The validation score of the plots: the first objective that is not a cost, else CIDEr-D."""
     return next((name for name in search.config.objectives if name not in COSTS), SCORE)
+
+
+def score_axis(search: Search) -> str:
+    """The vertical axis of the Pareto plot: `chosen_score` on the reported split."""
+    return search.reported(chosen_score(search))
 
 
 def pareto_plot(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], *, narrow: bool = False
 ) -> Figure:
-    """Plots scores over costs: finished points with their spread, the Pareto front as a line, stopped points as rings.
+    """Plots scores over costs: finished points with their spread, the Pareto front, stopped points as rings.
 
+    The front is a line if the scores are those that have chosen it.
     With `compare: expansionnet_v2` the paper's ablation is added. It shares the panel of the search if its costs are
     similar; otherwise it has a second panel.
     """
@@ -78,7 +84,7 @@ def pareto_plot(
     if two_panels:
         panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
         panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
-        panels[1].set_xlabel(f"{heading('macs')} per image", color=INK)
+        panels[1].set_xlabel(f"{heading(search, 'macs')} per image", color=INK)
         panels[1].set_ylabel("CIDEr-D (Karpathy validation, beam 3)", color=INK)
     for axes in panels:
         axes.set_facecolor(PAGE_COLOR)
@@ -133,9 +139,10 @@ def _draw_points(
         label = "stopped early (score so far)"
         axes.plot(*_coordinates(stopped), "o", mfc="none", mec=MUTED, ms=6, label=label, zorder=2)
     if line:
+        label = "Pareto front" + ("" if search.reports_validation else f" on {search.base.data.val_split}")
         axes.plot(
-            *_coordinates(line), "o-", drawstyle="steps-post", color=BEST, mfc=BEST, mec=PAGE_COLOR, ms=9, lw=1.6,
-            label="Pareto front", zorder=4,
+            *_coordinates(line), "o-" if search.reports_validation else "o", drawstyle="steps-post",
+            color=BEST, mfc=BEST, mec=PAGE_COLOR, ms=9, lw=1.6, label=label, zorder=4,
         )  # fmt: skip
     base = base_point(search)
     at_base = [point for point in finished + stopped if point.result.point == base]
@@ -143,13 +150,14 @@ def _draw_points(
         label = "the base configuration"
         axes.plot(*_coordinates(at_base), "o", mfc="none", mec=INK, ms=15, mew=1.2, label=label, zorder=1)
     cost = cost_axis(search)
-    axes.set_xlabel(heading(cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
-    axes.set_ylabel(f"validation {score_axis(search)}", color=INK)
+    axes.set_xlabel(heading(search, cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
+    prefix = "validation " if search.reports_validation else ""
+    axes.set_ylabel(prefix + heading(search, score_axis(search)), color=INK)
     axes.margins(0.14, 0.14)  # space for labels on each side, as a share of the axes
     others = [point for point in finished if point not in line]
     groups = [(line, BEST)] if narrow else [(line, BEST), (others, INK), (stopped, MUTED)]
     labels = [(point.cost, point.score, point.result.label, color) for points, color in groups for point in points]
-    costs, scores = _coordinates(line)
+    costs, scores = _coordinates(line if search.reports_validation else [])
     # (2 N - 1, 2): a staircase, because up to the next point's cost the best score stays the same
     corners = np.column_stack([np.repeat(costs, 2)[1:], np.repeat(scores, 2)[:-1]])
     _write_labels(axes, labels, size=7 if narrow else 8, corners=corners)
@@ -196,13 +204,13 @@ def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
 
 def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
     """Whether the paper's points and ours have similar costs and scores, so that one panel can show both."""
-    if cost_axis(search) != "macs" or score_axis(search) != SCORE:
+    if cost_axis(search) != "macs" or chosen_score(search) != SCORE:
         return False
     ours = [value for result in results if (value := result.mean("macs")) is not None]
-    scores = [value for result in results if (value := result.mean(SCORE)) is not None]
+    scores = [value for result in results if (value := result.mean(score_axis(search))) is not None]
     printed = [row.macs / TABLE_6_IMAGES for row in ablation()]
     costs_overlap = bool(ours) and max(ours) > min(printed) / 2 and min(ours) < 2 * max(printed)
-    return costs_overlap and max(scores) > 0.6  # about half of the paper's scores
+    return costs_overlap and max(scores, default=0.0) > 0.6  # about half of the paper's scores
 
 
 def _write_labels(
@@ -242,12 +250,13 @@ def _write_labels(
 class _Scale(NamedTuple):
     """An axis of the parallel plot: the height of each point on it, and the (height, label) of each tick.
 
-    Heights are from 0 to 1.
+    Heights are from 0 to 1. spreads: the half lengths of error bars, in heights; empty for an axis without.
     """
 
     title: str
     heights: list[float]
     ticks: list[tuple[float, str]]
+    spreads: Sequence[float] = ()
 
 
 def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
@@ -256,13 +265,13 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
     Better points have stronger colors, and the best point is red.
     """
     shown = [result for result in results if result.mean(score_axis(search)) is not None]
-    names = dict.fromkeys([score_axis(search), cost_axis(search)])
+    names = dict.fromkeys([chosen_score(search), score_axis(search), cost_axis(search)])
     choices = [search.space.point_by_key(result.point) for result in shown]
     scales = [
         _choice_scale(dimension, [point[dimension.key] for point in choices])
         for dimension in search.space.by_key().dimensions
     ]
-    scales += [_value_scale(name, shown) for name in names]
+    scales += [_value_scale(search, name, shown) for name in names]
     figure = _figure(4.3 if narrow else max(7.0, 1.9 * len(scales) + 1), 5.2)
     axes = figure.subplots()
     axes.set_axis_off()
@@ -283,9 +292,15 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
         style = "-" if result.state == "finished" else (0, (4, 3))  # dashes of 4 points and gaps of 3
         heights = [scale.heights[rank] for scale in scales]
         axes.plot(range(len(scales)), heights, ls=style, color=color, lw=width, alpha=alpha, zorder=order)
+        for column, scale in enumerate(scales):
+            if scale.spreads and scale.spreads[rank]:
+                ends = (heights[column] - scale.spreads[rank], heights[column] + scale.spreads[rank])
+                axes.vlines(column, *ends, color=color, lw=3, alpha=alpha, zorder=order)
     axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
     axes.set_ylim(-0.08, 1.15)
-    note = "red: the best; dashed: stopped early"
+    note = f"red: the best on {search.base.data.val_split}; dashed: stopped early"
+    if any(any(scale.spreads) for scale in scales):
+        note += "; bars: one standard deviation over the seeds"
     axes.text(0.0, -0.06, note, transform=axes.transAxes, fontsize=size, color=MUTED, va="top")
     return figure
 
@@ -318,16 +333,17 @@ def _choice_scale(dimension: Dimension, choices: Sequence[Any]) -> _Scale:
     return _Scale(title, [height(choice) for choice in choices], ticks)
 
 
-def _value_scale(name: str, shown: Sequence[PointResult]) -> _Scale:
+def _value_scale(search: Search, name: str, shown: Sequence[PointResult]) -> _Scale:
     """The axis of a score or cost from its smallest to its largest value. A missing value has the height 0.5."""
     values = [result.mean(name) for result in shown]
     present = [value for value in values if value is not None] or [0.0]
     low, high = min(present), max(present)
     if low == high:
-        return _Scale(heading(name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.3g}")])
+        return _Scale(heading(search, name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.3g}")])
     heights = [0.5 if value is None else (value - low) / (high - low) for value in values]
+    spreads = [(result.spread(name) or 0.0) / (high - low) for result in shown]
     ticks = [(share, f"{(low + (high - low) * share) / unit(name):.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    return _Scale(heading(name), heights, ticks)
+    return _Scale(heading(search, name), heights, ticks, spreads)
 
 
 def png(figure: Figure) -> bytes:

@@ -8,10 +8,10 @@ from pathlib import Path
 from pipeline.reports.page import render_template
 from pipeline.search.ablations import comparisons
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
-from pipeline.search.results import PointResult, heading, leaderboard, objectives_text
+from pipeline.search.results import SPREAD_TEXT, PointResult, heading, leaderboard, objectives_text, selection_note
 from pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
 from pipeline.search.space import short
-from pipeline.search.spec import Search
+from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import TrialLog, TrialRecord
 from pipeline.storage.atomic import write_bytes, write_text
 
@@ -37,6 +37,8 @@ def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence
         title=search.config.name,
         search_id=path.parent.name,
         summary=f"{len(log.records)} trials of {', '.join(search.stages)}: {log.states_text()}.",
+        selection_note=selection_note(search),
+        spread_text=SPREAD_TEXT,
         front_note=f"The front holds the finished points that no other one dominates in {objectives_text(search)}.",
         columns=columns,
         rows=rows,
@@ -64,13 +66,13 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     """
     usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
     values = [record.value(search.config.main_objective) for record in usable]
-    source = f"of {heading(search.config.main_objective)} over {len(usable)} trials"
+    source = f"of {heading(search, search.config.main_objective)} over {len(usable)} trials"
     if any(record.state == "stopped" for record in usable):
         scores = [dict(record.reports) for record in usable]
         common_epochs = set.intersection(*map(set, scores))
         epoch = max(common_epochs, default=-1.0)  # without a common epoch no trial has a value
         values = [score.get(epoch) for score in scores]
-        source = f"of CIDEr-D after epoch {epoch:g}, the last that all {len(usable)} trials reached"
+        source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
     rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
     points = [search.space.point_by_key(record.point) for record, _ in rated]
     shares = importance(search.space.by_key(), points, [value for _, value in rated])
@@ -88,6 +90,8 @@ def _metadata(search: Search) -> dict[str, str]:
         "algorithm": config.algorithm,
         "early stopping": config.scheduler.describe() if config.scheduler else "none",
         "budget": budget or "the whole grid",
+        "chosen on": base.data.val_split,
+        "reported on": search.score_split,
         "seeds": ", ".join(map(str, config.seeds)),
         "resources per trial": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),
         "epochs per trial": f"{search.total_epochs():g} of {', '.join(search.stages)}",

@@ -21,6 +21,7 @@ from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
 from pipeline.storage.atomic import atomic_path, write_text
 
 Rows = list[tuple[str, list[str]]]  # the rows of a table, each as (label, cells)
+SPREAD_TEXT = "one standard deviation over the seeds (n - 1); within spread: the difference is not larger than it"
 STATES = ("finished", "stopped", "running", "failed")  # of a trial or point, the best first
 
 
@@ -49,13 +50,16 @@ class PointResult:
 
     def mean(self, name: str) -> float | None:
         """The mean over the counted trials; None when none of them has a value."""
-        values = self.values(name)
-        return statistics.fmean(values) if values else None
+        return mean_of(self.values(name))
 
     def spread(self, name: str) -> float | None:
         """The sample standard deviation over the counted trials; None for fewer than two."""
-        values = self.values(name)
-        return statistics.stdev(values) if len(values) > 1 else None
+        return spread_of(self.values(name))
+
+    @property
+    def seeds_text(self) -> str:
+        """The number of seeds that means use, and of those that the search runs: `2/3`."""
+        return f"{0 if self.state == 'failed' else len(self.counted)}/{self.num_seeds}"
 
     @property
     def epoch(self) -> float:
@@ -63,11 +67,30 @@ class PointResult:
         return max(record.epoch for record in self.counted)
 
 
+def mean_of(values: Sequence[float]) -> float | None:
+    """The mean; None without values."""
+    return statistics.fmean(values) if values else None
+
+
+def spread_of(values: Sequence[float]) -> float | None:
+    """The sample standard deviation, with n - 1 in its denominator; None for fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def difference_note(ours: Sequence[float], others: Sequence[float]) -> str:
+    """How far two means differ: `equal`, `within spread` if one standard deviation is not smaller, else ""."""
+    if not ours or not others:
+        return ""
+    difference = abs(statistics.fmean(ours) - statistics.fmean(others))
+    spreads = [spread for values in (ours, others) if (spread := spread_of(values)) is not None]
+    return "equal" if not difference else "within spread" if spreads and difference <= max(spreads) else ""
+
+
 def point_results(log: TrialLog) -> list[PointResult]:
     """The points with their trials, in the order of STATES.
 
-    Finished points are ordered by the main objective. Other points in the same state are ordered by their number of
-    epochs, the largest first, then by the main objective.
+    Finished points are ordered by the mean of the main objective, whose scores are those of the validation. Other
+    points in the same state are ordered by their number of epochs, the largest first, then by the main objective.
     """
     search = log.search
     results = [
@@ -100,9 +123,25 @@ def _dominates(one: list[float], other: list[float]) -> bool:
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def heading(name: str) -> str:
-    """The heading of a score or cost in tables and plots; for a cost it includes the unit."""
-    return COSTS[name].heading if name in COSTS else name
+def heading(search: Search, name: str) -> str:
+    """The heading of a score or cost in tables and plots.
+
+    It includes a cost's unit, and the split of a score, unless the search reports validation scores only.
+    """
+    if name in COSTS:
+        return COSTS[name].heading
+    is_validation = name in (SCORE, *search.config.metrics)
+    return f"{search.base.data.val_split} {name}" if is_validation and not search.reports_validation else name
+
+
+def selection_note(search: Search) -> str:
+    """The split on which the search chooses and the split that it reports, in two sentences."""
+    val, split = search.base.data.val_split, search.score_split
+    chosen = "each trial's weights, the order of points, the Pareto front and best.yaml"
+    if search.reports_validation:
+        return f"Chosen and reported on {val}: {chosen}. The best of many scores is too high; score_split avoids it."
+    protocol = search.trial_config(search.space.first(), search.config.seeds[0]).evaluation.protocol
+    return f"Chosen on {val}: {chosen}. Reported on {split}: the chosen weights caption it once, with {protocol}."
 
 
 def unit(name: str) -> float:
@@ -113,41 +152,63 @@ def unit(name: str) -> float:
 def format_cell(name: str, value: float | None, spread: float | None = None) -> str:
     """The text of a table's cell for the score or cost `name`; empty for None.
 
-    A cost is divided by its unit. A score with a spread is written as `value ± spread`.
+    A cost is divided by its unit. A value with a spread is written as `value ± spread`; costs that the architecture
+    determines have a spread of 0, which is left out.
     """
     if value is None:
         return ""
+    digits = 4
     if name in COSTS:
-        scaled = value / unit(name)
-        digits = 1 if name in ("seconds", "latency_ms") or scaled < 1000 else 0
-        return f"{scaled:,.{digits}f}"
-    return f"{value:,.4f}" if spread is None else f"{value:,.4f} ± {spread:.4f}"
+        value, spread = value / unit(name), spread and spread / unit(name)
+        digits = 1 if name in ("seconds", "latency_ms") or value < 1000 else 0
+    has_spread = spread is not None and (spread or name not in COSTS)
+    return f"{value:,.{digits}f} ± {spread:,.{digits}f}" if has_spread else f"{value:,.{digits}f}"
 
 
 def leaderboard(
     search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
 ) -> tuple[list[str], Rows]:
-    """The headings and rows of the leaderboard: state, epochs, seeds, and means with spreads of scores and costs."""
-    config = search.config
-    names = list(dict.fromkeys([SCORE, *config.metrics, *config.objectives, search.cost, "parameters"]))
+    """The headings and rows of the leaderboard: state, epochs, seeds, and means with spreads of scores and costs.
+
+    With several seeds a column marks the finished points whose reported score differs from the best point's by no more
+    than a spread.
+    """
+    names = columns_of(search)
+    main = search.config.main_objective
+    name_of_difference = main if main in COSTS else search.reported(main)
+    has_seeds = any(result.num_seeds > 1 for result in results)
     rows = []
     for result in results:
         state = f"{result.state} *" if result in on_front else result.state
-        seeds = f"{0 if result.state == 'failed' else len(result.counted)}/{result.num_seeds}"
         cells = [format_cell(name, result.mean(name), result.spread(name)) for name in names]
-        rows.append((result.label, [state, f"{result.epoch:g}", seeds, *cells]))
-    return ["state", "epochs", "seeds", *map(heading, names)], rows
+        if has_seeds:
+            best, is_finished = results[0], result.state == "finished"
+            note = difference_note(result.values(name_of_difference), best.values(name_of_difference))
+            cells.insert(0, "" if not is_finished else "best" if result is best else note)
+        rows.append((result.label, [state, f"{result.epoch:g}", result.seeds_text, *cells]))
+    columns = ["state", "epochs", "seeds", *(["to the best"] if has_seeds else [])]
+    return columns + [heading(search, name) for name in names], rows
+
+
+def columns_of(search: Search) -> list[str]:
+    """The scores and costs of the leaderboard, each once: chosen by, reported, objectives, cost and parameters."""
+    config = search.config
+    reported = [search.reported(name) for name in (SCORE, *config.metrics)]
+    return list(dict.fromkeys([SCORE, *reported, *config.objectives, search.cost, "parameters"]))
 
 
 def leaderboard_text(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> str:
     """The leaderboard for the terminal."""
     columns, rows = leaderboard(search, results, on_front)
-    return f"{format_table(columns, rows)}\n* on the Pareto front of {objectives_text(search)}"
+    notes = f"* on the Pareto front of {objectives_text(search)}\n{selection_note(search)}"
+    if "to the best" in columns:
+        notes += f"\n± is {SPREAD_TEXT}."
+    return f"{format_table(columns, rows)}\n{notes}"
 
 
 def objectives_text(search: Search) -> str:
     """The objectives with their directions."""
-    return ", ".join(f"{heading(name)} ({direction})" for name, direction in search.config.objectives.items())
+    return ", ".join(f"{heading(search, name)} ({direction})" for name, direction in search.config.objectives.items())
 
 
 def live_table(log: TrialLog, num_waiting: int = 0) -> str:
@@ -165,8 +226,9 @@ def live_table(log: TrialLog, num_waiting: int = 0) -> str:
         line += f"; {num_waiting} wait for nodes"
     best = next((result for result in point_results(log) if result.state == "finished"), None)
     if best is not None:
-        line += f"; best {SCORE} {best.mean(SCORE):.4f}, {best.label}"
-    return (format_table(["epoch", SCORE], rows) + "\n" if rows else "") + line
+        score, seeds = format_cell(SCORE, best.mean(SCORE), best.spread(SCORE)), best.seeds_text
+        line += f"; best {heading(log.search, SCORE)} {score}, {best.label}{f' ({seeds} seeds)' * (best.num_seeds > 1)}"
+    return (format_table(["epoch", heading(log.search, SCORE)], rows) + "\n" if rows else "") + line
 
 
 def trial_name(search: Search, record: TrialRecord, num_trials: int | None) -> tuple[str, str]:
@@ -184,20 +246,34 @@ def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> s
     name, label = trial_name(search, record, num_trials)
     if record.state == "failed":
         return f"{name}  failed after {minutes(record.seconds)}: {record.reason}  ({label})"
-    score = "no validation" if record.score is None else f"{SCORE} {record.score:.4f}"
+    score = "no validation" if record.score is None else f"{heading(search, SCORE)} {record.score:.4f}"
     if record.state == "running":
         return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
-    costs = f"{format_cell(search.cost, record.costs.get(search.cost))} {heading(search.cost)}"
+    if not search.reports_validation and (reported := record.value(search.reported(SCORE))) is not None:
+        score += f", {search.reported(SCORE)} {reported:.4f}"
+    costs = f"{format_cell(search.cost, record.costs.get(search.cost))} {heading(search, search.cost)}"
     reason = f", {record.reason}" if record.reason else ""
     result = f"{score}, {costs}, {minutes(record.seconds)}{reason}"
     return f"{name}  {record.state} at epoch {record.epoch:g}: {result}  ({label})"
 
 
-def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
-    """Writes trials.parquet and trials.csv: a row per trial, a column per key of the space, score and cost."""
-    config, keys = log.search.config, log.search.space.keys
+def write_tables(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
+    """Writes trials.parquet and trials.csv: a row per trial, a column per key of the space, score and cost.
+
+    Each row also has the rank of its point, the number of seeds that the point's means use, and the mean and the
+    standard deviation of each score over them.
+    """
+    search, keys = log.search, log.search.space.keys
+    scores = [name for name in dict.fromkeys([SCORE, *columns_of(search), *search.config.metrics]) if name not in COSTS]
+    columns_by_trial: dict[int, dict[str, Any]] = {}
+    for rank, result in enumerate(results, 1):
+        columns: dict[str, Any] = {"rank": rank, "seeds": 0 if result.state == "failed" else len(result.counted)}
+        for name in scores:
+            columns[f"{heading(search, name)} mean"] = result.mean(name)
+            columns[f"{heading(search, name)} std"] = result.spread(name)
+        columns_by_trial |= {record.number: columns for record in result.records}
     numbers_on_front = {record.number for result in on_front for record in result.records}
-    all_changes = [log.search.space.changes(record.point) for record in log.records]
+    all_changes = [search.space.changes(record.point) for record in log.records]
     numeric = {key for key in keys if all(type(changes.get(key, 0)) in (int, float) for changes in all_changes)}
     rows = []  # keys with other than numeric values have their labels as text, because an Arrow column has one type
     for record, changes in zip(log.records, all_changes, strict=True):
@@ -209,11 +285,11 @@ def write_tables(log: TrialLog, on_front: Sequence[PointResult]) -> None:
                 **{key: values.get(key) for key in keys},
                 "seed": record.seed,
                 "epochs": record.epoch,
-                SCORE: record.score,
-                **{name: record.scores.get(name) for name in config.metrics if name != SCORE},
-                # SCORE is the best of all validations; this is the score of the last stage's captions
-                **({f"scored {SCORE}": record.scores.get(SCORE)} if SCORE in config.metrics else {}),
+                **{heading(search, name): record.value(name) for name in scores},
+                # the validation score above is computed during training; this is the score of the same captions' text
+                **({f"scored {SCORE}": record.scores.get(SCORE)} if SCORE in search.config.metrics else {}),
                 **{name: record.costs.get(name) for name in COSTS},
+                **columns_by_trial[record.number],
                 "search_seconds": record.seconds,
                 "attempts": record.attempts,
                 "on_front": record.number in numbers_on_front,
@@ -251,12 +327,12 @@ def _configuration(search: Search, result: PointResult, path: Path) -> str:
     """The text of a configuration file, headed by a comment with the point and its results."""
     config = parse_config(search.run_values(result.point, path.stem))
     means = ", ".join(
-        f"{heading(name)} {format_cell(name, result.mean(name), result.spread(name))}"
-        for name in search.config.objectives
+        f"{heading(search, name)} {format_cell(name, result.mean(name), result.spread(name))}"
+        for name in dict.fromkeys([*search.config.objectives, search.reported(SCORE)])
     )
     keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.space.changes(result.point).items())
     return (
         f"# {keys}: the base configuration of the search {search.config.name} at this point.\n"
         f"# In the search: {means}, after {result.epoch:g} epochs of {', '.join(search.stages)}, "
-        f"seeds: {len(result.counted)}.\n#   raycap run {path}\n{dump_config(config)}"
+        f"seeds: {result.seeds_text}.\n# {selection_note(search)}\n#   raycap run {path}\n{dump_config(config)}"
     )

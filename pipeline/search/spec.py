@@ -29,6 +29,7 @@ from pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, s
 from pipeline.untrusted.names import shown
 
 Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
+MAX_SEEDS = 1000
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
 SCORE = "CIDEr-D"  # the score that every validation reports
 
@@ -139,14 +140,16 @@ class SearchConfig(Section):
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
     objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
-    metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's validation captions
+    metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's captions
+    # the split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case
+    score_split: Name | None = None
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
     population: Processes | None = None  # of NSGA-II; None: a quarter of the number of points, but 4 to 50
     scheduler: SchedulerSection | None = None
     pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=1000)] = (0,)
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
     seed: Seed = 0  # the sampler's seed
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # the paper to compare with
 
@@ -155,6 +158,12 @@ class SearchConfig(Section):
     def _expand_scheduler_name(cls, value: Any) -> Any:
         """`scheduler: asha` is short for `scheduler: {name: asha}`."""
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _expand_number_of_seeds(cls, value: Any) -> Any:
+        """`seeds: 3` is short for `seeds: [0, 1, 2]`. One seed too many shows that a number is above the limit."""
+        return list(range(min(value, MAX_SEEDS + 1))) if type(value) is int else value
 
     @field_validator("space", mode="before")
     @classmethod
@@ -242,6 +251,20 @@ class Search:
                 return (stage.name,)
         raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
 
+    @property
+    def score_split(self) -> str:
+        """The split whose scores are reported."""
+        return self.config.score_split or self.base.data.val_split
+
+    @property
+    def reports_validation(self) -> bool:
+        """Whether the reported scores are those by which weights and points are chosen."""
+        return self.score_split == self.base.data.val_split
+
+    def reported(self, metric: str) -> str:
+        """The name of a metric on `score_split` in a trial's record: `test CIDEr-D`, or `CIDEr-D` for validation."""
+        return metric if self.reports_validation else f"{self.score_split} {metric}"
+
     def run_values(self, point: Mapping[str, Any], name: str = "best") -> dict[str, Any]:
         """The base configuration with a point's values, before validation. `raycap run` can run it."""
         values = copy.deepcopy(self.values)
@@ -305,9 +328,9 @@ class Search:
     def identity(self, *others: str) -> str:
         """The search's name and a hash of the search, its base and `others` (the digests of data, code and backbone).
 
-        The hash ignores the budget and the resources, so that a search can resume after they change.
+        The hash ignores the budget, the resources and the seeds, so that a search can resume after they change.
         """
-        body = self.config.model_dump(mode="json", exclude={"budget", "resources", "base", "set", "storage"})
+        body = self.config.model_dump(mode="json", exclude={"budget", "resources", "seeds", "base", "set", "storage"})
         text = json.dumps([body, config_identity(self.base), *others], sort_keys=True, default=str)
         return f"{self.config.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
@@ -319,6 +342,7 @@ class Search:
         """
         if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
             raise UserError(ONE_PRECISION)
+        self._check_score_split()
         for key in self.space.keys:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
@@ -347,6 +371,22 @@ class Search:
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.space.points():
                 self._check_point(point, shown(self.space.describe(point)), model=False)
+
+    def _check_score_split(self) -> None:
+        """UserError for a split that is not evaluated, or whose captions would need constraints."""
+        data = self.base.data
+        if self.reports_validation:
+            return
+        if self.score_split not in data.test_splits:
+            raise UserError(
+                f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
+                f"of data.test_splits ({', '.join(data.test_splits)})"
+            )
+        if self.trial_config(self.space.first(), self.config.seeds[0]).evaluation.constraints is not None:
+            raise UserError(
+                "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
+                "them"
+            )
 
     def _check_key(self, key: str) -> None:
         """UserError for a key that a search must not change."""

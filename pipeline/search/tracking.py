@@ -135,7 +135,7 @@ def _send_trial(client: Any, record: TrialRecord, run_id: str) -> None:
     for name in dict.fromkeys([SCORE, *record.scores, *record.costs]):
         value = record.value(name)
         if value is not None:
-            client.log_metric(run_id, name, value)
+            client.log_metric(run_id, name.replace(" ", "_"), value)  # as runs are tracked: test_CIDEr-D
     client.set_tag(run_id, "raycap.state", record.state)
     client.set_tag(run_id, "raycap.run_id", Path(record.run).name)
     if record.reason:

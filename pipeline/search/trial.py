@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +27,14 @@ from models.registry import build_model
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
-from pipeline.runs.folder import JOURNAL, RunFolder
+from pipeline.errors import UserError
+from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
 from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import score_captions
-from pipeline.scoring.result_files import read_predictions
+from pipeline.scoring.result_files import ImageId, read_predictions
 from pipeline.search.spec import SCORE, Search
 from pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
 from pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
@@ -136,7 +137,8 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     feature_store = storage_path(plan.store, options) if plan.store else None
     # Ray Train's workers are other processes, and each removes its copy itself.
     removes_copies, begin = config.workers.num_workers > 1, time.time()
-    job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token, removes_copies)
+    split = None if search.reports_validation else search.score_split
+    job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token, removes_copies, split)
     try:
         return _train_and_score(task, config, job, run, report, train)
     finally:  # later trials on this machine need the space
@@ -148,10 +150,11 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
 def _train_and_score(
     task: TrialTask, config: RunConfig, job: StageJob, run: RunFolder, report: Report, train: Train
 ) -> TrialOutcome:
-    """Trains the stages of a trial that are not finished, and measures its scores and costs."""
+    """Trains the stages of a trial that are not finished, captions its split, and measures its scores and costs."""
     plan, search, names = task.plan, task.plan.search, job.stages
     costs = costs_of(run)
-    if any(run.result(name) is None for name in names):
+    is_captioned = job.caption_split is None or split_captions(run, job.caption_split, plan.excluded) is not None
+    if not is_captioned or any(run.result(name) is None for name in names):
         report({"run": str(run.root)})  # its journal shows that the trial makes progress
         train(job, config, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
@@ -166,7 +169,7 @@ def _train_and_score(
         "finished",
         reason="; ".join(result.ended_early for result in results if result.ended_early),
         run=str(run.root),
-        reports=best_scores(run),
+        reports=final_scores(run),
         scores=scores,
         costs=costs,
     )
@@ -287,6 +290,21 @@ def best_scores(run: RunFolder) -> Reports:
     return scores
 
 
+def final_scores(run: RunFolder) -> Reports:
+    """As `best_scores`, for a run whose stages are finished: the last score is that of the weights that were kept."""
+    *earlier, (epoch, _) = best_scores(run)
+    return [*earlier, (epoch, _kept_result(run)[1].best_score)]
+
+
+def _kept_result(run: RunFolder) -> tuple[str, StageResult]:
+    """The name and the result of the last stage whose weights were kept. The first stage is kept in any case."""
+    stage = run.last_kept()
+    result = None if stage is None else run.result(stage.name)
+    if stage is None or result is None:
+        raise RuntimeError(f"no stage of {run.run_id} was kept")
+    return stage.name, result
+
+
 def trained_seconds(run: RunFolder) -> float:
     """The seconds that all attempts lasted, each from its first entry in the journal to its last."""
     total, previous = 0.0, 0.0
@@ -335,14 +353,37 @@ def latency_ms(run: RunFolder) -> float:
 
 
 def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, float]:
-    """The scores of the kept weights' validation captions; metrics that cannot be computed here are missing.
+    """The scores of the captions of the weights that were kept; metrics that cannot be computed here are missing.
 
-    These weights are those of the last stage, unless it was not kept. If no stage was kept, the last one is scored.
+    The captions are those of the validation that chose these weights, and those of `score_split`, if it is another one.
     """
-    if not search.config.metrics:
-        return {}
-    stage = run.last_kept() or run.config.stages[-1]
-    references = run.dataset.without(excluded).split(run.config.data.val_split).references()
-    predictions = read_predictions(run.stage(stage.name) / "predictions-val.json")
-    scores = score_captions(references, predictions, metrics=search.config.metrics).by_name
+    metrics, dataset = search.config.metrics, run.dataset.without(excluded)
+    scores = {}
+    if metrics:
+        validated = read_predictions(run.stage(_kept_result(run)[0]) / "predictions-val.json")
+        scores = _scores(dataset.split(run.config.data.val_split), validated, metrics)
+    if not search.reports_validation:
+        captions = split_captions(run, search.score_split, excluded)
+        if captions is None:
+            raise RuntimeError(f"{run.run_id} has no captions of {search.score_split}")
+        values = _scores(dataset.split(search.score_split), captions, tuple(dict.fromkeys((SCORE, *metrics))))
+        scores |= {search.reported(name): value for name, value in values.items()}
+    return scores
+
+
+def _scores(images: Dataset, captions: Mapping[ImageId, str], metrics: Sequence[str]) -> dict[str, float]:
+    """The scores by metric, without those that cannot be computed here."""
+    scores = score_captions(images.references(), captions, metrics=metrics).by_name
     return {name: score.value for name, score in scores.items() if score.value is not None}
+
+
+def split_captions(run: RunFolder, split: str, excluded: Sequence[str]) -> dict[ImageId, str] | None:
+    """The captions of a split by image id; None unless a finished trial has captioned exactly its images."""
+    path = run.path / "predictions" / f"{split}.json"
+    if any(run.result(stage.name) is None for stage in run.config.stages) or not path.is_file():
+        return None
+    try:
+        captions = read_predictions(path)
+    except UserError:  # the file is damaged
+        return None
+    return captions if captions.keys() == set(run.dataset.without(excluded).split(split).column("image_id")) else None

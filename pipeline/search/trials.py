@@ -28,7 +28,8 @@ from pipeline.untrusted.names import one_line
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")
 MEMORY_REASON = "out of memory"  # the beginning of the reason of a trial that failed because memory was short
-Reports = list[tuple[float, float]]  # (epoch, best validation CIDEr-D so far)
+# (epoch, best validation CIDEr-D so far); a finished trial's last one is that of the weights that were kept
+Reports = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class TrialRecord:
     reason: str = ""
     run: str = ""  # the folder of the trial's run
     reports: Reports = field(default_factory=list)
+    # of the captions of a finished trial's weights: `BLEU-4` of the validation split, `test BLEU-4` of another split
     scores: dict[str, float] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # the time of all attempts together
@@ -64,7 +66,7 @@ class TrialRecord:
 
     @property
     def score(self) -> float | None:
-        """The best CIDEr-D so far; None before the first validation."""
+        """The best validation CIDEr-D so far; None before the first validation."""
         return self.reports[-1][1] if self.reports else None
 
     @property
@@ -73,7 +75,7 @@ class TrialRecord:
         return self.reports[-1][0] if self.reports else 0.0
 
     def value(self, objective: str) -> float | None:
-        """The value of an objective, metric or cost; None when the trial has no value for it."""
+        """The value of an objective, score or cost; None when the trial has no value for it."""
         if objective == SCORE:
             return self.score
         return (self.costs if objective in COSTS else self.scores).get(objective)
@@ -181,14 +183,17 @@ class TrialLog:
 
     def __init__(self, folder: SearchFolder, search: Search, lease: Lease | None = None) -> None:
         self.folder, self.search, self.sampler, self.lease = folder, search, make_sampler(search), lease
-        self.records = folder.records()
+        self.is_population = search.config.algorithm == "pbt"
+        # the seeds of every point; members of a population differ by their points and share the first seed
+        self.seeds = search.config.seeds[:1] if self.is_population else search.config.seeds
+        stored = folder.records()
+        self._last_number = max((record.number for record in stored), default=0)
+        # trials of seeds that an earlier process had, and the search has no more, remain in the folder
+        self.records = [record for record in stored if record.seed in self.seeds]
         self.num_trials = search.num_trials()  # None: only budget.hours ends the search
         self.unfinished = [record for record in self.records if record.state not in ENDED]
         self.exhausted = False  # whether the sampler has no more points
         self._pending: list[tuple[Proposal, int]] = []  # (point, seed) of trials that must start next
-        self.is_population = search.config.algorithm == "pbt"
-        # the seeds of every point; members of a population differ by their points and share the first seed
-        self.seeds = search.config.seeds[:1] if self.is_population else search.config.seeds
         # the sampler gets the results of an earlier process in the order in which the points were started
         for records in self.by_point().values():
             proposal = Proposal(records[0].point, records[0].attributes)
@@ -228,6 +233,11 @@ class TrialLog:
         """The number of trials that `start_next` can still start, as far as the sampler is known to have points."""
         return len(self.unfinished) + (0 if self.exhausted else self.remaining)
 
+    @property
+    def num_pending(self) -> int:
+        """The number of trials of known points whose seeds have not started."""
+        return len(self._pending)
+
     def start_next(self) -> TrialRecord | None:
         """Records the start of a trial and returns it; None when no trial is left.
 
@@ -247,8 +257,8 @@ class TrialLog:
                 return None
             self._pending = [(proposal, seed) for seed in self.seeds]
         proposal, seed = self._pending.pop(0)
-        number = 1 + max((record.number for record in self.records), default=0)
-        record = TrialRecord(number, dict(proposal.point), seed, dict(proposal.attributes), attempts=1)
+        self._last_number += 1
+        record = TrialRecord(self._last_number, dict(proposal.point), seed, dict(proposal.attributes), attempts=1)
         self.records.append(record)
         self._write(record)
         return record

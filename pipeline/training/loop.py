@@ -24,19 +24,15 @@ from models.backbone import Backbone, set_drop_path
 from models.captioner import Captioner
 from models.layers import set_dropout
 from models.registry import build_model
-from models.transform import ImageTransform
 from pipeline.captioning.captioning import caption_images
 from pipeline.config.run import total_steps
 from pipeline.config.sections import StageSection
-from pipeline.data.dataset import Dataset
-from pipeline.features.model_inputs import Images
-from pipeline.features.store import FeatureStore, open_store
+from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.runtime.precision import float32_products
 from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.file_cache import image_cache
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import load_weights
 from pipeline.training.batches import Batch, Batches, CaptionTokens
@@ -45,6 +41,7 @@ from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
+from pipeline.training.split_captions import caption_split, model_inputs
 from pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from pipeline.training.step_metrics import StepMetrics, summed
 from pipeline.training.weight_average import WeightAverage
@@ -64,10 +61,14 @@ class StageJob:
     excluded: tuple[str, ...] = ()  # content keys of images without features
     driver_token: str = ""  # workers stop when the run has another token; "" switches this check off
     removes_copies: bool = False  # whether a worker that ends removes its copy of a run on S3
+    caption_split: str | None = None  # the split that is captioned with the final weights after the stages
 
 
 def train_stages(context: Context, job: StageJob) -> None:
-    """Runs the stages of a job that are not finished yet, one after the other. Ends early if the context must stop."""
+    """Runs the stages of a job that are not finished yet, one after the other, then captions its split, if it has one.
+
+    Ends early if the context must stop.
+    """
     require_driver(job.folder, job.driver_token)  # `on_worker` removes the copies of other drivers' workers
     folder, is_abandoned = job.folder.on_worker(job.driver_token), False
     try:
@@ -93,6 +94,12 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
             if context.world_rank:
                 # The next stage starts from these files, and rank 0 may be on another machine.
                 folder.pull(f"stages/{name}")
+        if job.caption_split is not None:
+            output = StageOutput(folder, job.stages[-1], context.world_rank == 0, job.driver_token, token)
+            try:
+                caption_split(context, folder, job.caption_split, job.store, job.excluded, output)
+            finally:
+                output.close()
 
 
 def _train_stage(stage: StageRun) -> bool:
@@ -164,11 +171,11 @@ class StageRun:
             store = open_store(job.store, config.features)
         seed, captions = seed_of(config.seed, self.number), CaptionTokens(train, self.vocabulary)
         rank, world_size = context.world_rank, context.world_size
-        images = self._images(train, store)
+        images = model_inputs(folder, train, store)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
-        self.validation = self._images(validation, store)
+        self.validation = model_inputs(folder, validation, store)
         self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
@@ -264,13 +271,6 @@ class StageRun:
             self.average.update(step)
         # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
-
-    def _images(self, part: Dataset, store: FeatureStore | None) -> Images:
-        """The model inputs of some images: stored features, or pixels when `store` is None."""
-        config = self.folder.config
-        transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_bytes)
-        threads, options = config.workers.num_decode_threads, config.storage.options
-        return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
 
     def _resume(self) -> Progress:
         """Restores the newest checkpoint that is whole in the copies of all workers, if any.

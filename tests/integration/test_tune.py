@@ -12,6 +12,7 @@ import torch
 
 from jobs.cli import main
 from pipeline.config.load import load_config
+from pipeline.scoring.result_files import read_predictions
 from tests.support.searches import LR, G, small_search, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
@@ -28,17 +29,22 @@ def test_failed_trials_are_recorded_and_the_others_finish(
     """One trial diverges, one has groups too large for any memory, two are fine."""
     rows = [{G: [4]}, {LR: 1e30}, {G: [3_000_000_000]}, {G: [8]}]
     base_set = {"tracking.enabled": True}
-    path = write_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, set=base_set)
+    changes = {"score_split": "test", "set": base_set}
+    path = write_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, trial=TRIAL, **changes)
     storage = tmp_path / "storage"
     assert main(["tune", str(path)]) == 0
     output = capsys.readouterr().out
+    assert "Reported on test: the chosen weights caption it once, with beam 2" in output
     assert "warning      2 of 4 trials failed" in output and "importance" not in output
     records = records_of(storage)
     assert [record["state"] for record in records] == ["finished", "failed", "failed", "finished"]
     assert records[1]["reason"].startswith("DivergedError: the loss is")
     assert records[2]["reason"].startswith("out of memory: ")
     assert [epoch for epoch, _ in records[0]["reports"]] == [1.0, 2.0, 3.0]
-    assert records[0]["scores"].keys() == {"BLEU-4", "ROUGE-L"} and records[0]["costs"]["macs"] > 0
+    metrics = {"BLEU-4", "ROUGE-L"}
+    names = metrics | {f"test {name}" for name in (*metrics, "CIDEr-D")}
+    assert records[0]["scores"].keys() == names and records[0]["costs"]["macs"] > 0
+    assert {len(read_predictions(path)) for path in storage.glob("runs/*/predictions/test.json")} == {6}
     (folder,) = storage.glob("searches/*")
     for name in ("trials.csv", "pareto.png", "parallel.png", "search.html", "front-1.yaml"):
         assert (folder / name).stat().st_size > 100
@@ -67,7 +73,7 @@ def check_tracker(storage: Path) -> None:
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     assert sorted(run.info.status for run in children) == ["FAILED", "FAILED", "FINISHED", "FINISHED"]
     assert {"pareto.png", "search.html", "best.yaml"} <= {a.path for a in client.list_artifacts(parent.info.run_id)}
-    assert sum("CIDEr-D" in run.data.metrics for run in children) == 2
+    assert sum({"CIDEr-D", "test_CIDEr-D"} <= run.data.metrics.keys() for run in children) == 2
 
 
 @pytest.mark.ray

@@ -154,6 +154,11 @@ def test_points_and_labels() -> None:
         ({"rows": [{"name": "x" * 10**5}], "space": None, "algorithm": "grid"}, ["cannot be searched"]),
         ({"space": {G: {"groups": {"x" * 10**5: [4]}}}}, ["bytes; the limit is 1024"]),
         ({"seeds": [10**400]}, ["seeds.0 = 1", "less than"]),
+        ({"seeds": 0}, ["seeds", "at least 1 item"]),
+        ({"seeds": 10**12}, ["seeds", "at most 1000 items"]),
+        ({"seeds": True}, ["seeds = True"]),
+        ({"score_split": "train"}, ["score_split is 'train', which is neither data.val_split (val)", "(test, novel)"]),
+        ({"score_split": "test", "set": {"evaluation.constraints": "words.json"}}, ["captions without constraints"]),
         ({"budget": {"trials": 10**12}}, ["budget.trials = 1000000000000", "less than"]),
         ({"scheduler": {"name": "asha", "reduction": 1.0000001}}, ["scheduler.reduction", "equal to 1.1"]),
         ({"storage": ""}, ["storage: the text is empty"]),
@@ -224,6 +229,26 @@ def test_identity_covers_settings_that_affect_results(tmp_path: Path) -> None:
     assert small_search(tmp_path, trial={"epochs": 3}).identity("x") != one.identity("x")
     assert small_search(tmp_path, set={"model.d_ff": 64}).identity("x") != one.identity("x")
     assert one.identity("y") != one.identity("x")
+
+
+def test_the_named_split_is_part_of_the_identity_and_the_seeds_are_not(tmp_path: Path) -> None:
+    """More seeds continue a search; scores of another split are others."""
+    default, validation = small_search(tmp_path), small_search(tmp_path, score_split="val")
+    test, seeds = small_search(tmp_path, score_split="test"), small_search(tmp_path, seeds=2)
+    assert seeds.config.seeds == (0, 1) and seeds.identity() == default.identity() != test.identity()
+    assert [search.reported("CIDEr-D") for search in (default, validation, test)] == [
+        "CIDEr-D", "CIDEr-D", "test CIDEr-D",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_ablations_report_the_split_of_their_papers_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table I of ExpansionNet v2 is of the validation split, the tables of the other papers are of the test split."""
+    for name in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
+        monkeypatch.setenv(name, "/somewhere")
+    search = load_search(path)
+    if search.config.compare and search.base.data.synthetic is None:
+        assert search.score_split == {"expansionnet_v2": "val"}.get(search.config.compare, "test")
 
 
 def test_number_of_trials(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import yaml
+from matplotlib.container import ErrorbarContainer
 
 from jobs.cli import main
 from pipeline.config.load import load_config
@@ -21,7 +22,9 @@ from pipeline.search.ablations import comparisons, expansionnet_matches
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
 from pipeline.search.report import importances, write_page, write_plots
 from pipeline.search.results import (
+    difference_note,
     front,
+    leaderboard,
     leaderboard_text,
     point_results,
     trial_line,
@@ -147,6 +150,98 @@ def test_seeds_of_a_point_are_averaged(tmp_path: Path) -> None:
     assert trial_line(search, results[-1].records[0], 18).startswith("trial 4/18  failed after 0 s: out of memory")
 
 
+def noisy_scores(changes: dict[str, Any], seed: int) -> TrialOutcome:
+    """On validation more groups are better, on the test split fewer; seeds differ by 0.1 on both. One seed fails."""
+    size, noise = float(sum(changes[G])), 0.1 * seed
+    if changes == {G: [4], N_E: 4} and seed == 2:
+        return TrialOutcome("failed", "diverged")
+    scores = {"BLEU-4": size / 100, "test CIDEr-D": 20 - size + noise, "test BLEU-4": noise}
+    return finished(size + changes[N_E] / 50 + noise, size, scores=scores)
+
+
+def test_validation_chooses_and_the_named_split_is_reported(tmp_path: Path) -> None:
+    """The test split would choose another point; every table shows means and spreads of both splits."""
+    changes = {"score_split": "test", "metrics": ["BLEU-4"], "seeds": 3, "compare": "expansionnet_v2"}
+    search = small_search(tmp_path, algorithm="grid", budget={}, **changes)
+    log = open_log(search, tmp_path / "search")
+    assert run_log(log, noisy_scores) == 18
+    results = point_results(log)
+    on_front = front(results, search.config.objectives)
+    assert results[0].label == "G 4 8, N_E 4" and results[0] in on_front
+    assert results[0].mean("test CIDEr-D") == min(result.mean("test CIDEr-D") for result in results)  # type: ignore
+
+    columns, rows = leaderboard(search, results, on_front)
+    assert columns == [
+        "state", "epochs", "seeds", "to the best",
+        "val CIDEr-D", "test CIDEr-D", "test BLEU-4", "MMACs", "k parameters",
+    ]  # fmt: skip
+    cells = {label: dict(zip(columns, row, strict=True)) for label, row in rows}
+    expected = np.array([8.1, 8.0, 8.2])
+    assert cells["G 4 8, N_E 4"]["test CIDEr-D"] == f"{expected.mean():.4f} ± {expected.std(ddof=1):.4f}"
+    assert [cells[label]["to the best"] for label, _ in rows] == ["best", "equal", "", "", "", ""]
+    assert cells["G 4, N_E 4"]["seeds"] == "2/3" and cells["G 4, N_E 4"]["val CIDEr-D"] == "4.1300 ± 0.0707"
+    text = leaderboard_text(search, results, on_front)
+    assert "Chosen on val: each trial's weights" in text and "Reported on test" in text and "n - 1" in text
+
+    write_tables(log, results, on_front)
+    table = pyarrow.parquet.read_table(tmp_path / "search" / "trials.parquet").to_pylist()
+    row = next(row for row in table if (row[G], row[N_E], row["seed"]) == ("4 8", 4, 1))
+    assert (row["val CIDEr-D"], row["test CIDEr-D"]) == pytest.approx((12.18, 8.1))
+    assert (row["rank"], row["seeds"], row["test CIDEr-D mean"]) == pytest.approx((1, 3, 8.1))
+    assert row["val CIDEr-D std"] == pytest.approx(0.1) and row["val BLEU-4"] == pytest.approx(0.12)
+    best = write_configurations(log, results, on_front)[0].read_text()
+    assert "# G 4 8, N_E 4:" in best and "test CIDEr-D 8.1000 ± 0.1000" in best and "seeds: 3/3" in best
+
+    (_, note, _, table_rows), _ = comparisons(search, results)
+    assert "means over seeds of the split test" in note and "Karpathy validation" in note
+    assert not any(row[0] for _, row in table_rows), "no row of the paper has these groups"
+    page = write_page(log, results, on_front).read_text()
+    assert "Chosen on val" in page and "test CIDEr-D" in page and "± 0.0707" in page
+    axes = pareto_plot(search, results, on_front).axes[0]
+    (points,) = [line for line in axes.lines if line.get_label() == "finished"]
+    assert axes.get_ylabel() == "test CIDEr-D"
+    assert sorted(points.get_ydata()) == sorted(result.mean("test CIDEr-D") for result in results)  # type: ignore
+    assert any(isinstance(each, ErrorbarContainer) for each in axes.containers)
+    line = trial_line(search, results[0].records[0], 18)
+    assert "finished at epoch 2: val CIDEr-D 12.0800, test CIDEr-D 8.0000, " in line
+
+
+def test_differences_within_the_spread_are_marked() -> None:
+    ones, twos = [1.0, 1.2], [1.1, 1.3]  # standard deviations of 0.14, means that differ by 0.1
+    assert difference_note(ones, twos) == "within spread" and difference_note(ones, [1.5, 1.7]) == ""
+    assert difference_note([1.0], [1.0]) == "equal" and difference_note([1.0], [1.001]) == ""
+    assert difference_note([1.0], [1.1, 1.3]) == "" and difference_note([1.1], [1.1, 1.3]) == "within spread"
+    assert difference_note([], twos) == ""
+
+
+def test_more_seeds_continue_a_search(tmp_path: Path) -> None:
+    """Only the trials of new seeds run, and only those of the listed seeds count."""
+    ran: list[int] = []
+
+    def outcome(changes: dict[str, Any], seed: int) -> TrialOutcome:
+        ran.append(seed)
+        return finished(float(sum(changes[G]) + seed), 1.0)
+
+    one = small_search(tmp_path, algorithm="nsga2", budget={"trials": 6}, population=4)
+    assert run_log(open_log(one, tmp_path / "search"), outcome) == 6
+    three = small_search(tmp_path, algorithm="nsga2", budget={"trials": 18}, population=4, seeds=[0, 5, 9])
+    assert three.identity() == one.identity()
+    poor = small_search(tmp_path, algorithm="nsga2", budget={"trials": 6}, population=4, seeds=[0, 5, 9])
+    log = open_log(poor, tmp_path / "search")
+    assert (log.num_pending, log.remaining) == (12, 0)
+    ran.clear()
+    log = open_log(three, tmp_path / "search")
+    assert run_log(log, outcome) == 12 and sorted(ran) == [5] * 6 + [9] * 6
+    assert sorted(record.number for record in log.records) == list(range(1, 19))
+    assert {result.seeds_text for result in point_results(log)} == {"3/3"}
+    fewer = open_log(small_search(tmp_path, algorithm="grid", budget={}, seeds=[5]), tmp_path / "search")
+    assert len(fewer.records) == 6 and fewer.start_next() is None
+    assert {result.seeds_text for result in point_results(fewer)} == {"1/1"}
+    wider = open_log(small_search(tmp_path, algorithm="grid", budget={}, seeds=[5, 7]), tmp_path / "search")
+    added = wider.start_next()
+    assert added is not None and added.number == 19, "the files of seeds that do not count remain"
+
+
 def test_the_front_holds_undominated_points(tmp_path: Path) -> None:
     values = iter([(1.0, 1.0), (2.0, 2.0), (2.0, 3.0), (0.5, 2.0), (3.0, 9.0), (9.0, 0.1)])
 
@@ -171,7 +266,7 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
     run_log(log, lambda changes, seed: finished(sum(changes[G]) + changes[N_E], sum(changes[G])))
     results = point_results(log)
     best = front(results, search.config.objectives)
-    write_tables(log, best)
+    write_tables(log, results, best)
     table = pyarrow.parquet.read_table(folder / "trials.parquet")
     assert table.num_rows == 6 and pyarrow.csv.read_csv(folder / "trials.csv").column_names == table.column_names
     assert table[G].to_pylist()[-1] == "4 8" and table[N_E].to_pylist() == [2, 4] * 3
@@ -261,7 +356,7 @@ def test_our_rows_next_to_the_papers(tmp_path: Path) -> None:
     )
     results = point_results(log)
     (_, _, columns, table), (_, _, _, costs) = comparisons(search, results)
-    assert columns[:4] == ["BLEU-4", "BLEU-4 +/-", "BLEU-4 paper", "BLEU-4 paper +/-"]
+    assert columns[:5] == ["seeds", "BLEU-4", "BLEU-4 +/-", "BLEU-4 paper", "BLEU-4 paper +/-"]
     cells = dict(zip(columns, dict(table)["G 16, N_E attention"], strict=True))
     assert (cells["CIDEr-D"], cells["CIDEr-D +/-"]) == ("1.2500", "+0.2500")
     assert (cells["CIDEr-D paper"], cells["CIDEr-D paper +/-"]) == ("1.178", "+0.020")

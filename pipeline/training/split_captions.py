@@ -1,0 +1,90 @@
+"""Captions a split with a run's final weights, on the workers that have trained them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.registry import build_model
+from models.transform import ImageTransform
+from pipeline.captioning.captioning import caption_images
+from pipeline.data.dataset import Dataset
+from pipeline.features.model_inputs import Images
+from pipeline.features.store import FeatureStore, open_store
+from pipeline.runs.folder import RunFolder
+from pipeline.runtime.context import Context
+from pipeline.runtime.cpu import prepare_processor
+from pipeline.scoring.result_files import write_predictions
+from pipeline.storage.file_cache import image_cache
+from pipeline.storage.path import StoragePath
+from pipeline.storage.weights import load_weights
+from pipeline.training.stage_output import StageOutput
+
+REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
+
+
+def model_inputs(folder: RunFolder, part: Dataset, store: FeatureStore | None) -> Images:
+    """The model inputs of some images of a run: stored features, or pixels when `store` is None."""
+    config = folder.config
+    transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_bytes)
+    threads, options = config.workers.num_decode_threads, config.storage.options
+    return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
+
+
+def caption_split(
+    context: Context,
+    folder: RunFolder,
+    split: str,
+    store: StoragePath | Path | None,
+    excluded: Sequence[str],
+    output: StageOutput,
+) -> None:
+    """Captions a split with the weights that a run's finished stages have kept, by the run's `evaluation`.
+
+    Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
+    initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
+    output: of the run's last stage; it writes the journal, whose new entries count no training time.
+    """
+    prepare_processor(folder.config.workers.threads_per_worker)
+    captioner = _final_captioner(folder).to(context.device)
+    features = None
+    if captioner.backbone is None:
+        assert store is not None  # the frozen stages have read it
+        features = open_store(store, folder.config.features)
+    images = model_inputs(folder, folder.dataset.without(excluded).split(split), features)
+    result = folder.result(output.stage)
+    assert result is not None
+    output.open_journal(result.steps)
+    reported_at = time.monotonic()
+
+    def report(fraction: float) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at > REPORT_EVERY_S:
+            reported_at = time.monotonic()
+            output.log("event", result.steps, {"text": f"captions of {split}, {100 * fraction:.0f} % done"})
+
+    output.log("event", result.steps, {"text": f"captions of {split} with {folder.config.evaluation.protocol}"})
+    best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)
+    if output.writes:
+        output.check_may_write()
+        path = folder.path / "predictions" / f"{split}.json"
+        write_predictions(path, {image: hypothesis.caption for image, hypothesis in best.items()})
+        folder.push("predictions", check_may_write=output.check_may_write)
+
+
+def _final_captioner(folder: RunFolder) -> Captioner:
+    """The captioner with the weights that were kept; with a backbone if a stage has trained one and was kept."""
+    config, backbone = folder.config, None
+    model = build_model(config.model, folder.sizes)
+    load_weights(model, folder.weights_before(None, "model"))
+    results = [folder.result(stage.name) for stage in config.stages if stage.train_backbone]
+    if any(result is not None and result.kept for result in results):
+        backbone = Backbone(config.backbone, with_weights=False)
+        load_weights(backbone, folder.weights_before(None, "backbone"))
+        backbone = backbone.to(memory_format=torch.channels_last)
+    return Captioner(model, backbone)

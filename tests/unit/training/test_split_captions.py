@@ -1,0 +1,66 @@
+"""Captions of a split with the weights that a run's stages have kept."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.backbone import Backbone
+from models.base import CaptionModel, Features
+from models.decoding import beam_search
+from models.registry import build_model
+from models.transform import ImageTransform, normalize
+from pipeline.data.images import decode_image
+from pipeline.runs.folder import RunFolder, StageResult
+from pipeline.runtime.context import LocalContext
+from pipeline.scoring.result_files import read_predictions
+from pipeline.storage.atomic import write_json
+from pipeline.storage.weights import load_weights, save_weights
+from pipeline.training.loop import StageJob, train_stages
+from tests.support.runs import prepare_run
+
+
+def pretend_training(folder: RunFolder, *, kept: bool) -> tuple[CaptionModel, Backbone]:
+    """Two stages with random weights: one on frozen features, and one that trains the backbone. Returns the final
+    model and backbone."""
+    torch.manual_seed(0)
+    frozen, end_to_end = folder.config.stages[:2]
+    models = []
+    for stage in (frozen, end_to_end):
+        model, backbone = build_model(folder.config.model, folder.sizes), Backbone(folder.config.backbone)
+        if stage is frozen:
+            load_weights(backbone, folder.weights_before(None, "backbone"))
+        best = folder.stage(stage.name) / "best-3"
+        best.mkdir(parents=True)
+        save_weights(model, best / "model.safetensors")
+        if stage is end_to_end:
+            save_weights(backbone, best / "backbone.safetensors")
+        result = StageResult(4, 3, 0.5, kept=kept or stage is frozen, ended_early="")
+        write_json(folder.stage(stage.name) / "DONE.json", asdict(result))
+        models.append((model.eval(), backbone.eval()))
+    return models[1 if kept else 0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_trained_backbone_that_was_kept_reads_the_images(tmp_path: Path, kept: bool) -> None:
+    """The captions are those of a beam search written here over pixels. If the stage that trained the backbone was not
+    kept, they are those of the features of the initial backbone."""
+    folder, store = prepare_run(tmp_path)
+    model, backbone = pretend_training(folder, kept=kept)
+    stages = tuple(stage.name for stage in folder.config.stages[:2])
+    train_stages(LocalContext(), StageJob(folder, stages, None if kept else store, caption_split="novel"))
+    captions = read_predictions(folder.path / "predictions/novel.json")
+    images, settings = folder.dataset.split("novel"), folder.config.evaluation
+    transform = ImageTransform(folder.config.backbone.image_size)
+    assert len(captions) == len(images) == 2
+    for image, uri in zip(images.column("image_id"), images.column("uri"), strict=True):
+        pixels = transform.resize(decode_image(Path(uri).read_bytes(), 10**6))
+        with torch.inference_mode():
+            features = backbone(normalize(pixels[None]))
+            features = features if kept else features.half().float()  # as the store has them
+            memory = model.encode(Features(features))
+            found = beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length)
+        assert captions[image] == folder.vocabulary.decode(found.tokens[0, 0].tolist())
