@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from pipeline.captioning.protocols import searched
 from pipeline.config.load import dump_config, parse_config
 from pipeline.reports.text_table import format_table
+from pipeline.scoring.protocol import Protocol
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
@@ -140,8 +142,9 @@ def selection_note(search: Search) -> str:
     chosen = "each trial's weights, the order of points, the Pareto front and best.yaml"
     if search.reports_validation:
         return f"Chosen and reported on {val}: {chosen}. The best of many scores is too high; score_split avoids it."
-    protocol = search.trial_config(search.space.first(), search.config.seeds[0]).evaluation.protocol
-    return f"Chosen on {val}: {chosen}. Reported on {split}: the chosen weights caption it once, with {protocol}."
+    evaluation = search.trial_config(search.space.first(), search.config.seeds[0]).evaluation
+    how = searched(Protocol(), evaluation).signature
+    return f"Chosen on {val}: {chosen}. Reported on {split}: the chosen weights caption it once, with {how}."
 
 
 def unit(name: str) -> float:

@@ -13,6 +13,7 @@ from models.captioner import Captioner
 from models.registry import build_model
 from models.transform import ImageTransform
 from pipeline.captioning.captioning import caption_images
+from pipeline.captioning.protocols import run_protocol
 from pipeline.data.dataset import Dataset
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, open_store
@@ -68,7 +69,8 @@ def caption_split(
             reported_at = time.monotonic()
             output.log("event", result.steps, {"text": f"captions of {split}, {100 * fraction:.0f} % done"})
 
-    output.log("event", result.steps, {"text": f"captions of {split} with {folder.config.evaluation.protocol}"})
+    protocol = run_protocol(folder.config, folder.last_kept())
+    output.log("event", result.steps, {"text": f"captions of {split}: {protocol.signature}"})
     best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)
     if output.writes:
         output.check_may_write()
