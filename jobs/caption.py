@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -49,6 +49,16 @@ class CaptionOptions:
 
     search: dict[str, Any]
     num_results: int
+
+
+class Pictures(NamedTuple):
+    """The folder for pictures of each caption's words, and the head of the decoder whose attention they show.
+
+    The head is a number from 1 on, as the option --head; None for the mean over all heads.
+    """
+
+    folder: Path
+    head: int | None
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,9 @@ def caption(
     explain: Annotated[
         Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
     ] = None,
+    head: Annotated[
+        int | None, typer.Option(min=1, help="With --explain: the attention of this head only, not of their mean.")
+    ] = None,
     gpus_per_worker: Annotated[
         float | None, typer.Option(min=0, help="GPUs of each process on Ray. The default is 1 if it has GPUs, else 0.")
     ] = None,
@@ -130,6 +143,9 @@ def caption(
     }
     if num_results > search["beam_size"]:
         raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {search['beam_size']}")
+    num_heads = opened.bundle.captioner.model.config.num_heads
+    if head is not None and (explain is None or head > num_heads):
+        raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
     cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     signature: dict[str, Any] = {}
     done: dict[str, bool] = {}
@@ -165,7 +181,8 @@ def caption(
     if uses_ray:
         captioning = _captioning_on_ray(pending, opened, options, cluster)
     else:
-        captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, explain, decorations))
+        pictures = None if explain is None else Pictures(explain, head)
+        captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, pictures, decorations))
     output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature)
     with output as write, captioning as rows:
         num_failed, largest_gap = _write_rows(rows, len(pending), write)
@@ -185,12 +202,11 @@ def caption(
 
 
 def _caption_in_process(
-    names: Sequence[str], bundle: Bundle, options: CaptionOptions, explain: Path | None, decorations: Decorations
+    names: Sequence[str], bundle: Bundle, options: CaptionOptions, pictures: Pictures | None, decorations: Decorations
 ) -> Iterator[dict[str, Any]]:
     """Yields the output row of each image, in order. Threads read and decode the images of a batch.
 
-    explain: the folder for pictures of each caption's words; None for no pictures. A picture that fails is recorded in
-    `decorations`.
+    pictures: None for no pictures. A picture that fails is recorded in `decorations`.
     """
     import torch
 
@@ -224,10 +240,10 @@ def _caption_in_process(
                     continue
                 ranked = next(captions)
                 row = _output_row(name, ranked)
-                if explain is not None:
-                    path = explain / f"{number:04d}-{Path(name).stem}.png"
+                if pictures is not None:
+                    path = pictures.folder / f"{number:04d}-{Path(name).stem}.png"
                     with decorations.making(f"the picture of {name}"):
-                        row |= _draw_words(path, name, service, pixels, ranked[0][0])
+                        row |= _draw_words(path, name, service, pixels, ranked[0][0], pictures.head)
                 yield row
 
 
@@ -320,8 +336,10 @@ def _output_row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any
     return {"image": name, **entries[0]} | ({"n_best": entries} if len(entries) > 1 else {})
 
 
-def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str) -> dict[str, Any]:
+def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str, head: int | None) -> dict[str, Any]:
     """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
+
+    head: as in `Pictures`.
 
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
@@ -332,7 +350,7 @@ def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str) 
     from pipeline.reports.heat_maps import caption_picture
 
     image, words = decode_image(read_image_file(storage_path(name)), MAX_PIXELS), caption.split()
-    attention = service.attention(pixels, caption).float().cpu().numpy()
+    attention = service.attention(pixels, caption, None if head is None else head - 1).float().cpu().numpy()
     attribution = service.attribution(pixels, caption)
     caption_picture(image, words, attention, attribution.shares().cpu().numpy()).save(path)
     clusters = service.clusters(pixels, caption)

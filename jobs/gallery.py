@@ -98,8 +98,8 @@ def compute_maps(
         features = on_device(inputs, device)
         with torch.no_grad():
             memory = caption_model.encode(features)
-        # (layers, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
-        attention = cross_attention(caption_model, memory, ids[None])[-1, 0, : len(words)]
+        # (layers, H, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
+        attention = cross_attention(caption_model, memory, ids[None])[-1, :, 0, : len(words)].mean(0)
         fields: dict[str, Any] = {"attention": _weight_maps(attention, inputs, size)}
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
             quadrature = Quadrature.exactly(INTEGRATION_STEPS)

@@ -14,12 +14,12 @@ from models.layers import CrossAttention, split_heads
 
 @torch.no_grad()
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """The weights softmax(q k / sqrt(d)) of each decoder layer, (layers, B*K, T - 1, N); every row sums to 1.
+    """The weights softmax(q k / sqrt(d)) of each decoder layer and head, (layers, H, B*K, T - 1, N); rows sum to 1.
 
-    They are means over the heads, and over the encoder levels that a meshed decoder layer attends to; d is the width
-    of a head. `tokens` (B*K, T) start with SOS; row t has the weights with which the model predicts the word at t + 1.
-    This takes one teacher-forced pass. The model's fused attention does not return its weights, so that they are
-    computed here from the inputs of cross-attention.
+    They are means over the encoder levels that a meshed decoder layer attends to; d is the width of a head. `tokens`
+    (B*K, T) start with SOS; row t has the weights with which the model predicts the word at t + 1. This takes one
+    teacher-forced pass. The model's fused attention does not return its weights, so that they are computed here from
+    the inputs of cross-attention.
     Raises ValueError for a model without cross-attention.
     """
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, CrossAttention)]
@@ -35,7 +35,8 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
         scores = torch.matmul(query, key.mT).float() / math.sqrt(query.shape[-1])
         if bias is not None:
             scores = scores + bias.float()
-        weights.append(scores.softmax(-1).mean(1).view(x.shape[0], x.shape[1], -1))
+        by_head = scores.softmax(-1).unflatten(1, (-1, layer.num_heads)).mean(1)  # (B, H, K*T, N)
+        weights.append(by_head.transpose(0, 1).reshape(layer.num_heads, *x.shape[:2], -1))
 
     with evaluating(model), hooked(layers, record):
         model.decode(memory, tokens[:, :-1])

@@ -107,11 +107,15 @@ class CaptionService:
         return collapsed(text) if self.search.collapse_repeats else text
 
     @torch.no_grad()
-    def attention(self, pixels: Tensor, caption: str) -> Tensor:
-        """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W)."""
+    def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
+        """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).
+
+        head: the number of one head, from 0; None for the mean over all heads.
+        """
         captioner, ids = self.bundle.captioner, self._ids(caption)
         memory = captioner.encode(Features(pixels[None].to(self.device)))
-        return cross_attention(captioner.model, memory, ids[None])[-1, 0, : len(caption.split())]
+        by_head = cross_attention(captioner.model, memory, ids[None])[-1, :, 0, : len(caption.split())]
+        return by_head.mean(0) if head is None else by_head[head]
 
     def attribution(self, pixels: Tensor, caption: str) -> Attribution:
         """The contribution of each grid cell of one image (3, H, W) to the log-probability of each word."""

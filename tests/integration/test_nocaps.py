@@ -23,7 +23,7 @@ SMALL = {
     "model.d_model": 16, "model.d_ff": 16, "model.num_heads": 2, "model.num_encoder_layers": 1,
     "model.num_decoder_layers": 1, "workers.num_workers": 1, "workers.gpus_per_worker": 0, "workers.cpus_per_worker": 1,
     "workers.threads_per_worker": 1, "workers.num_decode_threads": 0, "tracking.enabled": "false",
-    "evaluation.max_length": 12,
+    "workers.dry_run": "false", "evaluation.max_length": 12,
 }  # fmt: skip
 SWIN = {
     "backbone.name": "swin_tiny_patch4_window7_224", "backbone.weights": "none", "backbone.image_size": 32,
@@ -99,7 +99,9 @@ def test_a_model_is_trained_on_coco_and_scored_on_nocaps(files: Path, system: st
     """Also that constraints, 2 of 3, put a word into captions that no training caption has."""
     stages, settings = SYSTEMS[system]
     values = SMALL | settings | {"storage": files / "results", "data.min_count": 1}
-    values |= {f"stages.{stage}.{key}": value for stage in stages for key, value in (("epochs", 1), ("batch_size", 6))}
+    values |= {
+        f"stages.{stage}.{key}": value for stage in stages for key, value in (("epochs", 0.2), ("batch_size", 6))
+    }
     overrides = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     config = str(CONFIGS / f"nocaps_{system}.yaml")
     assert main(["run", config, *overrides]) == 0

@@ -26,6 +26,7 @@ from models.backbone import Backbone
 from models.base import Features, Memory, ModelSizes
 from models.captioner import Captioner
 from models.config import ClustFormerConfig
+from models.layers import CrossAttention
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle, save_bundle
 from pipeline.captioning.ray_data import CaptionPool
@@ -393,16 +394,29 @@ def test_a_newer_bundle_is_said(tmp_path: Path) -> None:
 
 
 def test_cross_attention_is_what_the_layers_use(bundle: Path) -> None:
-    """Each layer's mixed value, put together from the weights of every head, is what the layer gives."""
+    """The values of the image tokens, mixed by the weights of every head, are what the layer's output is made of."""
     model = load_bundle(bundle).captioner.model
     torch.manual_seed(1)
     memory = model.encode(Features(torch.randn(2, 9, model.sizes.feature_width), torch.tensor([9, 6])))
     tokens = torch.tensor([[WORDS.sos, 4, 5, 6, WORDS.eos]] * 4)
-    weights = cross_attention(model, memory, tokens)
-    assert weights.shape == (2, 4, 4, 9)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 4))
-    assert (weights[:, 2:, :, 6:] == 0).all(), "padding is looked at"
-    assert (weights[:, :2, :, 6:] > 0).all()
+    by_head = cross_attention(model, memory, tokens)
+    assert by_head.shape == (2, 2, 4, 4, 9)
+    torch.testing.assert_close(by_head.sum(-1), torch.ones(2, 2, 4, 4))
+    assert (by_head[:, :, 2:, :, 6:] == 0).all(), "padding is looked at"
+    assert (by_head[:, :, :2, :, 6:] > 0).all()
+    outputs: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+    def record(layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        outputs.append((layer, inputs[2], output))
+
+    layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    model.decode(memory, tokens[:, :-1])
+    for handle in handles:
+        handle.remove()
+    for weights, (layer, value, output) in zip(by_head, outputs, strict=True):
+        mixed = torch.einsum("hrtn,rhnd->rthd", weights, value.repeat_interleave(2, 0)).flatten(2)
+        torch.testing.assert_close(layer.out_proj(mixed, mixed), output)
     # an image token that gets all the weight moves the logits, one that gets none does not
     changed = memory.states.clone()
     changed[1, 6:] += 10.0
@@ -450,6 +464,24 @@ def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys:
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert all(row["attribution"]["steps"] >= 32 and row["attribution"]["gap"] >= 0 for row in rows)
     assert f"within {max(row['attribution']['gap'] for row in rows):.3f} nats" in said.err
+
+
+def test_the_pictures_can_show_one_head(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (name,) = write_images(tmp_path / "images", 1)
+    service = CaptionService(load_bundle(bundle))
+    pixels = service.pixels(Path(name).read_bytes())
+    first, second, mean = (service.attention(pixels, "a red cat", head) for head in (0, 1, None))
+    assert first.shape == (3, 16) and not torch.equal(first, second)
+    torch.testing.assert_close((first + second) / 2, mean)
+    drawn = []
+    for head in (None, 1, 2):
+        maps = tmp_path / f"maps {head}"
+        assert caption([name], str(bundle), explain=maps, head=head, max_length=5) == 0
+        drawn.append((maps / "0000-0.png").read_bytes())
+    assert len(set(drawn)) == 3
+    for options in (["--explain", str(tmp_path / "maps"), "--head", "3"], ["--head", "1"]):
+        assert main(["caption", name, "--model", str(bundle), *options]) == 2
+        assert "expected --explain and a number from 1 to the model's 2 heads" in capsys.readouterr().err
 
 
 def test_pictures_that_fail_cost_no_caption(

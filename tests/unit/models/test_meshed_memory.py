@@ -165,9 +165,10 @@ def test_attention_maps_are_means_over_levels() -> None:
     model = small_meshed(3)
     memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([5, 3])))
     maps = cross_attention(model, memory, torch.randint(0, 11, (4, 6)))
-    assert maps.shape == (2, 4, 5, 5)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 5))
-    assert bool((maps[:, 2:, :, 3:] == 0).all()) and bool((maps[:, :2] > 0).all())
+    heads = model.config.num_heads
+    assert maps.shape == (2, heads, 4, 5, 5)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, heads, 4, 5))
+    assert bool((maps[:, :, 2:, :, 3:] == 0).all()) and bool((maps[:, :, :2] > 0).all())
 
 
 def test_dropout_reaches_every_sublayer() -> None:
