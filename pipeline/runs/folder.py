@@ -2,7 +2,7 @@
 
 The original folder of a run (`RunFolder.home`) is on S3 when the configured storage is. The driver, and each machine
 with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
-journal; the driver writes everything else.
+journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json

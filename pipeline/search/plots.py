@@ -250,13 +250,13 @@ def _write_labels(
 class _Scale(NamedTuple):
     """An axis of the parallel plot: the height of each point on it, and the (height, label) of each tick.
 
-    Heights are from 0 to 1. spreads: the half lengths of error bars, in heights; empty for an axis without.
+    Heights are from 0 to 1. spread: half the length of the best point's error bar, in heights; 0 for none.
     """
 
     title: str
     heights: list[float]
     ticks: list[tuple[float, str]]
-    spreads: Sequence[float] = ()
+    spread: float = 0.0
 
 
 def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
@@ -292,15 +292,14 @@ def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: boo
         style = "-" if result.state == "finished" else (0, (4, 3))  # dashes of 4 points and gaps of 3
         heights = [scale.heights[rank] for scale in scales]
         axes.plot(range(len(scales)), heights, ls=style, color=color, lw=width, alpha=alpha, zorder=order)
-        for column, scale in enumerate(scales):
-            if scale.spreads and scale.spreads[rank]:
-                ends = (heights[column] - scale.spreads[rank], heights[column] + scale.spreads[rank])
-                axes.vlines(column, *ends, color=color, lw=3, alpha=alpha, zorder=order)
+    for column, scale in enumerate(scales):  # bars of all points would cover each other on the axis
+        if scale.spread:
+            axes.errorbar(column, scale.heights[0], scale.spread, ecolor=BEST, elinewidth=2.4, capsize=5, zorder=5)
     axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
     axes.set_ylim(-0.08, 1.15)
     note = f"red: the best on {search.base.data.val_split}; dashed: stopped early"
-    if any(any(scale.spreads) for scale in scales):
-        note += "; bars: one standard deviation over the seeds"
+    if any(scale.spread for scale in scales):
+        note += "; bars: its standard deviation over the seeds"
     axes.text(0.0, -0.06, note, transform=axes.transAxes, fontsize=size, color=MUTED, va="top")
     return figure
 
@@ -334,16 +333,19 @@ def _choice_scale(dimension: Dimension, choices: Sequence[Any]) -> _Scale:
 
 
 def _value_scale(search: Search, name: str, shown: Sequence[PointResult]) -> _Scale:
-    """The axis of a score or cost from its smallest to its largest value. A missing value has the height 0.5."""
+    """The axis of a score or cost from its smallest to its largest value, the first point's error bar included.
+
+    A missing value has the height 0.5.
+    """
     values = [result.mean(name) for result in shown]
     present = [value for value in values if value is not None] or [0.0]
-    low, high = min(present), max(present)
+    spread = shown[0].spread(name) or 0.0 if shown else 0.0
+    low, high = min(*present, present[0] - spread), max(*present, present[0] + spread)
     if low == high:
-        return _Scale(heading(search, name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.3g}")])
+        return _Scale(heading(search, name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.4g}")])
     heights = [0.5 if value is None else (value - low) / (high - low) for value in values]
-    spreads = [(result.spread(name) or 0.0) / (high - low) for result in shown]
-    ticks = [(share, f"{(low + (high - low) * share) / unit(name):.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    return _Scale(heading(search, name), heights, ticks, spreads)
+    ticks = [(share, f"{(low + (high - low) * share) / unit(name):.4g}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    return _Scale(heading(search, name), heights, ticks, spread / (high - low))
 
 
 def png(figure: Figure) -> bytes:

@@ -157,7 +157,7 @@ def test_points_and_labels() -> None:
         ({"seeds": 0}, ["seeds", "at least 1 item"]),
         ({"seeds": 10**12}, ["seeds", "at most 1000 items"]),
         ({"seeds": True}, ["seeds = True"]),
-        ({"score_split": "train"}, ["score_split is 'train', which is neither data.val_split (val)", "(test, novel)"]),
+        ({"score_split": "train"}, ["score_split is train, which is neither data.val_split (val)", "(test, novel)"]),
         ({"score_split": "test", "set": {"evaluation.constraints": "words.json"}}, ["captions without constraints"]),
         ({"budget": {"trials": 10**12}}, ["budget.trials = 1000000000000", "less than"]),
         ({"scheduler": {"name": "asha", "reduction": 1.0000001}}, ["scheduler.reduction", "equal to 1.1"]),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from jobs.tune import workers
 from jobs.tune.features import extract_once
 from models.decoding import beam_search
 from models.registry import build_model
@@ -263,6 +264,18 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
     assert outcome.scores["test CIDEr-D"] == scores["CIDEr-D"] and outcome.scores["test BLEU-4"] == scores["BLEU-4"]
     texts = [entry["text"] for entry in read_journal(run.journal) if entry["kind"] == "event"]
     assert texts[-1] == "captions of test with beam 2, at most 12 tokens"
+
+
+def test_the_captions_of_workers_reach_the_trial_through_the_storage(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers have a copy of the run of their own. Two workers are configured, and one is enough for the files."""
+    world = make_world(s3, tmp_path, monkeypatch, resources={"workers": 2}, score_split="test")
+    monkeypatch.setattr(workers, "fit", lambda job, config: train_stages(LocalContext(), job))
+    outcome = run_trial(world.tasks[0], lambda _: None, workers.train_on_workers)
+    assert outcome.state == "finished" and outcome.scores is not None, outcome
+    assert outcome.scores.keys() == {"BLEU-4", "ROUGE-L", "test CIDEr-D", "test BLEU-4", "test ROUGE-L"}
+    assert not world.copies()
 
 
 def stop(*_: Any) -> None:

@@ -12,7 +12,7 @@ from models.backbone import Backbone
 from models.base import CaptionModel, Features
 from models.decoding import beam_search
 from models.registry import build_model
-from models.transform import ImageTransform, normalize
+from models.transform import ImageTransform
 from pipeline.data.images import decode_image
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import LocalContext
@@ -57,9 +57,9 @@ def test_a_trained_backbone_that_was_kept_reads_the_images(tmp_path: Path, kept:
     transform = ImageTransform(folder.config.backbone.image_size)
     assert len(captions) == len(images) == 2
     for image, uri in zip(images.column("image_id"), images.column("uri"), strict=True):
-        pixels = transform.resize(decode_image(Path(uri).read_bytes(), 10**6))
+        pixels = transform(decode_image(Path(uri).read_bytes(), 10**6))
         with torch.inference_mode():
-            features = backbone(normalize(pixels[None]))
+            features = backbone(pixels[None])
             features = features if kept else features.half().float()  # as the store has them
             memory = model.encode(Features(features))
             found = beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length)
