@@ -1,14 +1,15 @@
-"""Paired bootstrap: tests whether one model is better than another on the same images."""
+"""Paired bootstrap: tests whether one system is better than another on the same images, with one or several seeds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 RESAMPLES = 10_000
-CHUNK = 256  # resamples that are computed together, which bounds the memory
+CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,75 @@ def paired_difference(
     a, b: one score per image, in the same order of images. The method needs metrics that are a mean over images, as
     CIDEr-D, ROUGE-L and SPICE are and BLEU is not. Raises ValueError for empty lists and lists of different lengths.
     """
-    if len(a) != len(b) or not len(a):
-        raise ValueError(f"{len(a)} and {len(b)} scores; give one score of each model for every image")
-    differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    return difference_of_seeds([a], [b], resamples=resamples, confidence=confidence, seed=seed)
+
+
+def difference_of_seeds(
+    a: Sequence[Sequence[float]],
+    b: Sequence[Sequence[float]],
+    *,
+    same_runs: bool = False,
+    resamples: int = RESAMPLES,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Difference:
+    """As `paired_difference`, for systems that were trained with several seeds each.
+
+    a, b: (seeds, images) scores; the numbers of seeds may differ. same_runs: row i of both belongs to the same run, so
+    that the seeds are paired, too. Without it they are independent.
+
+    Each resample has two levels. Images are sampled with replacement, the same for all seeds of both sides. The seeds
+    add a deviation of their mean. A sample of 2 to 5 seeds with replacement has few values and a variance that is too
+    small by (n - 1)/n, so the deviation is drawn from Student's t distribution, with the unbiased variance between
+    seeds (`_seed_variance`) and the degrees of freedom of Welch (1947). A side with one seed gets the variance of the
+    other side. With one seed on both sides, the interval holds for these two models only.
+
+    Coverage of the 95 % interval in 1,000 simulations each, with normal effects of 500 images and of seeds whose spread
+    is 0 to 3 times the images' error: 0.94 to 0.97 with 2 seeds per side, 0.96 to 0.98 with 3, 0.95 to 0.97 with 5 and
+    with 10, 0.93 to 0.97 with 2 and 5, 0.94 to 0.96 with 1 and 5. A plain resample of seeds and images has 0.72, 0.86,
+    0.89 and 0.94 with 2, 3, 5 and 10 where the seeds' spread dominates. With 2 seeds the interval is wide.
+    """
+    if not len(a) or not len(b) or len({len(scores) for scores in (*a, *b)}) != 1 or not len(a[0]):
+        counts = [sorted({len(scores) for scores in side}) for side in (a, b)]
+        raise ValueError(f"{counts[0]} and {counts[1]} scores; give one score of each model for every image")
+    sides = [np.asarray(side, np.float64) for side in (a, b)]
+    differences = sides[0].mean(0) - sides[1].mean(0)
+    num_images = len(differences)
     generator = np.random.default_rng(seed)
-    parts = []
-    for start in range(0, resamples, CHUNK):
-        shape = (min(CHUNK, resamples - start), len(a))  # one row of image numbers per resample
-        parts.append(differences[generator.integers(0, len(a), shape)].mean(1))
+    parts, chunk = [], max(1, CHUNK_VALUES // num_images)
+    for start in range(0, resamples, chunk):
+        shape = (min(chunk, resamples - start), num_images)  # one row of image numbers per resample
+        parts.append(differences[generator.integers(0, num_images, shape)].mean(1))
     means = np.concatenate(parts)
+    variance, degrees = _variance_of_difference([sides[0] - sides[1]] if same_runs else sides)
+    if variance > 0:
+        means += math.sqrt(variance) * generator.standard_t(degrees, resamples)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Difference(float(differences.mean()), float(low), float(high), float((means > 0).mean()))
+
+
+def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
+    """The variance that seeds add to the difference of the sides' means, and its degrees of freedom.
+
+    sides: (seeds, images) each; one side for paired seeds. (0, 0) if no side has several seeds.
+    """
+    known = [(_seed_variance(side), len(side)) for side in sides if len(side) > 1]
+    if len(known) < 2:
+        return (known[0][0] * sum(1 / len(side) for side in sides), known[0][1] - 1) if known else (0.0, 0.0)
+    terms = [(variance / count, count - 1) for variance, count in known]
+    total = sum(term for term, _ in terms)
+    return total, total**2 / sum(term**2 / degrees for term, degrees in terms) if total else 0.0
+
+
+def _seed_variance(scores: np.ndarray) -> float:
+    """The variance of a seed's mean score over an unlimited number of images, estimated from (seeds, images) scores.
+
+    The means of different seeds also differ because each seed has its own deviation on each image. The resampled images
+    already contain this part, so it is subtracted: the residual mean square of the two-way table of seeds and images.
+    """
+    num_seeds, num_images = scores.shape
+    means = scores.mean(1)
+    residuals = scores - means[:, None] - scores.mean(0) + means.mean()
+    noise = float((residuals**2).sum()) / max(1, (num_seeds - 1) * (num_images - 1))
+    return max(0.0, float(means.var(ddof=1)) - noise / num_images)
