@@ -19,9 +19,9 @@ from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.protocols import collapsed
 from pipeline.captioning.service import CaptionService
 from pipeline.captioning.upstream import read_expansionnet_vocabulary
-from tests.parity.test_meshed_memory import GOLDEN as MESHED
-from tests.parity.test_meshed_memory import WORDS, write_published_form
-from tests.support.golden import EXPANSIONNET
+from tests.support.golden import EXPANSIONNET, write_published_form
+from tests.support.golden import MESHED_MEMORY as MESHED
+from tests.support.golden import MESHED_WORDS as WORDS
 
 IDS = (37209, 91, 500_000)
 EXPANSION_SETTINGS = ["--set", "model.static_expansion=[4,8,16]", "--set", "model.num_heads=4"]

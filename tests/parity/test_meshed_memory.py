@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import sys
-import types
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +23,15 @@ from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-
-GOLDEN = Path(__file__).resolve().parent / "golden" / "meshed_memory"
-WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]
+from tests.support.golden import MESHED_MEMORY as GOLDEN
+from tests.support.golden import MESHED_WORDS as WORDS
+from tests.support.golden import write_published_form
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-
-
-def write_published_form(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
-    """A pickle as the reference's vocabulary is one: an object of a class `data.vocab.Vocab` with three tables."""
-    module = types.ModuleType("data.vocab")
-
-    class Vocab:
-        pass
-
-    def _default_unk_index() -> int:
-        return 0
-
-    for thing in (Vocab, _default_unk_index):
-        thing.__module__, thing.__qualname__ = "data.vocab", thing.__name__
-        setattr(module, thing.__name__, thing)
-    monkeypatch.setitem(sys.modules, "data", types.ModuleType("data"))
-    monkeypatch.setitem(sys.modules, "data.vocab", module)
-    vocabulary: Any = Vocab()
-    vocabulary.freqs = Counter({word: 5 + index for index, word in enumerate(words)})
-    vocabulary.itos = words
-    vocabulary.stoi = defaultdict(_default_unk_index, {word: index for index, word in enumerate(words)})
-    vocabulary.vectors = None
-    for name, value in changes.items():
-        setattr(vocabulary, name, value)
-    path.write_bytes(pickle.dumps(vocabulary, 3))
-    monkeypatch.delitem(sys.modules, "data.vocab")
-    return path
 
 
 def training_checkpoint(path: Path, legacy: bool, **extra: Any) -> Path:

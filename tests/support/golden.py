@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
+import types
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from jobs.import_ import import_checkpoint
 from pipeline.captioning.bundle import Bundle, load_bundle
 
 GOLDEN = Path(__file__).resolve().parents[1] / "parity" / "golden"
 EXPANSIONNET = GOLDEN / "expansionnet_v2"
+MESHED_MEMORY = GOLDEN / "meshed_memory"
+MESHED_WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]
 EXPANSIONNET_SETTINGS = ("model.static_expansion=[4,8,16]", "model.num_heads=4")
 
 
@@ -23,3 +31,30 @@ def import_expansionnet(checkpoint: str, folder: Path, **options: Any) -> Bundle
         **options,
     )
     return load_bundle(folder)
+
+
+def write_published_form(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    """A pickle as the reference's vocabulary is one: an object of a class `data.vocab.Vocab` with three tables."""
+    module = types.ModuleType("data.vocab")
+
+    class Vocab:
+        pass
+
+    def _default_unk_index() -> int:
+        return 0
+
+    for thing in (Vocab, _default_unk_index):
+        thing.__module__, thing.__qualname__ = "data.vocab", thing.__name__
+        setattr(module, thing.__name__, thing)
+    monkeypatch.setitem(sys.modules, "data", types.ModuleType("data"))
+    monkeypatch.setitem(sys.modules, "data.vocab", module)
+    vocabulary: Any = Vocab()
+    vocabulary.freqs = Counter({word: 5 + index for index, word in enumerate(words)})
+    vocabulary.itos = words
+    vocabulary.stoi = defaultdict(_default_unk_index, {word: index for index, word in enumerate(words)})
+    vocabulary.vectors = None
+    for name, value in changes.items():
+        setattr(vocabulary, name, value)
+    path.write_bytes(pickle.dumps(vocabulary, 3))
+    monkeypatch.delitem(sys.modules, "data.vocab")
+    return path
