@@ -27,6 +27,9 @@ from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.captioning.protocols import ensemble_protocol, search_settings, searched
+from pipeline.comparison.bootstrap import paired_difference
+from pipeline.comparison.protocol import Protocol
+from pipeline.comparison.published import FinalRow, published_rows
 from pipeline.config.load import load_config, with_data
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_annotations
@@ -37,10 +40,7 @@ from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
 from pipeline.runs.preflight import check_storage
 from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.bootstrap import paired_difference
 from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
-from pipeline.scoring.protocol import Protocol
-from pipeline.scoring.published import FinalRow, published_rows
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text

@@ -15,11 +15,11 @@ from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
 from pipeline.captioning.bundle import save_bundle
 from pipeline.captioning.protocols import model_protocol
 from pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
+from pipeline.comparison.protocol import Protocol
+from pipeline.comparison.published import shared_protocol
 from pipeline.config.load import apply_override, parse_given, read_file
 from pipeline.config.variables import expand_variables
 from pipeline.errors import UserError
-from pipeline.scoring.protocol import Protocol
-from pipeline.scoring.published import shared_protocol
 
 if TYPE_CHECKING:
     from torch import Tensor

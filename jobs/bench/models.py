@@ -27,9 +27,9 @@ from models.decoding import Captions, beam_search, sample
 from models.expansion import DynamicExpansion, StaticExpansion
 from models.expansionnet import ExpansionNet
 from models.macs import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
+from pipeline.comparison.published import ablation
 from pipeline.errors import UserError
 from pipeline.runtime.cpu import prepare_processor
-from pipeline.scoring.published import ablation
 
 IMAGE_TOKENS, FEATURE_WIDTH, CAPTION_TOKENS = 144, 1536, 20
 SAMPLE_TOKENS = CAPTION_TOKENS + 1  # with SOS, which the reference's sampler does not count

@@ -24,11 +24,11 @@ import yaml
 from models.config import BackboneConfig, ModelConfig, ModelSizes
 from pipeline.captioning.bundle_files import MAX_CONFIG_BYTES, REQUIRED_FILES, require_intact, seal
 from pipeline.captioning.protocols import search_settings
+from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import parse_section
 from pipeline.config.sections import EvaluationSection, ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.scoring.protocol import Protocol
 from pipeline.storage.atomic import atomic_folder
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file

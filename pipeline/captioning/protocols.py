@@ -8,11 +8,11 @@ from itertools import groupby
 from typing import Any
 
 from models.config import ModelConfig
+from pipeline.comparison.protocol import WORDS, Protocol
 from pipeline.config.load import parse_section
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import EvaluationSection, StageSection
 from pipeline.errors import UserError
-from pipeline.scoring.protocol import WORDS, Protocol
 
 SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats")  # of the section `evaluation`
 

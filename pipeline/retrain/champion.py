@@ -23,10 +23,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ValidationError
 
+from pipeline.comparison.bootstrap import Difference
 from pipeline.config.sections import Section
 from pipeline.errors import UserError
 from pipeline.retrain.data_listing import Change
-from pipeline.scoring.bootstrap import Difference
 from pipeline.storage.lease import Lease, LostLeaseError
 from pipeline.storage.path import ConflictError, StoragePath
 from pipeline.untrusted.names import relative_name, shown

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from pipeline.captioning.bundle_files import bundle_digests
+from pipeline.comparison.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import data_root, find_data
@@ -27,7 +28,6 @@ from pipeline.retrain.decision_page import decision_page
 from pipeline.retrain.tracking import update_tracker
 from pipeline.runs.check import check_data
 from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.bootstrap import RESAMPLES, Difference, paired_difference
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from pipeline.storage.path import StoragePath, try_rights

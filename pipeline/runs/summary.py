@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.captioning.protocols import run_protocol
+from pipeline.comparison.published import FinalRow, published_rows
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.features.source import describe_features
@@ -13,7 +14,6 @@ from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.scoring.metrics import Score
-from pipeline.scoring.published import FinalRow, published_rows
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StorageOptions, StoragePath
 

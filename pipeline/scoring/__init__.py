@@ -1,1 +1,1 @@
-"""Caption metrics, published scores, and the files that hold captions and results."""
+"""Caption metrics, and the files that hold captions and results."""

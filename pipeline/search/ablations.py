@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from models.config import ModelConfig
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ABLATION_COLUMNS, AblationRow, PrintedRow, ablation, printed_tables
+from pipeline.comparison.published import ABLATION_COLUMNS, AblationRow, PrintedRow, ablation, printed_tables
 from pipeline.search.results import (
     SPREAD_TEXT,
     PointResult,

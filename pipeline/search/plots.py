@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from models.macs import TABLE_6_IMAGES
-from pipeline.scoring.published import ablation
+from pipeline.comparison.published import ablation
 from pipeline.search.ablations import printed_label
 from pipeline.search.results import PointResult, heading, unit
 from pipeline.search.space import Dimension, short

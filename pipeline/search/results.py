@@ -14,9 +14,9 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from pipeline.captioning.protocols import searched
+from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import dump_config, parse_config
 from pipeline.reports.text_table import format_table
-from pipeline.scoring.protocol import Protocol
 from pipeline.search.space import short, show_value
 from pipeline.search.spec import COSTS, SCORE, Search
 from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes

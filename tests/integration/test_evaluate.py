@@ -17,12 +17,12 @@ from PIL import Image
 from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.evaluate import evaluate
 from pipeline.captioning.model_sources import StoredBundle
+from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import load_config
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
 from pipeline.features.store import mark_complete, write_shard
-from pipeline.scoring.protocol import Protocol
 from pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle

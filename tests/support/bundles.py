@@ -14,8 +14,8 @@ from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig
 from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
+from pipeline.comparison.protocol import Protocol
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.scoring.protocol import Protocol
 
 SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 1)

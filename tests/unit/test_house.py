@@ -26,7 +26,7 @@ ORDER = (
     ("captioning",),
     ("features", "reports"),
     ("data",),
-    ("config", "scoring"),
+    ("config", "scoring", "comparison"),
     ("storage",),
     ("runtime",),
     ("untrusted",),

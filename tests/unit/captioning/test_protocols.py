@@ -15,10 +15,10 @@ from jobs.import_ import import_checkpoint
 from pipeline.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
 from pipeline.captioning.protocols import ensemble_protocol, run_protocol, search_settings
 from pipeline.captioning.service import CaptionService
+from pipeline.comparison.protocol import USUAL, WORDS, Protocol, differences
 from pipeline.config.load import parse_config
 from pipeline.config.sections import EvaluationSection
 from pipeline.errors import UserError
-from pipeline.scoring.protocol import USUAL, WORDS, Protocol, differences
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, without_digests
 from tests.support.models import one_thread  # noqa: F401

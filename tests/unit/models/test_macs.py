@@ -15,7 +15,7 @@ from models.decoding import beam_search
 from models.expansionnet import ExpansionNet
 from models.macs import TABLE_6_SIZES, cost
 from models.registry import build_model
-from pipeline.scoring.published import ablation
+from pipeline.comparison.published import ablation
 
 
 def test_parameters_of_the_paper() -> None:

@@ -32,7 +32,7 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 12 rows are those of Table I, in order; a trial is the recipe's first stage, validated with beam 3."""
-    from pipeline.scoring.published import ablation
+    from pipeline.comparison.published import ablation
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     search = load_search(ROOT / "configs" / "search_table1.yaml")
@@ -54,7 +54,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The points are the printed rows, in order; each trains the whole recipe."""
-    from pipeline.scoring.published import printed_tables
+    from pipeline.comparison.published import printed_tables
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
         monkeypatch.setenv(variable, "/somewhere")
@@ -69,7 +69,7 @@ def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: 
 
 
 def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
-    from pipeline.scoring.published import printed_tables
+    from pipeline.comparison.published import printed_tables
 
     papers = json.loads((shared / "paper_tables.json").read_text())
     memory, connection = papers["meshed_memory_transformer"], papers["meshed_memory_transformer"]["ablation_cider"]

@@ -15,9 +15,9 @@ import yaml
 from matplotlib.container import ErrorbarContainer
 
 from jobs.cli import main
+from pipeline.comparison.published import ablation
 from pipeline.config.load import load_config
 from pipeline.errors import DamagedError
-from pipeline.scoring.published import ablation
 from pipeline.search.ablations import comparisons, expansionnet_matches
 from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
 from pipeline.search.report import importances, write_page, write_plots

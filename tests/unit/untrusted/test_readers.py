@@ -46,7 +46,7 @@ ALLOWED = {
     ("pipeline/scoring/cider.py", "json.loads"): OWN,
     ("pipeline/scoring/cider.py", "safe_open"): OWN,
     ("pipeline/scoring/java_metrics.py", "json.loads"): "the output of SPICE, which raycap runs",
-    ("pipeline/scoring/published.py", "yaml.safe_load"): "part of raycap",
+    ("pipeline/comparison/published.py", "yaml.safe_load"): "part of raycap",
     ("pipeline/storage/atomic.py", "json.loads"): OWN,
     ("pipeline/storage/mirror.py", "json.loads"): OWN,
     ("pipeline/storage/tables.py", "pq.read_table"): OWN,
