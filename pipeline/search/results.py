@@ -144,6 +144,8 @@ def selection_note(search: Search) -> str:
         return f"Chosen and reported on {val}: {chosen}. The best of many scores is too high; score_split avoids it."
     evaluation = search.trial_config(search.space.first(), search.config.seeds[0]).evaluation
     how = searched(Protocol(), evaluation).signature
+    if any(key.startswith("evaluation") for key in search.space.keys):
+        how = "each point's evaluation"
     return f"Chosen on {val}: {chosen}. Reported on {split}: the chosen weights caption it once, with {how}."
 
 

@@ -342,7 +342,6 @@ class Search:
         """
         if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
             raise UserError(ONE_PRECISION)
-        self._check_score_split()
         for key in self.space.keys:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
@@ -371,6 +370,7 @@ class Search:
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.space.points():
                 self._check_point(point, shown(self.space.describe(point)), model=False)
+        self._check_score_split()
 
     def _check_score_split(self) -> None:
         """UserError for a split that is not evaluated, or whose captions would need constraints."""

@@ -168,6 +168,8 @@ def test_invalid_input_exits_2_before_anything_starts(tmp_path: Path, capsys: py
         assert main(["tune", str(write_search(tmp_path, **changes))]) == 2
         message = capsys.readouterr().err.strip()
         assert message.startswith("raycap: ") and "\n" not in message and found in message
+    assert main(["tune", str(write_search(tmp_path)), "--seeds", "3"]) == 2
+    assert "budget.trials = 4 does not divide by 3 seeds; take 3" in capsys.readouterr().err
     assert not (tmp_path / "storage" / "searches").exists() and not (tmp_path / "storage" / "runs").exists()
     assert main(["tune", str(tmp_path / "nothing.yaml")]) == 2
 

@@ -13,6 +13,7 @@ import yaml
 
 from pipeline.config.load import parse_config, parse_section
 from pipeline.errors import UserError
+from pipeline.search.results import selection_note
 from pipeline.search.space import GenerateSection, SpaceSection, show_value, space_of
 from pipeline.search.spec import Search, SearchConfig, flatten, load_search
 from tests.conftest import ROOT, small_config
@@ -239,6 +240,10 @@ def test_the_named_split_is_part_of_the_identity_and_the_seeds_are_not(tmp_path:
     assert [search.reported("CIDEr-D") for search in (default, validation, test)] == [
         "CIDEr-D", "CIDEr-D", "test CIDEr-D",
     ]  # fmt: skip
+    assert selection_note(validation).startswith("Chosen and reported on val: ")
+    assert "Reported on test: the chosen weights caption it once, with beam 2, at most" in selection_note(test)
+    beams = small_search(tmp_path, score_split="test", space={"evaluation.beam_size": [1, 2]}, budget={"trials": 2})
+    assert "with each point's evaluation" in selection_note(beams)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
