@@ -274,7 +274,7 @@ class ScstSection(Section):
     eos_in_loss: bool = True  # whether the log-probability of EOS is part of the loss
     fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
     document_frequency: Literal["images", "captions"] = "images"
-    sampling_dropout: bool = False  # sample with the captioner's dropout, except inside a dynamic expansion
+    sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
     max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
 
 

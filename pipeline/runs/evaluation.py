@@ -17,7 +17,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import DamagedError, UserError
 from pipeline.runs.folder import RunFolder
-from pipeline.scoring.metrics import JAVA_METRICS, RUN_METRICS, score_captions
+from pipeline.scoring.metrics import JAVA_METRICS, METRICS, VALIDATION_METRICS, score_captions
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
 from pipeline.storage.atomic import read_json, write_json
@@ -105,14 +105,16 @@ def _read_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) ->
 
 
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
-    """Scores the splits of a run and writes scores.json."""
+    """Scores the splits of a run and writes scores.json. Test splits get all metrics."""
+    test_splits = folder.config.data.test_splits
     is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
         """The result of a split with its scores added."""
         references = dataset.split(result.split).references()
         accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
-        scores = score_captions(references, result.captions, metrics=RUN_METRICS)
+        metrics = METRICS if result.split in test_splits else VALIDATION_METRICS
+        scores = score_captions(references, result.captions, metrics=metrics)
         return replace(result, scores=scores, main_object=accuracy)
 
     with ThreadPoolExecutor() as pool:  # threads suffice: most of the work runs in Java processes

@@ -30,7 +30,10 @@ CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the re
 def score_table(
     results: Sequence[SplitResult], with_alignment: bool = False
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The columns, and one row (label, cells) per split. The cell of an unavailable score gives the reason."""
+    """The columns of the first split, and one row (label, cells) per split.
+
+    The cell of an unavailable score gives the reason; it is empty for a metric that the split is not scored with.
+    """
     columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
     shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
     columns["main object"] = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
@@ -42,8 +45,10 @@ def score_table(
 
 
 def _cell(result: SplitResult, name: str) -> str:
-    """A score as text, or the reason why it is unavailable."""
-    score = result.scores.by_name[name] if result.scores else Score()
+    """A score as text, or the reason why it is unavailable; "" for a metric that was not asked for."""
+    score = result.scores.by_name.get(name) if result.scores else Score()
+    if score is None:
+        return ""
     return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
 
 

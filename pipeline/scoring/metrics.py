@@ -54,7 +54,7 @@ class Metric:
 
     names: tuple[str, ...]
     compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name, or raises JavaError
-    in_runs: bool = True  # whether every run computes the metric at its end
+    test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
     jar: str | None = None  # the name of the Java program in the signature
     check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
@@ -91,10 +91,10 @@ TABLE = (
     Metric(("METEOR",), _meteor, jar="meteor-1.5", check=java_metrics.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
     Metric(("CIDEr-D",), _cider_d),
-    Metric(("SPICE",), _spice, in_runs=False, jar="spice-1.0", check=java_metrics.check_spice),  # slow, needs 3 GB
+    Metric(("SPICE",), _spice, test_only=True, jar="spice-1.0", check=java_metrics.check_spice),  # slow, needs 3 GB
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
-RUN_METRICS = tuple(name for metric in TABLE if metric.in_runs for name in metric.names)
+VALIDATION_METRICS = tuple(name for metric in TABLE if not metric.test_only for name in metric.names)
 JAVA_METRICS = tuple(name for metric in TABLE if metric.jar for name in metric.names)
 COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image for name in metric.names)
 

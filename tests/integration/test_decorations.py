@@ -24,10 +24,15 @@ def meteor(predictions: list[Any], *_: Any) -> tuple[float, list[float]]:
     return 0.25, [0.25] * len(predictions)
 
 
+def spice(predictions: list[Any], *_: Any) -> tuple[list[float], dict[str, float | None]]:
+    return [0.5] * len(predictions), {}
+
+
 @pytest.fixture
 def trained(tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run with trained stages, which lacks its evaluation."""
     monkeypatch.setattr("pipeline.scoring.java_metrics.meteor", meteor)
+    monkeypatch.setattr("pipeline.scoring.java_metrics.spice", spice)
     monkeypatch.setattr("jobs.run.why_unavailable", lambda name: None)  # as where Java is installed
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, tracking={"enabled": True})
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))

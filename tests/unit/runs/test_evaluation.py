@@ -1,0 +1,86 @@
+"""The final evaluation of a run: which metrics it computes on which splits."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.runs.evaluation import RunScores, score_run
+from pipeline.runs.summary import score_table
+from pipeline.scoring import java_metrics
+from pipeline.scoring.metrics import why_unavailable
+from pipeline.scoring.split_result import SplitResult
+
+CAPTIONS = {1: "a dog runs on the grass", 2: "two red cars are parked"}
+REFERENCES = {1: ["a brown dog runs", "a dog on grass"], 2: ["two cars in a street", "red cars parked"]}
+
+
+def scored(folder: Path, *test_splits: str) -> RunScores:
+    """The scores of a run with these test splits and the validation split "val"."""
+    config = SimpleNamespace(
+        data=SimpleNamespace(test_splits=test_splits, val_split="val", synthetic=None),
+        evaluation=SimpleNamespace(protocol="beam 5"),
+        stages=(),
+    )
+    dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES))
+    results = [SplitResult(split, CAPTIONS) for split in dict.fromkeys((*test_splits, "val"))]
+    return score_run(SimpleNamespace(config=config, path=folder), dataset, results)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def without_meteor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(java_metrics, "meteor", lambda *_: (0.25, [0.25, 0.25]))
+
+
+def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process at a time, because each takes a share of the free memory."""
+    running, most = threading.Semaphore(0), []
+
+    def stand_in(predictions: Any, *_: Any) -> tuple[list[float], dict[str, float | None]]:
+        running.release()
+        most.append(running._value)
+        time.sleep(0.05)
+        running.acquire()
+        return [0.2, 0.4], {"Color": 0.5}
+
+    monkeypatch.setattr(java_metrics, "_spice", stand_in)
+    scores = scored(tmp_path, "test", "nocaps")
+    assert most == [1, 1]
+    assert scores.flat()["test_SPICE"] == scores.flat()["nocaps_SPICE"] == pytest.approx(0.3)
+    assert "val_SPICE" not in scores.flat() and scores.flat()["val_METEOR"] == 0.25
+    stored = json.loads((tmp_path / "scores.json").read_text())["splits"]
+    assert stored["test"]["extras"]["spice_categories"] == {"Color": 0.5} and "SPICE" not in stored["val"]["scores"]
+    columns, rows = score_table(scores.splits)
+    assert [cells[columns.index("SPICE")] for _, cells in rows] == ["0.300", "0.300", ""]
+    assert not scores.unavailable
+
+
+def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is complete, and no process is started for SPICE. The same command computes it later."""
+    monkeypatch.setenv(java_metrics.SPICE_MODELS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(java_metrics, "java_command", lambda *_: ["java"])
+    monkeypatch.setattr(java_metrics, "java_process", lambda *_, **__: pytest.fail("a process was started"))
+    scores = scored(tmp_path, "test")
+    assert set(scores.unavailable) == {"SPICE"} and "make spice" in scores.unavailable["SPICE"]
+    assert why_unavailable("SPICE") == scores.unavailable["SPICE"]
+    columns, rows = score_table(scores.splits)
+    cells = [cells[columns.index("SPICE")] for _, cells in rows]
+    assert cells[0].startswith("unavailable: ") and cells[1] == ""
+    assert json.loads((tmp_path / "scores.json").read_text())["splits"]["test"]["unavailable"] == scores.unavailable
+
+
+def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(java_metrics, "_spice", lambda *_: ([0.5, 0.5], {}))
+    assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
+
+
+@pytest.mark.skipif(why_unavailable("SPICE") is not None, reason=why_unavailable("SPICE") or "")
+def test_spice_itself(tmp_path: Path) -> None:
+    scores = scored(tmp_path, "test")
+    assert 0 < scores.flat()["test_SPICE"] < 1 and not scores.unavailable
