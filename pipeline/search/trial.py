@@ -292,8 +292,8 @@ def best_scores(run: RunFolder) -> Reports:
 
 def final_scores(run: RunFolder) -> Reports:
     """As `best_scores`, for a run whose stages are finished: the last score is that of the weights that were kept."""
-    *earlier, (epoch, _) = best_scores(run)
-    return [*earlier, (epoch, _kept_result(run)[1].best_score)]
+    reports = best_scores(run)
+    return [*reports[:-1], *((epoch, _kept_result(run)[1].best_score) for epoch, _ in reports[-1:])]
 
 
 def _kept_result(run: RunFolder) -> tuple[str, StageResult]:
