@@ -34,16 +34,19 @@ def tokenize(caption: str) -> list[str]:
 # The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't", also without apostrophe),
 # the genitive ("man 's"), words at hyphens and numbers from their units ("5 pm"). A mark inside a word or a number does
 # not split it ("6:30", "t.v", "at&t"), nor does it end one of its abbreviations ("p.m.").
-_SPACY_ENDINGS = {  # of contractions, and the words before them, for which spaCy needs no apostrophe
-    "nt": "ai are ca could dare did do does had has have is may might must need ought sha should was were wo would",
-    "s": "he how she that there what when where who why",
-    "d": "he how i it that there they we what when where who why you",
-    "ll": "how it that there they what when where who why you",
-    "re": "how there they what when where why you",
-    "ve": "could how i might must should there they we what when where who why would you",
+_SPACY_ENDINGS = (  # of contractions, and the words before them, for which spaCy needs no apostrophe
+    ("nt", "ai are ca could dare did do does had has have is may might must need ought sha should was were wo would"),
+    ("s", "he how she that there what when where who why"),
+    ("d", "he how i it that there they we what when where who why you"),
+    ("ll", "how it that there they what when where who why you"),
+    ("re", "how there they what when where why you"),
+    ("ve", "could how i might must should there they we what when where who why would you"),
+)
+_SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta"), "im": ("i", "m")} | {
+    f"{word}{ending}": (word, ending) for ending, words in _SPACY_ENDINGS for word in words.split()
 }
-_PRONOUNS = "|".join(sorted({word for ending in ("d", "ve") for word in _SPACY_ENDINGS[ending].split()}))
-_SPACY_SUFFIX = re.compile(rf"(\w)(?=n't\b|'s\b)|\b({_PRONOUNS})(?='(?:m|d|ll|re|ve)\b)")
+_SUBJECTS = "could|he|how|i|it|might|must|she|should|that|there|they|we|what|when|where|who|why|would|you"
+_SPACY_SUFFIX = re.compile(rf"(\w)(?=n't\b|'s\b)|\b({_SUBJECTS})(?='(?:m|d|ll|re|ve)\b)")
 _UNITS = "am|pm|[kcdm]?m|ha|yd|in|ft|[km]?g|t|lb|oz|kmh|mph|[mkgt]b"
 _SPACY = re.compile(
     r"n't\b|'(?:s|m|d|ll|re|ve)\b"
@@ -53,9 +56,6 @@ _SPACY = re.compile(
     r"|\.{2,}|[^\w\s]"
 )
 _SPACY_DROPPED = frozenset([*"'`.?!,:-;", "..."])  # marks that the reference leaves out; it keeps others, such as &
-_SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta"), "im": ("i", "m")} | {
-    f"{word}{ending}": (word, ending) for ending, words in _SPACY_ENDINGS.items() for word in words.split()
-}
 
 
 def tokenize_like_spacy(caption: str) -> list[str]:
