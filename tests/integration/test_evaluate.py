@@ -112,6 +112,8 @@ def test_the_file_for_cocos_server_holds_both_splits(
     assert [[row["image_id"] for row in part] for part in rows.values()] == [[1, 2, 3, 4, 5], [6, 7, 8]]
     assert all(row.keys() == {"image_id", "caption"} and row["caption"] for part in rows.values() for row in part)
     assert any("takes 40,775 captions of test2014 and 40,504 captions of val2014" in line for line in log_lines)
+    (printed,) = [line for line in log_lines if "ExpansionNet v2, ensemble, COCO server, 40 references (paper)" in line]
+    assert "CIDEr-D 1.408" in printed and "40,775 images of COCO's test2014, ours: 5" in printed
     splits = json.loads((out / "scores.json").read_text())["splits"]
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
     log_lines.clear()

@@ -431,7 +431,8 @@ def test_the_command_line_is_checked_before_anything_is_sent(
         parse_arguments("score", [str(config)])
     with pytest.raises(UserError, match="refuses these options: .*--splt"):
         parse_arguments("evaluate", [str(config), "--splt", "test"])
-    nobody = "http://127.0.0.1:9"
+    nobody, nocaps, local = "http://127.0.0.1:9", ROOT / "configs" / "data" / "nocaps_val.yaml", tmp_path / "data.yaml"
+    local.write_text("data: {root: images}")
     for words, named in (
         (["run", str(config), "--set", "seeed=1"], "unknown key seeed"),
         (["run", str(config)], "storage = results"),
@@ -440,6 +441,8 @@ def test_the_command_line_is_checked_before_anything_is_sent(
         (["stop", "some-job", "--set", "a=1"], "the form is"),
         (["run", str(config), "--secret", "A=1"], "leave it out"),
         (["run", str(config), *S3, "--set", "backbone.weights=s3://b/w"], "backbone.weights = s3://b/w is no file of"),
+        (["evaluate", str(config), *S3, "--data", str(nocaps)], "needs the environment variable RAYCAP_NOCAPS"),
+        (["evaluate", str(config), *S3, "--data", str(local)], "data.root = images is relative to a job's folder"),
         (["caption", "photos/", *REMOTE], "IMAGES photos/ is on this machine"),
         (["caption", "s3://b/*.jpg", "--model", "results/m"], "--model results/m is on this machine"),
         (["caption", "s3://b/*.jpg", *REMOTE, "--out", "x.jsonl"], "--out x.jsonl is on this machine"),
