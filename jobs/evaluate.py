@@ -1,4 +1,4 @@
-"""`raycap evaluate`: captions splits on the cluster with a model or an ensemble, and stores and scores the captions."""
+"""`raycap evaluate`: captions splits on the cluster with models or an ensemble, and stores and scores the captions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import uuid
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,15 +19,16 @@ import typer
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import check_resources, start_ray, with_precision
+from jobs.compare import EvaluatedModel, compare, summarize_systems
 from jobs.named_files import check_output_place, open_bundle
-from jobs.options import Address, Config, Set
+from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from jobs.score import format_scores
+from jobs.seeds import group_id, group_place, seed_configs
 from pipeline.captioning.bundle import bundle_protocol, read_bundle_config
 from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import ModelSource, bundle_source
 from pipeline.captioning.protocols import ensemble_protocol, search_settings, searched
-from pipeline.comparison.bootstrap import paired_difference
 from pipeline.comparison.protocol import Protocol
 from pipeline.comparison.published import FinalRow, published_rows
 from pipeline.config.load import load_config, with_data
@@ -38,12 +39,13 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
+from pipeline.runs.folder import RunFolder
 from pipeline.runs.preflight import check_storage
 from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import COMPARED_BY_IMAGE, Scores, score_captions
+from pipeline.scoring.metrics import Scores, score_captions
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.atomic import decode_json, write_json, write_text
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -66,14 +68,19 @@ def evaluate(
     ] = None,
     models: Annotated[
         list[str] | None,
-        typer.Option("--model", help="A model bundle in place of the run's; several form an ensemble."),
+        typer.Option(
+            "--model", help="A model bundle in place of the run's; several form an ensemble, or --seeds models."
+        ),
     ] = None,
+    seeds: Seeds = 1,
+    ensemble: Ensemble = False,
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Other images: a YAML file with data, and maybe features and evaluation.")
     ] = None,
     compared: Annotated[
-        str | None, typer.Option("--compare", help="Another bundle to compare with, caption by caption.")
+        list[str] | None,
+        typer.Option("--compare", help="A bundle of another system to compare with; several are its seeds."),
     ] = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
@@ -85,15 +92,27 @@ def evaluate(
 ) -> int:
     """Caption splits of a data set and score them.
 
-    The model is the configuration's run, or the bundles given. The exit code is 1 when an image cannot be read.
+    The model is the configuration's run, or the bundles given. With --seeds, the models of several runs are scored one
+    by one, and the last lines are the mean scores with the standard deviation. The exit code is 1 when an image cannot
+    be read.
 
     Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
     """
     begin = time.monotonic()
+    check_ensemble(ensemble, seeds)
+    if models and seeds > 1 and len(models) != seeds:
+        raise UserError(
+            f"--seeds {seeds}: {len(models)} bundles are given; give --model once for each seed, or leave it out"
+        )
     if stage is not None and models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
     if server is not None and not server.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
+    is_one_model = (seeds == 1 or ensemble) and len(compared or ()) <= 1
+    if server is not None and not is_one_model:
+        raise UserError(
+            "--server takes the captions of one model; leave out --seeds, or add --ensemble, or compare less"
+        )
     run_config = load_config(config, set_ or ())
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
@@ -102,23 +121,40 @@ def evaluate(
     check_resources(run_config, address)
     _check_inputs(evaluated_config, stage, constraint_file)
     evaluation = Evaluation(evaluated_config, models or (), features, constraint_file, data)
-    compared_bundle = None if compared is None else evaluation.find_bundle("--compare", compared)
-    evaluation.find_images(splits or (), run_config, stage, out)
-    bundles = evaluation.bundles
-    tasks = evaluation.tasks(bundles[0])
-    compared_tasks = {} if compared_bundle is None else evaluation.tasks(compared_bundle)
-    logger.info(f"models    {', '.join(map(str, bundles))}" + (", as an ensemble" if len(bundles) > 1 else ""))
-    counts = ", ".join(f"{split} {len(images)}" for split, images in evaluation.images_by_split.items())
-    logger.info(f"data      {counts} images")
-    with writing_results(evaluation.place, evaluation.folder):
-        evaluation.config = with_precision(evaluation.config, address)
-        logger.info(f"protocol  {evaluation.protocol.signature}")
-        start_ray(run_config, address, "captions")
-        num_failed = evaluation.run(tasks, compared_bundle, compared_tasks, server)
+    others = [evaluation.find_bundle("--compare", bundle) for bundle in compared or ()]
+    evaluation.find_images(splits or (), run_config, stage, seeds)
+    evaluation.choose_place(out, one_by_one=seeds > 1 and not ensemble)
+    if is_one_model:
+        results = evaluation.run(address, others[0] if others else None, server)
+    else:
+        results = evaluation.run_systems(address, others)
+    num_failed = len({image for result in results for image in result.unreadable})
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
     if num_failed:
         logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
     return 1 if num_failed else 0
+
+
+def evaluate_ensemble(
+    config: RunConfig, folders: Sequence[RunFolder], address: str | None
+) -> Mapping[str, Mapping[str, Any]]:
+    """Scores the ensemble of complete runs on the test splits. Returns the entries of its scores.json by split.
+
+    The results are in the folder `ensemble` of the runs' `group_place`. An ensemble that is scored is not scored again.
+    """
+    from pipeline.runs.run_bundle import bundle_place
+
+    place = group_place(config, folders) / "ensemble"
+    if not (place / "scores.json").exists():
+        bundles = [str(bundle_place(folder)) for folder in folders]
+        kept = with_kept_precision(config, folders[0].config)
+        evaluation = Evaluation(kept, bundles, None, config.evaluation.constraints, None)
+        evaluation.find_images((), kept, None)
+        evaluation.choose_place(str(place))
+        evaluation.run(address, None, None)
+    name = str(place / "scores.json")
+    entries: Mapping[str, Mapping[str, Any]] = decode_json((place / "scores.json").read_bytes(), name)["splits"]
+    return entries
 
 
 def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:
@@ -167,8 +203,9 @@ def writing_results(place: StoragePath, folder: Path) -> Iterator[None]:
 class Evaluation:
     """The models and images of one call, with the steps from captions to the report.
 
-    bundles: the bundles of the evaluated model or, for an ensemble, of its members. label: the models' names, joined
-    by "+". place, folder: see `output_folder`. store: the features for models without a backbone.
+    bundles: those of all evaluated models. models: the bundles of each model that is evaluated by itself; those of
+    an ensemble are one model. labels: the names of the models, such as "seed 0". label: a name for all of them. place,
+    folder: see `output_folder`. store: the features for models without a backbone.
     """
 
     def __init__(
@@ -192,15 +229,16 @@ class Evaluation:
             raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
         self.bundles = [self.find_bundle("--model", model) for model in models]
         if self.bundles:  # a run's own bundle has the settings of its configuration
-            search = search_settings(config.evaluation, self.members)
-            positions = min(each["sizes"]["max_positions"] for each in self._bundle_configs())
+            search = search_settings(config.evaluation, [_recorded(bundle) for bundle in self.bundles])
+            positions = min(_bundle_config(bundle)["sizes"]["max_positions"] for bundle in self.bundles)
             if positions < search.max_length:
                 logger.info(f"search    at most {positions} tokens, because the model has no more positions")
                 search = search.model_copy(update={"max_length": positions})
             self.config = config.model_copy(update={"evaluation": search})
+        self.labels = [f"model {number}" for number in range(1, len(models) + 1)]
 
-    def find_images(self, splits: Sequence[str], run_config: RunConfig, stage: str | None, out: str | None) -> None:
-        """Finds the data, the features and, without --model, the run's bundle. Raises UserError.
+    def find_images(self, splits: Sequence[str], run_config: RunConfig, stage: str | None, seeds: int = 1) -> None:
+        """Finds the data, the features and, without --model, the runs' bundles. Raises UserError.
 
         run_config: identifies the run. The other parameters are options of `raycap evaluate`.
         """
@@ -222,27 +260,41 @@ class Evaluation:
             captioned = snapshot_of(dataset, config)[0].readable()
         self.images_by_split, self.dataset = _images_by_split(captioned, splits), dataset
         if not self.bundles:
-            bundle, kept_config = _run_bundle(run_config, stage)
-            self.bundles, self.config = [bundle], with_kept_precision(config, kept_config)
-        # The label is cut because it is also a folder's name.
-        self.label = "+".join(bundle.name for bundle in self.bundles)[:120]
-        self.place, self.folder = output_folder(config, f"{self.label}{self.data_suffix}", out)
+            configs = seed_configs(run_config, seeds)
+            self.bundles, kept_config = _run_bundles(configs, stage)
+            self.labels = [f"seed {each.seed}" for each in configs]
+            self.config = with_kept_precision(config, kept_config)
 
-    @cached_property
-    def members(self) -> list[Protocol]:
-        """The protocol that each bundle records."""
-        return [bundle_protocol(config) for config in self._bundle_configs()]
+    def choose_place(self, out: str | None, *, one_by_one: bool = False) -> None:
+        """Sets the label and the places of the results. one_by_one: the bundles do not form an ensemble."""
+        names = [bundle.name for bundle in self.bundles]
+        self.models, self.label = [[bundle] for bundle in self.bundles], "+".join(names)
+        if not one_by_one and len(names) > 1:
+            self.models, self.labels = [self.bundles], [f"ensemble of {len(names)}"]
+        if one_by_one or len(self.label) > 120:  # the label is also a folder's name
+            kind = "seeds" if one_by_one else "ensemble"
+            self.label = group_id(f"{self.config.name}-{len(names)}-{kind}", names)
+        self.place, self.folder = output_folder(self.config, f"{self.label}{self.data_suffix}", out)
 
-    def _bundle_configs(self) -> list[dict[str, Any]]:
-        """The content of config.yaml of each bundle."""
-        return [read_bundle_config(fetched(bundle)) for bundle in self.bundles]
+    def part(self, name: str, bundles: Sequence[StoragePath]) -> Evaluation:
+        """The evaluation of these bundles on the same images, with its results in a folder of this one's."""
+        part = copy(self)
+        part.bundles, part.label = list(bundles), "+".join(bundle.name for bundle in bundles)
+        part.place, part.folder = self.place / name, self.folder / name
+        part.folder.mkdir(parents=True, exist_ok=True)
+        return part
 
     @property
     def protocol(self) -> Protocol:
         """The protocol of these results."""
-        protocol = searched(ensemble_protocol(self.members), self.config.evaluation)
+        return self.protocol_of(self.bundles)
+
+    def protocol_of(self, bundles: Sequence[StoragePath]) -> Protocol:
+        """The protocol of the results of a bundle, or of several as an ensemble."""
+        protocol = ensemble_protocol([_recorded(bundle) for bundle in bundles])
         features: Literal["grid", "regions"] = "grid" if self.config.has_backbone else "regions"
-        return replace(protocol, features=features, constrained=self.constraints is not None)
+        constrained = self.constraints is not None
+        return replace(searched(protocol, self.config.evaluation), features=features, constrained=constrained)
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -275,40 +327,82 @@ class Evaluation:
                 )
         return {split: SplitTask(images, automata) for split, images in self.images_by_split.items()}
 
-    def run(
-        self,
-        tasks: Mapping[str, SplitTask],
-        compared_bundle: StoragePath | None,
-        compared_tasks: Mapping[str, SplitTask],
-        server: str | None,
-    ) -> int:
-        """Captions the images, and writes and uploads all results. Returns the number of images that cannot be read."""
-        sources = [bundle_source(bundle, self.config) for bundle in self.bundles]
-        captioned = self._caption(sources, tasks)
-        others: dict[str, Captioned] = {}
-        if compared_bundle is not None:
-            others = self._caption([bundle_source(compared_bundle, self.config)], compared_tasks)
-        entries, scored = {}, []
+    def run(self, address: str | None, compared: StoragePath | None, server: str | None) -> list[SplitResult]:
+        """Captions the images with one model or ensemble, and writes and uploads all results.
+
+        compared, server: the options. Returns the results by split.
+        """
+        tasks = self.tasks(self.bundles[0])
+        compared_tasks = {} if compared is None else self.tasks(compared)
+        self._log_plan()
+        with writing_results(self.place, self.folder):
+            self._start(address)
+            others: dict[str, Captioned] = {}
+            if compared is not None:
+                others = self._caption([compared], compared_tasks)
+            return self._score_all(tasks, others, server)
+
+    def run_systems(self, address: str | None, compared: Sequence[StoragePath]) -> list[SplitResult]:
+        """Captions the images with each of several models, and writes all results with a summary of their scores.
+
+        compared: bundles of another system, one per seed. Returns the results of all models.
+        """
+        others = [[bundle] for bundle in compared]
+        for bundles in (*self.models, *others):
+            self.tasks(bundles[0])  # raises UserError for constraints that do not fit a vocabulary
+        self._log_plan()
+        with writing_results(self.place, self.folder):
+            self._start(address)
+            ours = [self._evaluated(*model) for model in zip(self.labels, self.models, strict=True)]
+            theirs = [self._evaluated(f"other {number}", bundles) for number, bundles in enumerate(others, 1)]
+            summarize_systems(self.place, ours, theirs)
+        return [result for model in (*ours, *theirs) for result in model.results]
+
+    def _evaluated(self, label: str, bundles: Sequence[StoragePath]) -> EvaluatedModel:
+        """Captions and scores all splits with a model or an ensemble. Its results are in a folder of this one's."""
+        logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
+        part = self.part(label.replace(" ", "-"), bundles)
+        return EvaluatedModel(label, part, part._score_all(part.tasks(bundles[0]), {}, None))
+
+    def _log_plan(self) -> None:
+        logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in self.models)}")
+        counts = ", ".join(f"{split} {len(images)}" for split, images in self.images_by_split.items())
+        logger.info(f"data      {counts} images")
+
+    def _start(self, address: str | None) -> None:
+        """Starts or joins Ray. `evaluation.precision: auto` is replaced by the faster precision."""
+        self.config = with_precision(self.config, address)
+        logger.info(f"protocol  {self.protocol_of(self.models[0]).signature}")
+        start_ray(self.config, address, "captions")
+
+    def _score_all(
+        self, tasks: Mapping[str, SplitTask], others: Mapping[str, Captioned], server: str | None
+    ) -> list[SplitResult]:
+        """Captions, scores and reports all splits. others: the captions of the model of `--compare`; {} without it."""
+        entries, reported, results = {}, [], []
+        captioned = self._caption(self.bundles, tasks)
         for split, captions in captioned.items():
             self._write_captions(split, captions)
             automata = tasks[split].constraints
             result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
-            entries[split], results = self.score(result, others.get(split))
-            scored += [results] if results else []
+            entries[split], scored = self.score(result, others.get(split))
+            reported += [scored] if scored else []
+            results.append(scored[0] if scored else result)
         self.write_scores(entries, missing={})
         if server is not None:
             self._write_server_files(captioned, server)
         decorations = Decorations()
-        for results in scored:
-            with decorations.making(f"the report of {results[0].split}"):
-                self.report(results, sources[0], decorations)
+        for scored in reported:
+            with decorations.making(f"the report of {scored[0].split}"):
+                self.report(scored, bundle_source(self.bundles[0], self.config), decorations)
         self.write_scores(entries, decorations.failed)
         logger.info(f"scores       {self.place / 'scores.json'}")
         decorations.log_failed()
-        return len({image for captions in captioned.values() for image in captions.unreadable})
+        return results
 
-    def _caption(self, sources: Sequence[ModelSource], tasks: Mapping[str, SplitTask]) -> dict[str, Captioned]:
+    def _caption(self, bundles: Sequence[StoragePath], tasks: Mapping[str, SplitTask]) -> dict[str, Captioned]:
         """Captions the images of each split, and each image once if one of the splits is every image."""
+        sources = [bundle_source(bundle, self.config) for bundle in bundles]
         whole = {split: task for split, task in tasks.items() if len(task.images) == len(self.dataset)}
         if not whole:
             return caption_on_cluster(sources, tasks, self.config, store=self.store)
@@ -386,7 +480,11 @@ class Evaluation:
         results = [result]
         if compared is not None:
             results.append(self._compared_result(result, compared))
-            entry["compared"] = compare(result, results[1]) | {"images": len(result.captions)}
+            differences = {name: asdict(each) for name, each in compare([result], [results[1]]).items()}
+            entry["compared"] = results[1].scores_to_json() | {
+                "differences": differences,
+                "images": len(result.captions),
+            }
         return entry, results
 
     def _references(self, result: SplitResult) -> dict[int, list[str]]:
@@ -471,6 +569,16 @@ def _counts(images: Mapping[str, int]) -> str:
     return " and ".join(f"{count:,} captions of {split}" for split, count in images.items())
 
 
+def _recorded(bundle: StoragePath) -> Protocol:
+    """The protocol that a bundle records."""
+    return bundle_protocol(_bundle_config(bundle))
+
+
+def _bundle_config(bundle: StoragePath) -> dict[str, Any]:
+    """The content of a bundle's config.yaml."""
+    return read_bundle_config(fetched(bundle))
+
+
 def _images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Dataset]:
     """The images of each split. Raises UserError for a split without images."""
     return {split: _images_of(dataset, split) for split in splits}
@@ -499,18 +607,26 @@ def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
     return UserError(f"{subject} {run} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
 
 
-def _run_bundle(config: RunConfig, stage_name: str | None) -> tuple[StoragePath, RunConfig]:
-    """The bundle of the configuration's run, which is written if it does not exist yet, and the run's configuration.
+def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[list[StoragePath], RunConfig]:
+    """The bundles of the configurations' runs, which are written if they do not exist yet, and the first run's values.
 
-    stage_name: selects the model as it was after this stage; None for the final model. Raises UserError if the run or
-    the stage is not finished.
+    stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
+    or the stage is not finished.
     """
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import open_run
+
+    dataset, _ = find_data(configs[0])
+    fingerprint = dataset.readable().fingerprint()
+    folders = [open_run(config, fingerprint) for config in configs]
+    bundles = [_run_bundle(config, folder, stage_name) for config, folder in zip(configs, folders, strict=True)]
+    return bundles, folders[0].config
+
+
+def _run_bundle(config: RunConfig, folder: RunFolder, stage_name: str | None) -> StoragePath:
+    """The bundle of one run. See `_run_bundles`."""
     from pipeline.runs.run_bundle import bundle_place, bundle_run
 
-    dataset, _ = find_data(config)
-    folder = open_run(config, dataset.readable().fingerprint())
     if stage_name is None:
         stage, subject = None, "run"
         is_finished = (folder.path / "COMPLETE.json").is_file()
@@ -518,29 +634,8 @@ def _run_bundle(config: RunConfig, stage_name: str | None) -> tuple[StoragePath,
         stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
         is_finished = folder.result(stage_name) is not None
     if not is_finished or not (folder.path / "run.json").is_file():
-        raise _unfinished(subject, folder.run_id, config)
+        raise _unfinished(subject, f"{folder.run_id} (seed {config.seed})", config)
     location = bundle_place(folder, stage)
     if not (location / "config.yaml").exists():
         bundle_run(folder, stage)
-    return location, folder.config
-
-
-def compare(result: SplitResult, other: SplitResult) -> dict[str, Any]:
-    """Logs the scores of two results side by side. Returns the scores of `other`, with an entry `differences`.
-
-    This entry has the paired difference, with its 95 % interval, for each metric that is a mean over images.
-    """
-    differences = {}
-    logger.info(f"  {'':<9} {'this':>8} {'other':>8}   difference by image, 95 % interval")
-    assert result.scores is not None and other.scores is not None
-    for name, score in result.scores.by_name.items():
-        other_score = other.scores.by_name[name]
-        if score.value is None or other_score.value is None:
-            continue
-        text = ""
-        if score.per_image is not None and other_score.per_image is not None and name in COMPARED_BY_IMAGE:
-            difference = paired_difference(score.per_image, other_score.per_image)
-            differences[name] = asdict(difference)
-            text = f"{difference}, better in {difference.better:.1%} of resamples"
-        logger.info(f"  {name:<9} {score.value:>8.4f} {other_score.value:>8.4f}   {text}")
-    return other.scores_to_json() | {"differences": differences}
+    return location

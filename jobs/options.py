@@ -7,14 +7,26 @@ from typing import Annotated
 
 import typer
 
+from pipeline.errors import UserError
+
 Config = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="a.b=value", help="Override a key; stages by name: stages.xe_frozen.epochs=1."),
 ]
+Seeds = Annotated[
+    int, typer.Option(min=1, max=1000, help="Number of runs with the seeds seed, seed + 1, ... of the configuration.")
+]
+Ensemble = Annotated[bool, typer.Option("--ensemble", help="Score the models of all seeds as one ensemble.")]
 Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster. The default is a Ray on this machine.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads. The default is torch's choice.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder for the files; by default the temporary folder.")]
 References = Annotated[
     Path | None, typer.Option(help="A COCO or Karpathy caption file. The default is generated captions.")
 ]
+
+
+def check_ensemble(ensemble: bool, seeds: int) -> None:
+    """Raises UserError for --ensemble without several seeds."""
+    if ensemble and seeds == 1:
+        raise UserError("--ensemble joins the models of several seeds; give --seeds with a number above 1")

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
+from jobs.evaluate import evaluate_ensemble
 from jobs.journal_printer import JournalPrinter, format_duration
-from jobs.options import Address, Config, Set
+from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
+from jobs.seeds import seed_configs, summarize_runs
 from jobs.sync import register
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import StoredBundle
@@ -24,6 +26,7 @@ from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
+from pipeline.data.loading import find_data
 from pipeline.errors import DamagedError, UserError
 from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
@@ -51,15 +54,17 @@ NUM_CHECKPOINTS = 2  # on the disk at a time
 NUM_WEIGHT_COPIES = 3  # an estimate for a checkpoint: the weights and two moments of Adam
 
 
-def run(config: RunConfig, address: str | None = None) -> RunFolder:
+def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
+
+    data: the result of `find_data`, given by a command that makes several runs on the same data.
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     from pipeline.runs.prepare import prepare
 
     begin = time.monotonic()
-    folder = prepare(config)
+    folder = prepare(config, data)
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -481,17 +486,38 @@ def _may_be_complete(config: RunConfig) -> bool:
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 
 
-def command(config: Config, set_: Set = None, address: Address = None) -> None:
+def run_seeds(config: RunConfig, count: int, address: str | None, *, with_ensemble: bool) -> None:
+    """Runs the configuration with several seeds, one after the other, on the same data, and summarizes the scores.
+
+    Runs that are complete are not repeated. with_ensemble: also captions the test splits with the ensemble of all runs.
+    """
+    configs, data = seed_configs(config, count), find_data(config)
+    folders = []
+    for number, each in enumerate(configs, 1):
+        logger.info(f"seed {each.seed}    run {number} of {count}")
+        folders.append(run(each, address, data))
+    summarize_runs(configs, folders, evaluate_ensemble(configs[0], folders, address) if with_ensemble else {})
+
+
+def command(
+    config: Config, set_: Set = None, address: Address = None, seeds: Seeds = 1, ensemble: Ensemble = False
+) -> None:
     """Train, evaluate and register a model.
 
-    The run is resumed where an earlier attempt ended; finished stages are not repeated.
+    The run is resumed where an earlier attempt ended; finished stages are not repeated. With --seeds, each seed has a
+    run of its own, as if started alone with --set seed=SEED, and the last lines are their mean scores with the standard
+    deviation. The same command resumes all of them.
 
-    Example: raycap run configs/demo.yaml --set seed=1
+    Example: raycap run configs/demo.yaml --seeds 5 --set data.min_count=3
     """
+    check_ensemble(ensemble, seeds)
     run_config = load_config(config, set_ or ())
     if _may_be_complete(run_config):
         check_address(address)
     else:
         check_resources(run_config, address)
     check_before_writing(run_config)
-    run(run_config, address)
+    if seeds > 1:
+        run_seeds(run_config, seeds, address, with_ensemble=ensemble)
+    else:
+        run(run_config, address)

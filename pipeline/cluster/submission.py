@@ -189,10 +189,12 @@ def check_options(values: Mapping[str, Any], packed: Container[str]) -> None:
 
     values: the arguments of a command by name. packed: the files that the job brings.
     """
-    names = {"compare": "compared", "json": "json_file"}
-    options = ("compare", "data", "features", "constraints", "out", "json")
+    names = {"json": "json_file"}
+    options = ("data", "features", "constraints", "out", "json")
     named = [(option, values.get(names.get(option, option))) for option in options]
-    for option, value in [*named, *(("model", model) for model in values.get("models") or ())]:
+    for option, name in (("model", "models"), ("compare", "compared")):
+        named += [(option, bundle) for bundle in values.get(name) or ()]
+    for option, value in named:
         if value is None or is_remote(str(value)) or expanded_path(value).is_absolute():
             continue
         if option in ("out", "json") or os.path.normpath(value) not in packed:

@@ -90,7 +90,12 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes the page to `path`. An existing page is replaced only by a complete one.
+    """Writes the page to `path`. An existing page is replaced only by a complete one. See `report_html`."""
+    write_text(path, report_html(report))
+
+
+def report_html(report: Report) -> str:
+    """The page.
 
     With more than MAX_IMAGES pictures the gallery shows the worst, the best and random ones, a third each, with a note.
     A picture that cannot be read gets a placeholder with the reason. Raises ValueError when a score row does not have
@@ -125,7 +130,7 @@ def write_report(path: Path, report: Report) -> None:
     # The digest of the page's script in its security policy permits this script and no other one.
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    write_text(path, html.replace("SCRIPT_DIGEST", digest, 1))
+    return html.replace("SCRIPT_DIGEST", digest, 1)
 
 
 def render_template(path: Path, **values: Any) -> str:

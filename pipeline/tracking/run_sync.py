@@ -126,6 +126,13 @@ def log_plots(folder: RunFolder, config: RunConfig, client: Any) -> None:
         client.log_artifacts(SentRecord(folder, config).values["parent"], plots, "plots")
 
 
+def tag_run(folder: RunFolder, config: RunConfig, client: Any, name: str, value: str) -> None:
+    """Gives the parent run a tag, if the tracker has the run."""
+    parent = SentRecord(folder, config).values["parent"]
+    if parent is not None:
+        client.set_tag(parent, name, value)
+
+
 def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
     """The id of MLflow's run for a raycap run, which is created if it does not exist."""
     metadata = folder.metadata

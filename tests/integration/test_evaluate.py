@@ -57,7 +57,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, models=[model], compared=other, server="raycap", out=str(tmp_path / "one")) == 0
+    assert evaluate(config, models=[model], compared=[other], server="raycap", out=str(tmp_path / "one")) == 0
     assert evaluate(config, models=[model, model], out=str(tmp_path / "two")) == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]

@@ -1,0 +1,138 @@
+"""`raycap run --seeds` and `raycap evaluate --seeds` as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from jobs.evaluate import evaluate
+from pipeline.errors import UserError
+from pipeline.runtime.context import LocalContext
+from pipeline.training.loop import StageJob, train_stages
+from tests.conftest import small_config, write_karpathy
+from tests.support.bundles import make_bundle
+from tests.support.runs import (
+    STAGES,
+    assert_same_weights,
+    best_weights,
+    output_of,
+    prepare_run,
+    start_raycap,
+    write_config,
+)
+
+
+def runs_of(storage: Path) -> dict[int, Path]:
+    """The folders of the runs by seed."""
+    folders = [file.parent for file in storage.glob("runs/*/run.json")]
+    return {yaml.safe_load((folder / "config.yaml").read_text())["seed"]: folder for folder in folders}
+
+
+@pytest.mark.ray
+def test_each_seed_has_the_run_that_it_would_have_alone_and_complete_ones_are_skipped(tmp_path: Path) -> None:
+    """Two seeds by one command; then the second run is removed, and the same command trains only this one."""
+    storage = tmp_path / "storage"
+    stages = [stage | {"epochs": 0.3} for stage in small_config(storage)["stages"] if not stage.get("train_backbone")]
+    values = small_config(storage, stages=stages, workers__dry_run=False)
+    command = ("run", str(write_config(tmp_path / "run.yaml", values)), "--seeds", "2", "--ensemble")
+    first = start_raycap(*command)
+    output = output_of(first)
+    assert first.returncode == 0, output
+    (group,), runs = (storage / "seeds").iterdir(), runs_of(storage)
+    assert output.splitlines()[-1] == f"seeds        {group}" and output.count("finished in") == 2
+    assert "images (2 seeds)" in output and " ± " in output and "ensemble of 2" in output
+    summary = json.loads((group / "scores.json").read_text())
+    assert summary["runs"] == {f"seed {seed}": runs[seed].name for seed in (0, 1)}
+    for split in ("test", "novel", "val"):
+        stored = [json.loads((runs[seed] / "scores.json").read_text())["splits"][split] for seed in (0, 1)]
+        scores = [entry["scores"]["ROUGE-L"] for entry in stored]
+        spread = summary["splits"][split]["scores"]["ROUGE-L"]
+        assert spread["values"] == scores and scores[0] != scores[1], "the seeds give different models"
+        assert spread["mean"] == pytest.approx(sum(scores) / 2) and spread["std"] == statistics.stdev(scores)
+    ensemble = json.loads((group / "ensemble" / "scores.json").read_text())
+    assert len(ensemble["models"]) == 2 and ensemble["splits"].keys() == {"test", "novel"} == summary["ensemble"].keys()
+    assert "ensemble of 2" in (group / "report.html").read_text()
+
+    together = runs[1].rename(tmp_path / "together")
+    written = (group / "ensemble" / "scores.json").stat().st_mtime_ns
+    again = start_raycap(*command)
+    output = output_of(again)
+    assert again.returncode == 0, output
+    assert f"{runs[0].name} is complete; nothing to do" in output and output.count("finished in") == 1
+    for stage in ("xe_frozen", "scst_frozen"):
+        assert_same_weights(best_weights(together / "stages" / stage), best_weights(runs[1] / "stages" / stage))
+    assert json.loads((group / "scores.json").read_text()) == summary
+    assert (group / "ensemble" / "scores.json").stat().st_mtime_ns == written, "the ensemble is scored once"
+
+
+def test_training_after_another_run_in_the_same_process_gives_the_same_weights(tmp_path: Path) -> None:
+    """All four stages of seed 1, before and after seed 0 was trained in this process, without Ray."""
+
+    def train(name: str, seed: int) -> dict[str, torch.Tensor]:
+        folder, store = prepare_run(tmp_path / name, seed=seed)
+        train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
+        return {f"{stage}/{key}": value for stage in STAGES for key, value in best_weights(folder.stage(stage)).items()}
+
+    before, other, after = train("a", 1), train("b", 0), train("b", 1)
+    assert_same_weights(after, before)
+    assert not all(torch.equal(other[name], value) for name, value in before.items())
+
+
+def configuration(folder: Path) -> Path:
+    """Writes a data set and a configuration for bundles of `make_bundle`."""
+    write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
+    data = small_config(folder / "results")
+    data["data"] = {"root": str(folder / "images"), "annotations": "dataset.json", "images": ".", "min_count": 1}
+    data["data"] |= {"train_splits": ["train"], "val_split": "val", "test_splits": ["test"]}
+    return write_config(folder / "run.yaml", data)
+
+
+@pytest.mark.ray
+def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
+    tmp_path: Path, ray_session: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.gallery.add_maps", lambda images, *_, **__: images)  # they take most of the time
+    config, out = configuration(tmp_path), tmp_path / "out"
+    bundles = [str(make_bundle(tmp_path / f"bundle-{number}", seed=number)) for number in range(4)]
+    assert evaluate(config, models=bundles[:2], seeds=2, compared=bundles[2:], out=str(out)) == 0
+    summary = json.loads((out / "scores.json").read_text())
+    parts = ("model-1", "model-2", "other-1", "other-2")
+    single = [json.loads((out / part / "scores.json").read_text())["splits"]["test"] for part in parts]
+    values = [entry["scores"]["ROUGE-L"] for entry in single]
+    assert summary["splits"]["test"]["scores"]["ROUGE-L"]["values"] == values[:2]
+    compared = summary["compared"]["splits"]["test"]
+    assert compared["scores"]["ROUGE-L"]["values"] == values[2:] and not summary["compared"]["same_runs"]
+    difference = compared["differences"]["ROUGE-L"]
+    assert difference["mean"] == pytest.approx(sum(values[:2]) / 2 - sum(values[2:]) / 2)
+    assert difference["low"] < difference["mean"] < difference["high"] and "BLEU-4" not in compared["differences"]
+    assert any("difference by image and seed" in line for line in log_lines)
+    assert log_lines[-2] == f"seeds        {out}"
+    page = (out / "report.html").read_text()
+    assert "other: test, 5 images (2 seeds)" in page and "test, difference" in page
+
+    assert evaluate(config, models=bundles[:2], seeds=2, ensemble=True, out=str(tmp_path / "ensemble")) == 0
+    assert evaluate(config, models=bundles[:2], out=str(tmp_path / "models")) == 0
+    ensemble, plain = (json.loads((tmp_path / name / "scores.json").read_text()) for name in ("ensemble", "models"))
+    assert ensemble == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ensemble": True}, "--ensemble joins .* give --seeds"),
+        ({"seeds": 3, "models": ["a", "b"]}, "--seeds 3: 2 bundles are given"),
+        ({"seeds": 2, "server": "name"}, "--server takes the captions of one model"),
+        ({"server": "name", "compared": ["a", "b"]}, "--server takes the captions of one model"),
+        ({"seeds": 2, "stage": "xe_frozen"}, r"stage xe_frozen of run .* \(seed 0\) is not finished"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        evaluate(configuration(tmp_path), **options, out=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

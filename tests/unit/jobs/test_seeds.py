@@ -1,0 +1,165 @@
+"""The configurations of several seeds, the summary of their runs, and the comparison of systems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from jobs.compare import EvaluatedModel, compare, summarize_systems
+from jobs.evaluate import Evaluation
+from jobs.run import command
+from jobs.seeds import group_id, group_place, seed_configs, summarize_runs
+from jobs.submit import parse_arguments
+from pipeline.comparison.bootstrap import difference_of_seeds
+from pipeline.config.load import dump_config, parse_config
+from pipeline.config.run import RunConfig
+from pipeline.errors import DamagedError, JobFailedError, UserError
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.identity import run_identity
+from pipeline.scoring.metrics import Score, Scores
+from pipeline.scoring.split_result import SplitResult
+from pipeline.storage.atomic import write_json
+from pipeline.storage.path import storage_path
+from tests.conftest import ROOT, small_config
+
+
+def test_the_configurations_differ_only_in_the_seed(tmp_path: Path) -> None:
+    config = parse_config(small_config(tmp_path, seed=7))
+    configs = seed_configs(config, 3)
+    assert configs == [parse_config(small_config(tmp_path, seed=seed)) for seed in (7, 8, 9)]
+    alone = parse_config(small_config(tmp_path, seed=8))
+    assert run_identity(configs[1], "data") == run_identity(alone, "data") != run_identity(config, "data")
+    with pytest.raises(UserError, match="--seeds 2: the last seed would be 4611686018427387904; lower seed"):
+        seed_configs(parse_config(small_config(tmp_path, seed=2**62 - 1)), 2)
+
+
+def test_the_variables_of_a_configuration_are_stored_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYCAP_TEST_PLACE", str(tmp_path))
+    values = small_config({"uri": "${RAYCAP_TEST_PLACE}/results"})
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(values))
+    from pipeline.config.load import load_config
+
+    for config in seed_configs(load_config(file), 2):
+        assert "${RAYCAP_TEST_PLACE}" in dump_config(config) and str(tmp_path) not in dump_config(config)
+
+
+def test_ensembles_need_seeds_and_submitted_commands_take_them(tmp_path: Path) -> None:
+    config = ROOT / "configs" / "demo.yaml"
+    with pytest.raises(UserError, match="--ensemble joins the models of several seeds; give --seeds"):
+        command(config, ensemble=True)
+    values = parse_arguments("run", [str(config), "--seeds", "3", "--ensemble"])
+    assert (values["seeds"], values["ensemble"]) == (3, True)
+    values = parse_arguments("evaluate", [str(config), "--seeds", "2", "--compare", "a", "--compare", "b"])
+    assert (values["seeds"], list(values["compared"])) == (2, ["a", "b"])
+    with pytest.raises(UserError, match="raycap run refuses these options: .*--seeds"):
+        parse_arguments("run", [str(config), "--seeds", "0"])
+
+
+class Run:
+    """As much of a complete run's folder as a summary reads."""
+
+    def __init__(self, config: RunConfig, path: Path, cider: float) -> None:
+        self.config, self.path, self.run_id = config, path, path.name
+        entry = {"images": 3, "scores": {"CIDEr-D": cider}, "unavailable": {}, "per_image_CIDEr-D": {}}
+        content = {"protocol": {"beam_size": 5}, "signature": "beam 5", "splits": {"val": entry}}
+        write_json(path / "scores.json", content | {"validation_by_stage": {"xe_frozen": cider / 2}})
+
+
+def runs(folder: Path, ciders: Sequence[float]) -> tuple[list[RunConfig], list[RunFolder]]:
+    configs = seed_configs(parse_config(small_config(folder)), len(ciders))
+    made = [Run(config, folder / f"demo-{number}", ciders[number]) for number, config in enumerate(configs)]
+    return configs, cast(list[RunFolder], made)
+
+
+def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str]) -> None:
+    configs, folders = runs(tmp_path, (0.8, 0.9))
+    ensemble = {"images": 3, "scores": {"CIDEr-D": 0.95}, "unavailable": {}}
+    summarize_runs(configs, folders, {"val": ensemble})
+    place = group_place(configs[0], folders)
+    assert place.path == tmp_path / "seeds" / group_id("demo", ["demo-0", "demo-1"])
+    assert log_lines[-1] == f"\nseeds        {place}"
+    assert log_lines[0].strip().splitlines() == [
+        "CIDEr-D",
+        "val, 3 images (2 seeds)  0.850 ± 0.071",
+        "  lowest                         0.800",
+        "  highest                        0.900",
+        "  ensemble of 2                  0.950",
+        "",
+        "validation CIDEr-D (PTB tokens)  xe_frozen 0.4250 ± 0.0354",
+    ]
+    written = json.loads((place / "scores.json").read_bytes())
+    assert written["runs"] == {"seed 0": "demo-0", "seed 1": "demo-1"} and written["signature"] == "beam 5"
+    assert written["splits"]["val"]["scores"]["CIDEr-D"]["values"] == [0.8, 0.9]
+    assert written["validation_by_stage"]["xe_frozen"]["mean"] == pytest.approx(0.425)
+    assert written["ensemble"] == {"val": {"CIDEr-D": 0.95}}
+    page = (place / "report.html").read_bytes().decode()
+    assert "0.850 ± 0.071" in page and "seed 1" in page and "ensemble of 2" in page
+
+
+def test_a_run_without_readable_scores_is_named(tmp_path: Path) -> None:
+    configs, folders = runs(tmp_path, (0.8, 0.9))
+    for content in ("", "[]", "{}"):
+        (folders[1].path / "scores.json").write_text(content)
+        with pytest.raises(DamagedError, match="demo-1/scores.json .*remove .*demo-1/COMPLETE.json, and the same"):
+            summarize_runs(configs, folders, {})
+    assert not (tmp_path / "seeds").exists()
+
+
+def result(per_image: np.ndarray, images: Sequence[int]) -> SplitResult:
+    by_name = {"BLEU-4": Score(0.3), "CIDEr-D": Score(float(per_image.mean()), per_image.tolist())}
+    scores = Scores(by_name, list(images), "signature", {})
+    return SplitResult("test", dict.fromkeys(images, "a cat"), scores=scores)
+
+
+def test_systems_are_compared_over_images_and_seeds(log_lines: list[str]) -> None:
+    generator, images = np.random.default_rng(0), range(30)
+    ours, theirs = generator.normal(1, 0.2, (3, 30)), generator.normal(0.8, 0.2, (2, 30))
+    sides = [[result(scores, images) for scores in side] for side in (ours, theirs)]
+    assert compare(*sides) == {"CIDEr-D": difference_of_seeds(ours.tolist(), theirs.tolist())}
+    assert "difference by image and seed" in log_lines[0] and " ± " in log_lines[1]
+    with pytest.raises(JobFailedError, match="some images could be read for one model and not for another"):
+        compare(sides[0], [result(theirs[0], range(1, 31))])
+
+
+@pytest.mark.parametrize(
+    ("runs", "other_runs", "same"),
+    [
+        (["a", "b"], ["b", "a"], True),
+        (["a", "b"], ["a", "c"], False),
+        (["a", "a"], ["a", "a"], False),
+        (["a", "b", "c"], ["b", "a"], False),
+        ([None, "b"], [None, "b"], False),
+    ],
+)
+def test_models_of_the_same_runs_are_paired(
+    runs: list[str | None], other_runs: list[str | None], same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, images = np.random.default_rng(1), range(20)
+    scores = {run: generator.normal(1, 0.2, 20) for run in {*runs, *other_runs}}
+    monkeypatch.setattr(EvaluatedModel, "run", property(lambda model: model.evaluation.run_id))
+
+    def models(names: list[str | None], shift: float) -> list[EvaluatedModel]:
+        config = parse_config(small_config(tmp_path))
+        evaluations = [SimpleNamespace(config=config, bundles=[run], run_id=run) for run in names]
+        results = [[result(scores[run] + shift, images)] for run in names]
+        numbered = enumerate(zip(evaluations, results, strict=True))
+        return [EvaluatedModel(f"model {n}", cast(Evaluation, each), found) for n, (each, found) in numbered]
+
+    place = storage_path(tmp_path / "out")
+    summarize_systems(place, models(runs, 0.5), models(other_runs, 0.0))
+    written: dict[str, Any] = json.loads((place / "scores.json").read_bytes())["compared"]
+    assert written["same_runs"] == same
+    difference = written["splits"]["test"]["differences"]["CIDEr-D"]
+    if same:
+        assert difference["low"] == pytest.approx(0.5) == difference["high"], (
+            "each run differs from itself by the shift"
+        )
