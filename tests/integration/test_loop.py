@@ -19,6 +19,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.journal import Follower, Journal, read_journal
 from pipeline.runtime.context import LocalContext
 from pipeline.scoring.split_result import Hypothesis
+from pipeline.storage.path import StoragePath
 from pipeline.training import dry_run as dry_run_module
 from pipeline.training.batches import Batch
 from pipeline.training.dry_run import dry_run
@@ -29,9 +30,16 @@ from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
 
 
+def prepare_stages(storage: Path) -> tuple[RunFolder, StoragePath]:
+    """A run of all stages; the last one samples with dropout."""
+    stages = small_config(storage)["stages"]
+    stages[-1] |= {"dropout": 0.3, "drop_path": 0.2, "scst": stages[-1]["scst"] | {"sampling_dropout": True}}
+    return prepare_run(storage, stages=stages)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    folder, store = prepare_run(tmp_path_factory.mktemp("undisturbed"))
+    folder, store = prepare_stages(tmp_path_factory.mktemp("undisturbed"))
     train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     return folder
 
@@ -41,7 +49,7 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
     tmp_path: Path, undisturbed: RunFolder, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage is broken off after `stop` steps and begun again in a new object, in both objectives."""
-    folder, store = prepare_run(tmp_path)
+    folder, store = prepare_stages(tmp_path)
     job = StageJob(folder, STAGES, store)
     original, broken = StageRun.step, set()
 
