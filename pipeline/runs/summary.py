@@ -122,6 +122,7 @@ def make_report(
         images=images,
         metadata={
             "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
+            "seed": f"{config.seed}; the scores are of this seed only",
             "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
             "features": describe_features(config, metadata.num_tokens, metadata.parameters["backbone"]),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),

@@ -380,7 +380,7 @@ def test_options_that_name_files_of_this_machine() -> None:
     for values, option in (
         ({"out": "out"}, "--out out"),
         ({"models": ["results/models/a"]}, "--model results/models/a"),
-        ({"compared": "b"}, "--compare b"),
+        ({"compared": ["s3://bucket/a", "b"]}, "--compare b"),
         ({"features": "c"}, "--features c"),
         ({"data": Path("e.yaml")}, "--data e.yaml"),
         ({"constraints": Path("d.json")}, "--constraints d.json"),

@@ -69,7 +69,7 @@ def test_a_damaged_summary_is_written_again(
 ) -> None:
     calls: list[str] = []
     driver = SimpleNamespace(train=lambda: calls.append("train"), evaluate=lambda: calls.append("evaluate"))
-    monkeypatch.setattr("pipeline.runs.prepare.prepare", lambda _: RunFolder(tmp_path))
+    monkeypatch.setattr("pipeline.runs.prepare.prepare", lambda *_: RunFolder(tmp_path))
     monkeypatch.setattr("jobs.run.RunDriver", lambda *_: driver)
     (tmp_path / "COMPLETE.json").write_text(content)
     run(cast(RunConfig, None))

@@ -144,7 +144,9 @@ def test_models_of_the_same_runs_are_paired(
     runs: list[str | None], other_runs: list[str | None], same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, images = np.random.default_rng(1), range(20)
-    scores = {run: generator.normal(1, 0.2, 20) for run in {*runs, *other_runs}}
+    scores = {
+        run: generator.normal(number, 0.2, 20) for number, run in enumerate(sorted({*runs, *other_runs}, key=str))
+    }
     monkeypatch.setattr(EvaluatedModel, "run", property(lambda model: model.evaluation.run_id))
 
     def models(names: list[str | None], shift: float) -> list[EvaluatedModel]:
