@@ -17,6 +17,7 @@ from jobs.run import command
 from jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from jobs.submit import parse_arguments
 from pipeline.comparison.bootstrap import difference_of_seeds
+from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import dump_config, parse_config
 from pipeline.config.run import RunConfig
 from pipeline.errors import DamagedError, JobFailedError, UserError
@@ -151,7 +152,7 @@ def test_models_of_the_same_runs_are_paired(
 
     def models(names: list[str | None], shift: float) -> list[EvaluatedModel]:
         config = parse_config(small_config(tmp_path))
-        evaluations = [SimpleNamespace(config=config, bundles=[run], run_id=run) for run in names]
+        evaluations = [SimpleNamespace(config=config, bundles=[run], run_id=run, protocol=Protocol()) for run in names]
         results = [[result(scores[run] + shift, images)] for run in names]
         numbered = enumerate(zip(evaluations, results, strict=True))
         return [EvaluatedModel(f"model {n}", cast(Evaluation, each), found) for n, (each, found) in numbered]
