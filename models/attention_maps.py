@@ -36,7 +36,8 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
         if bias is not None:
             scores = scores + bias.float()
         by_head = scores.softmax(-1).unflatten(1, (-1, layer.num_heads)).mean(1)  # (B, H, K*T, N)
-        weights.append(by_head.transpose(0, 1).reshape(layer.num_heads, *x.shape[:2], -1))
+        rows = by_head.transpose(1, 2).reshape(*x.shape[:2], layer.num_heads, -1)
+        weights.append(model.predicting(rows).movedim(2, 0))
 
     with evaluating(model), hooked(layers, record):
         model.decode(memory, tokens[:, :-1])

@@ -140,6 +140,13 @@ class CaptionModel(nn.Module, ABC):
         Raises ValueError for a caption longer than the positional table.
         """
 
+    def predicting(self, values: Tensor) -> Tensor:
+        """Of values (rows, positions, ...) of all inputs of a decoder layer in `decode`: those that predict a word.
+
+        They are (B*K, T, ...), as the logits.
+        """
+        return values
+
     def forward(self, features: Features, tokens: Tensor) -> Tensor:
         """`decode(encode(features), tokens)`: each image is encoded once for all of its captions."""
         return self.decode(self.encode(features), tokens)

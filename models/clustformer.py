@@ -4,9 +4,9 @@ Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K
 H heads, V vocabulary. Elsewhere C is the clustering matrix, which `models/clusters.py` computes.
 
 Each layer multiplies its self-attention weights by its clustering matrix. All heads share the matrix, and it is stacked
-on those of the layers below (equation 6), separately in encoder and decoder. Cross-attention has no such matrix. The
-decoder is causal: C between words j <= t depends on the words j to t only, so that a decoding step needs one prefix sum
-and one row of C per layer.
+on those of the layers below (equation 6), separately in encoder and decoder. Cross-attention has no such matrix. C
+between words j <= t depends on the words j to t only, so that a step of the causal decoder needs one prefix sum and one
+row of C per layer.
 
 Choices where the paper leaves something open:
 
@@ -19,6 +19,7 @@ Choices where the paper leaves something open:
 - C is computed from the same normalized input as the queries.
 - Image tokens have no positions other than those in C; words have sinusoids.
 - The decoder has no down-up sampling, because the mean of a group would contain a later word.
+- The decoder is causal. That of the published code, which is not, is a setting (`models/mask_token.py`).
 - The paper does not give the width and the heads: they are 512 and 8. Its Figure 5 suggests six layers on each side.
 
 The encoder arranges regions (`inputs: regions`) into a grid by their boxes. `encode` returns them in their original
@@ -131,7 +132,7 @@ class ClusteredLayer(Layer):
         self.clusters = ClusterMaps(config.d_model, axes, config.stacking) if adaptive else None
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.attention = ClusteredAttention(config)
-        self.add_feed_forward(config)
+        self.add_feed_forward(config, config.activation)
 
     def mix(self, x: Tensor, shared: PassState) -> Tensor:
         return self.residual(x, self.attention_norm, self._attend, shared)
@@ -154,7 +155,7 @@ class ClusteredEncoderLayer(ClusteredLayer):
 class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
     def __init__(self, config: ClustFormerConfig, side: str, number: int) -> None:
         super().__init__(config, side, number)
-        self.add_cross_attention(config)
+        self.add_cross_attention(config, config.dropout if config.cross_attention_dropout else None)
 
     def mix_step(self, y: Tensor, cache: ClusterCache, index: int) -> Tensor:
         return self.residual(y, self.attention_norm, self._attend_step, cache, index)
@@ -218,7 +219,8 @@ class ClustFormer(EncoderDecoder):
         super().__init__(config, sizes)
         width = config.d_model
         self.input = nn.Linear(sizes.feature_width, width)
-        self.input_dropout = Dropout(config.dropout)
+        own = config.input_dropout
+        self.input_dropout = Dropout(config.dropout if own is None else own, fixed=own is not None)
         numbers = range(1, config.num_encoder_layers + 1)
         self.encoder = layer_list(ClusteredEncoderLayer(config, "encoder", number) for number in numbers)
         self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
@@ -318,7 +320,7 @@ class ClustFormer(EncoderDecoder):
         return super().decode(memory, tokens, self._start_caption_pass(tokens))
 
     @torch.no_grad()
-    def init_cache(self, memory: Memory, beams: int) -> ClusterCache:
+    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         cache, states = super().init_cache(memory, beams), memory.states
         zeros = states.new_zeros(cache.images * beams, 1, dtype=torch.promote_types(states.dtype, torch.float32))
         # before the first step each layer has V[0] = 0 and an empty row of C

@@ -163,6 +163,9 @@ class ClustFormerConfig(ModelConfig):
 
     `attention`: how C is applied: "product" multiplies the attention weights, "renormalized" also makes them sum to 1
     again, "literal" takes a second softmax of the product, as equation 2 is printed.
+
+    `decoder`: "causal", where a word attends to itself and earlier words, or "mask_token" as in the published code,
+    where each word is predicted from a bidirectional pass over the words before it (`models/mask_token.py`).
     """
 
     name: Literal["clustformer"] = "clustformer"
@@ -180,9 +183,18 @@ class ClustFormerConfig(ModelConfig):
     inputs: Literal["grid", "regions"] = "grid"
     grid: tuple[Count, Count] | None = None  # [rows, columns]; None: a square
     region_rows: Count = 6  # rows of the grid into which regions are arranged by their boxes
+    decoder: Literal["causal", "mask_token"] = "causal"
+    activation: Literal["relu", "gelu"] = "relu"  # of the feed-forward sublayers
+    input_dropout: Decimal | None = None  # of the image tokens, also where a stage sets dropout; None: as dropout
+    cross_attention_dropout: bool = False  # whether dropout reaches the weights of cross-attention too
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.input_dropout is not None and not 0.0 <= self.input_dropout < 1.0:
+            raise ValueError(
+                f"model.input_dropout is {self.input_dropout}; it must be at least 0 and below 1, or null for "
+                "model.dropout"
+            )
         self._require_at_least(1, "sampling", "region_rows")
         self._require_at_least(0, "window", message_suffix=", or null for an adaptive one")
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):

@@ -36,9 +36,9 @@ class Layer(nn.Module):
         self.pre_norm = pre_norm
         self.dropout = Dropout(config.dropout)
 
-    def add_feed_forward(self, config: ModelConfig) -> None:
+    def add_feed_forward(self, config: ModelConfig, activation: str = "relu") -> None:
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
-        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout, activation)
 
     def residual(self, x: Tensor, norm: nn.Module, sublayer: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """x plus the sublayer's output after dropout. The sublayer gets `arguments` in addition to its input."""
@@ -57,9 +57,9 @@ class DecoderLayer(Layer):
     cross_norm: nn.LayerNorm
     cross: CrossAttention
 
-    def add_cross_attention(self, config: ModelConfig) -> None:
+    def add_cross_attention(self, config: ModelConfig, dropout: float | None = None) -> None:
         self.cross_norm = nn.LayerNorm(config.d_model)
-        self.cross = CrossAttention(config.d_model, config.num_heads)
+        self.cross = CrossAttention(config.d_model, config.num_heads, dropout=dropout)
 
     @abstractmethod
     def mix(self, y: Tensor, *context: Any) -> Tensor:
@@ -112,6 +112,15 @@ def cross_bias(memory: Memory) -> Tensor | None:
     return padding_bias(valid_tokens(memory.lengths, memory.states.shape[-2]), memory.states.dtype)
 
 
+def check_captions(rows: int, images: int) -> None:
+    """Raises ValueError unless every image has the same number of captions, one or more."""
+    if not rows or not images or rows % images:
+        raise ValueError(
+            f"{rows} captions do not divide by {images} images (remainder {rows % images if images else rows}); "
+            f"give the same number of captions for each image, row b*K+k for caption k of image b"
+        )
+
+
 class EncoderDecoder(CaptionModel):
     """A captioner with layers on both sides. A subclass makes the parts, `encode` and `embed`."""
 
@@ -160,16 +169,15 @@ class EncoderDecoder(CaptionModel):
 
     def decode(self, memory: Memory, tokens: Tensor, *context: Any) -> Tensor:
         """See `CaptionModel.decode`; `context` are further arguments of every decoder layer."""
-        rows, images = tokens.shape[0], memory.batch_size
-        if not rows or not images or rows % images:
-            raise ValueError(
-                f"{rows} captions do not divide by {images} images (remainder {rows % images if images else rows}); "
-                f"give the same number of captions for each image, row b*K+k for caption k of image b"
-            )
+        check_captions(tokens.shape[0], memory.batch_size)
         if self.masks is not None:
             self.masks.begin_pass(tokens.shape[1])
+        return self.logits(self.decoder_outputs(memory, tokens, *context))
+
+    def decoder_outputs(self, memory: Memory, tokens: Tensor, *context: Any) -> list[Tensor]:
+        """The outputs (R, T, D) of all decoder layers for tokens (R, T); `context` as in `decode`."""
         y = self.embed(tokens, position=0)
-        return self.logits(layer_outputs(self.decoder, y, memory.states, cross_bias(memory), *context))
+        return layer_outputs(self.decoder, y, memory.states, cross_bias(memory), *context)
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:

@@ -77,14 +77,15 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout with a probability that can be changed after construction (`set_dropout`).
+    """Dropout with a probability that can be changed after construction (`set_dropout`), unless it is `fixed`.
 
     masks: what the steps and the teacher-forced pass of sampled captions share; None to draw new masks.
     """
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, fixed: bool = False) -> None:
         super().__init__()
         self.p = p
+        self.fixed = fixed
         self.masks: CaptionMasks | None = None
 
     @property
@@ -113,11 +114,11 @@ class Dropout(nn.Module):
 
 
 def set_dropout(module: nn.Module, p: float) -> None:
-    """Sets the probability of every dropout of a captioner. Raises ValueError for one outside [0, 1)."""
+    """Sets the probability of a captioner's dropouts, except fixed ones. Raises ValueError for one outside [0, 1)."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
     for child in module.modules():
-        if isinstance(child, Dropout):
+        if isinstance(child, Dropout) and not child.fixed:
             child.p = p
 
 
@@ -128,10 +129,12 @@ def xavier_blocks_(weight: Tensor, blocks: int = 1) -> None:
 
 
 class FeedForward(nn.Module):
-    """Linear, ReLU, dropout, Linear."""
+    """Linear, ReLU or GELU, dropout, Linear."""
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float) -> None:
+    def __init__(self, d_model: int, d_ff: int, dropout: float, activation: str = "relu") -> None:
         super().__init__()
+        # ReLU in place: no gradient needs what it overwrites
+        self.activation = {"relu": F.relu_, "gelu": F.gelu}[activation]
         self.inner = nn.Linear(d_model, d_ff)
         self.outer = nn.Linear(d_ff, d_model)
         self.dropout = Dropout(dropout)
@@ -141,7 +144,7 @@ class FeedForward(nn.Module):
         xavier_blocks_(self.outer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.dropout(F.relu_(self.inner(x))))  # in place: no gradient needs what it overwrites
+        return self.outer(self.dropout(self.activation(self.inner(x))))
 
 
 def padding_bias(valid_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -162,21 +165,28 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Scaled dot-product attention of Q queries (B, H, Q, d) over keys and values (B, H, N, d), where d is D / H.
 
-    `bias` is broadcast to the scores (B, H, Q, N).
+    `bias` is broadcast to the scores (B, H, Q, N). `dropout` is applied to the weights (B, H, Q, N).
 
     Keys from `cached_for_steps` belong to a decoding step: for its few queries torch's fused kernel on a CPU takes
     longer than the two products written out.
     """
     query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
-    if query.device.type != "cpu" or not key.mT.is_contiguous():
+    if dropout is None and (query.device.type != "cpu" or not key.mT.is_contiguous()):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(query.device.type, enabled=False):
         scores = torch.matmul(query * query.shape[-1] ** -0.5, key.mT)
         scores = scores if bias is None else scores + bias
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights = weights if dropout is None else dropout(weights)
         return torch.matmul(weights.to(value.dtype), value)
 
 
@@ -214,13 +224,21 @@ class OutputProjection(nn.Linear):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from caption tokens to image tokens. No dropout on the weights, as in the reference."""
+    """Multi-head attention from caption tokens to image tokens.
+
+    dropout: the probability of dropout on the weights; None for none, as in the references of the other systems than
+    Ada-ClustFormer.
+    """
 
     levels = 1  # number of encoder levels that a caption token attends to
+    dropout: Dropout | None
 
-    def __init__(self, d_model: int, num_heads: int, attention_on_attention: bool = False) -> None:
+    def __init__(
+        self, d_model: int, num_heads: int, attention_on_attention: bool = False, dropout: float | None = None
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.dropout = None if dropout is None else Dropout(dropout)
         self.query = nn.Linear(d_model, d_model)
         self.key_value = nn.Linear(d_model, 2 * d_model)
         self.out_proj = OutputProjection(d_model, attention_on_attention)
@@ -243,8 +261,19 @@ class CrossAttention(nn.Module):
         # the K captions of an image form one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
-        mixed = attend(query, key, value, bias)
+        drops = self.dropout is not None and self.dropout.active
+        mixed = attend(query, key, value, bias, self._drop_weights if drops else None)
         return self.out_proj(merge_heads(mixed).reshape(rows, length, width), x)
+
+    def _drop_weights(self, weights: Tensor) -> Tensor:
+        """The attention weights (B, H, K*T, N) after dropout."""
+        assert self.dropout is not None
+        images, heads, queries, tokens = weights.shape
+
+        def of_captions(masks: CaptionMasks, p: float) -> Tensor:
+            return masks.of_tokens((heads, tokens), p).reshape(images, queries, heads, tokens).transpose(1, 2)
+
+        return self.dropout(weights, of_captions)
 
 
 class Mixer(nn.Module):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from models.base import CaptionModel, ModelConfig, ModelSizes
 from models.clustformer import ClustFormer
+from models.config import ClustFormerConfig
 from models.expansionnet import ExpansionNet, Transformer
+from models.mask_token import MaskTokenClustFormer
 from models.meshed_memory import MeshedMemoryTransformer
 
-MODELS: dict[str, type[CaptionModel]] = {
+
+def _clustformer(config: ClustFormerConfig, sizes: ModelSizes) -> ClustFormer:
+    return (MaskTokenClustFormer if config.decoder == "mask_token" else ClustFormer)(config, sizes)
+
+
+MODELS: dict[str, Callable[[Any, ModelSizes], CaptionModel]] = {
     "expansionnet_v2": ExpansionNet,
     "transformer": Transformer,
     "meshed_memory": MeshedMemoryTransformer,
-    "clustformer": ClustFormer,
+    "clustformer": _clustformer,
 }
 
 

@@ -88,7 +88,13 @@ class RunConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
+        decoder = getattr(self.model, "decoder", "causal")
         for stage in self.stages:
+            if stage.objective == "scst" and stage.sampling.sampling_dropout and decoder == "mask_token":
+                raise ValueError(
+                    f"stages.{stage.name}.scst.sampling_dropout is true, and model.decoder = mask_token has no masks "
+                    "that sampling and training could share; set it to false"
+                )
             smallest, _ = self.micro_batch_sizes(stage)
             if smallest == 0:
                 workers, steps = self.workers.num_workers, stage.gradient_accumulation_steps

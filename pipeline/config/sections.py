@@ -153,7 +153,7 @@ class DataSection(Section):
     split: Name | None = None  # for images without a split, as in SourceSection
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
     split_lists: dict[Name, Text] = {}  # {split: file with one image name per line}, relative to data.root
-    tokenizer: Literal["expansionnet", "spacy"] = "expansionnet"
+    tokenizer: Literal["expansionnet", "spacy", "tokens"] = "expansionnet"  # tokens: those of Karpathy's dataset.json
     vocabulary_splits: tuple[Name, ...] | None = None  # None: train_splits
     train_splits: tuple[Name, ...] = ("train", "restval")
     val_split: Name = "val"
@@ -252,7 +252,10 @@ class OptimizerSection(Section):
 
 
 class PlateauSection(Section):
-    """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score."""
+    """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score.
+
+    This is torch's ReduceLROnPlateau with a patience of one less, because torch reduces after patience + 1 validations.
+    """
 
     factor: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.5
     patience: Positive = 3
@@ -293,7 +296,8 @@ class StageSection(Section):
     label_smoothing: Fraction = 0.1
     dropout: Fraction | None = None  # None: the model's dropout
     drop_path: Fraction | None = None  # None: the backbone's drop_path
-    max_grad_norm: PositiveFloat | None = None
+    max_grad_norm: PositiveFloat | None = None  # the whole gradient is scaled down to this norm
+    max_grad_value: PositiveFloat | None = None  # each element of the gradient is cut to this absolute value
     # the decay per step of an average of the weights, which is validated and kept in place of the weights
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     # of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere
@@ -313,6 +317,11 @@ class StageSection(Section):
             raise ValueError(f"stage name {quoted_value(self.name)} must be made of a-z, 0-9 and _")
         if self.scst is not None and self.objective != "scst":
             raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
+        if self.max_grad_norm is not None and self.max_grad_value is not None:
+            raise ValueError(
+                f"stage {self.name} has max_grad_norm = {self.max_grad_norm} and max_grad_value = "
+                f"{self.max_grad_value}; a gradient is clipped by one of them: set the other to null"
+            )
 
     @property
     def samples_are_pairs(self) -> bool:

@@ -37,9 +37,13 @@ SCHEMA = pa.schema(
 )
 
 
+# a further column with `data.tokenizer: tokens`: those of each caption in the annotation file, joined with spaces
+TOKENS = pa.field("tokens", pa.list_(pa.string()))
+
+
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA."""
+    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS."""
 
     table: pa.Table
 
@@ -71,36 +75,48 @@ class Dataset:
         """A column of SCHEMA as a list."""
         return self.table[name].to_pylist()
 
-    def references(self) -> dict[int, list[str]]:
-        """Raw captions by image id."""
-        return dict(zip(self.column("image_id"), self.column("captions"), strict=True))
+    def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
+        """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
+        return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
     def with_words(self) -> Dataset:
         """The data set without wordless captions. Raises UserError for an image whose captions all have no word."""
-        captions = [[caption for caption in image if tokenize(caption)] for image in self.column("captions")]
-        if [] in captions:
-            row = self.table.slice(captions.index([]), 1).to_pylist()[0]
+        texts = {name: self.column(name) for name in ("captions", TOKENS.name) if name in self.table.column_names}
+        kept = [
+            [
+                number
+                for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
+                if tokenize(caption) and all(tokens)
+            ]
+            for image in zip(*texts.values(), strict=True)
+        ]
+        if [] in kept:
+            row = self.table.slice(kept.index([]), 1).to_pylist()[0]
             image = f"image {shown(row['uri'])} (id {row['image_id']})"
             raise UserError(f"{image} has no caption with a word in it; add one")
-        return self.with_column("captions", pa.array(captions, pa.list_(pa.string())))
+        dataset = self
+        for name, column in texts.items():
+            chosen = [[image[number] for number in numbers] for image, numbers in zip(column, kept, strict=True)]
+            dataset = dataset.with_column(name, pa.array(chosen, TOKENS.type))
+        return dataset
 
     def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The tokens of every caption, one caption at a time."""
-        for batch in self.table.select(["captions"]).to_batches(max_chunksize=4096):
-            for captions in batch.column(0).to_pylist():
-                yield from map(TOKENIZERS[tokenizer], captions)
+        for batch in self.table.select([text_column(tokenizer)]).to_batches(max_chunksize=4096):
+            for texts in batch.column(0).to_pylist():
+                yield from map(TOKENIZERS[tokenizer], texts)
 
     def fingerprint(self) -> str:
         """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
         digest = hashlib.sha256()
-        columns = self.table.select(["image_id", "split", "key", "captions"]).combine_chunks()
-        for batch in columns.to_batches(max_chunksize=4096):
+        names = ["image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]]
+        for batch in self.table.select(names).combine_chunks().to_batches(max_chunksize=4096):
             digest.update(json.dumps(batch.to_pylist(), ensure_ascii=False).encode())
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         """Writes an Arrow file atomically."""
-        with atomic_path(path) as temporary, pa.ipc.new_file(temporary, SCHEMA) as writer:
+        with atomic_path(path) as temporary, pa.ipc.new_file(temporary, self.table.schema) as writer:
             writer.write_table(self.table, max_chunksize=4096)
 
     @classmethod
@@ -112,13 +128,19 @@ class Dataset:
     def parse(cls, content: pa.NativeFile, name: str) -> Dataset:
         """The data set in the content of the Arrow file `name`. Raises DamagedError as `load`."""
         try:
-            table = pa.ipc.open_file(content).read_all().cast(SCHEMA)
+            table = pa.ipc.open_file(content).read_all()
+            table = table.cast(SCHEMA.append(TOKENS) if TOKENS.name in table.column_names else SCHEMA)
             table.validate(full=True)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
                 raise  # the machine is at fault, and not the file
             raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
         return cls(table)
+
+
+def text_column(tokenizer: str | None) -> str:
+    """The column that a tokenizer of `TOKENIZERS` splits; without one that of the raw captions."""
+    return TOKENS.name if tokenizer == TOKENS.name else "captions"
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
@@ -165,7 +187,8 @@ def read_annotations(
         images = images_folder(base, section.images)
         if not images.is_remote and not images.path.is_dir():
             raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
-        read_source(Source(base / section.annotations, images, section.split, lists), config.format, rows)
+        source = Source(base / section.annotations, images, section.split, lists, config.tokenizer == TOKENS.name)
+        read_source(source, config.format, rows)
     ids = pa.array(rows.image_id, pa.int64())
     if pc.count_distinct(ids).as_py() < len(ids):
         repeated, _ = Counter(rows.image_id).most_common(1)[0]
@@ -173,7 +196,10 @@ def read_annotations(
         image = f"image {shown(uri)}"
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     columns = [ids, rows.split, rows.uri, rows.captions, pa.nulls(len(ids), pa.string())]
-    return Dataset(pa.table(columns, schema=SCHEMA)), rows.problems
+    table = pa.table(columns, schema=SCHEMA)
+    if config.tokenizer == TOKENS.name:
+        table = table.append_column(TOKENS, pa.array(rows.tokens, TOKENS.type))
+    return Dataset(table), rows.problems
 
 
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:

@@ -39,6 +39,8 @@ class Rows:
     split: list[str] = field(default_factory=list)
     uri: list[str] = field(default_factory=list)
     captions: list[list[str]] = field(default_factory=list)
+    # with `Source.with_tokens` the file's tokens of each caption, joined with spaces; else empty
+    tokens: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def add(self, image_id: int, split: str, uri: str, captions: list[str], location: str) -> None:
@@ -61,6 +63,7 @@ class Source:
     images: StoragePath
     split: str | None
     split_lists: dict[str, str]  # {image name or id: split}
+    with_tokens: bool = False  # whether to read the tokens of the captions, which only Karpathy's JSON has
 
 
 def read_source(source: Source, name: str, rows: Rows) -> None:
@@ -68,6 +71,7 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
     path = source.annotations
     is_table = name == "table" or (name == "auto" and path.name.removesuffix(".gz").endswith(TABLE_ENDINGS))
     if is_table:
+        _require_tokens(source, False)
         _add_table(source, _entries(path), rows)
         return
     data = _read_json(path)
@@ -79,7 +83,17 @@ def read_source(source: Source, name: str, rows: Rows) -> None:
         first = data["images"][0] if data["images"] else None
         is_karpathy = not isinstance(first, dict) or bool({"filename", "sentences"} & first.keys())
         name = "karpathy" if is_karpathy else "coco"
+    _require_tokens(source, name == "karpathy")
     FORMATS[name](source, data, rows)
+
+
+def _require_tokens(source: Source, has_tokens: bool) -> None:
+    """Raises UserError if the tokens of captions are needed and the file's format has none."""
+    if source.with_tokens and not has_tokens:
+        raise UserError(
+            f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "
+            "tokens; set it to expansionnet or spacy"
+        )
 
 
 def _read(path: StoragePath) -> bytes:
@@ -112,6 +126,21 @@ def _add_karpathy(source: Source, data: Any, rows: Rows) -> None:
         return image_id, split, (entry.get("filepath") or ".", entry["filename"]), captions
 
     _add_images(source, entries, parse, rows)
+    if source.with_tokens:
+        for number, entry in enumerate(entries):
+            location = f"{path}: images[{number}]"
+            rows.tokens.append([_joined_tokens(sentence.get("tokens"), location) for sentence in entry["sentences"]])
+
+
+def _joined_tokens(tokens: Any, location: str) -> str:
+    """The tokens of a caption joined with spaces. Raises UserError unless they are a list of words."""
+    if tokens is None:
+        raise UserError(f"{location}: a sentence has no tokens, and data.tokenizer is tokens; set it to spacy")
+    is_list = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    text = " ".join(tokens) if is_list else ""
+    if not is_list or text.split() != tokens or _SURROGATE.search(text) or len(text) > MAX_CAPTION:
+        raise UserError(f"{location} is malformed: the tokens of a sentence are not a list of words")
+    return text
 
 
 def _add_coco(source: Source, data: Any, rows: Rows) -> None:

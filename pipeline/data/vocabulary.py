@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +69,12 @@ def tokenize_like_spacy(caption: str) -> list[str]:
     return [token for token in tokens if token not in _SPACY_DROPPED]
 
 
-TOKENIZERS = {"expansionnet": tokenize, "spacy": tokenize_like_spacy}
+# `tokens` are the words of the annotation file as they are, which `Dataset` holds joined with spaces.
+TOKENIZERS: dict[str, Callable[[str], list[str]]] = {
+    "expansionnet": tokenize,
+    "spacy": tokenize_like_spacy,
+    "tokens": str.split,
+}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def choose(dataset: Dataset, config: RunConfig) -> bytes:
         raise UserError(
             f"retrain.split = {name} has {len(part)} images; CIDEr-D needs two documents or more, better hundreds"
         )
-    return to_bytes(part.table)
+    return to_bytes(part.table.select(SCHEMA.names))
 
 
 def locate(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:

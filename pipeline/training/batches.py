@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.base import Features, map_tensors
+from pipeline.data.dataset import text_column
 from pipeline.features.model_inputs import on_device
 from pipeline.training.sample_order import samples_at, seed_of
 
@@ -50,7 +51,7 @@ class CaptionTokens:
     """
 
     def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
-        by_image = dataset.column("captions")
+        by_image = dataset.column(text_column(vocabulary.tokenizer))
         rows = [vocabulary.encode(vocabulary.tokenize(caption)) for captions in by_image for caption in captions]
         self.ids = np.fromiter(chain.from_iterable(rows), np.int32)
         self.offsets = np.cumsum([0, *map(len, rows)])

@@ -176,7 +176,8 @@ class StageRun:
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(folder, validation, store)
-        self.validation_reward = CaptionReward(validation.references(), self.vocabulary, eos=False)
+        references = validation.references(self.vocabulary.tokenizer)
+        self.validation_reward = CaptionReward(references, self.vocabulary, eos=False)
         self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
@@ -265,6 +266,8 @@ class StageRun:
                 (output.loss * self.context.world_size).backward()
             metrics = summed(metrics, output.metrics)
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
+        if self.stage.max_grad_value is not None:
+            nn.utils.clip_grad_value_(self.captioner.parameters(), self.stage.max_grad_value)
         self.finite.add(step, {"loss": metrics["loss"], "gradient norm": norm})
         self.optimizer.step()
         if self.average is not None:

@@ -67,7 +67,7 @@ def make_objective(
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
     reward = CaptionReward(
-        train.references(),
+        train.references(vocabulary.tokenizer),
         vocabulary,
         eos=stage.sampling.eos_in_reward,
         caption_documents=stage.sampling.document_frequency == "captions",

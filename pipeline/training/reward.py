@@ -27,7 +27,7 @@ MAX_CACHED = 8  # indexes per machine; those that were not used for the longest 
 
 
 class CaptionReward:
-    """CIDEr-D of sampled token ids (SOS ... EOS PAD) against raw reference captions.
+    """CIDEr-D of sampled token ids (SOS ... EOS PAD) against reference captions, which the vocabulary tokenizes.
 
     References keep all their words, including those outside the model's vocabulary.
 

@@ -494,6 +494,25 @@ def test_validations_score_captions_as_the_evaluation_does(tmp_path: Path) -> No
     assert scores[0][0] < 0.5 * scores[0][1] and scores[1][0] > 0.9 * scores[0][1]
 
 
+def test_max_grad_value_cuts_each_element_of_the_gradient(tmp_path: Path) -> None:
+    """Without it the same step has the same gradient, uncut. The log has the norm before the cut."""
+    gradients, norms = [], []
+    for name, largest in (("raw", None), ("cut", 0.01)):
+        stages = [
+            stage | {"max_grad_norm": None, "max_grad_value": largest} for stage in small_config(tmp_path)["stages"]
+        ]
+        folder, store = prepare_run(tmp_path / name, stages=stages)
+        run = StageRun(LocalContext("cpu"), folder, folder.config.stage(STAGES[0]), StageJob(folder, STAGES, store))
+        norms.append(run.step(0, run.batches.at(0))["gradient_norm"])
+        gradients.append(
+            torch.cat([each.grad.flatten() for each in run.captioner.parameters() if each.grad is not None])
+        )
+        run.output.close()
+    raw, cut = gradients
+    assert raw.abs().max() > 0.01 > raw.abs().min() and torch.equal(cut, raw.clamp(-0.01, 0.01))
+    assert torch.equal(*norms)
+
+
 def test_an_average_of_the_weights_is_validated_and_kept(tmp_path: Path) -> None:
     """Compared with an average that is computed beside the training."""
     decay, stages = 0.6, [stage | {"ema": 0.6} for stage in small_config(tmp_path)["stages"]]

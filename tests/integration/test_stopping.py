@@ -82,6 +82,11 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             rates.setdefault(entry["stage"], []).append(entry["lr"] / 1e-3)
     assert rates["xe_frozen"] == pytest.approx([1.0] * 5 + [0.8] * 3)
     assert rates["scst_frozen"] == pytest.approx([1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=1, threshold=0.0)
+    for rate, score in zip(rates["scst_frozen"], falls, strict=True):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate), "torch's patience is one less"
+        scheduler.step(score)
 
 
 @pytest.mark.ray

@@ -60,6 +60,8 @@ def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyP
         ("nocaps_meshed_memory", 2048, 10_201, 38_411_264 + 10_201 * (300 - 2 * 512) + 2 * 300 * 512 + 512 + 300),
         ("clustformer_coco", 1536, 9487, 54_670_113),
         ("clustformer_regions_coco", 2054, 9487, 54_935_329),
+        # d_ff of 512 instead of 2048 in 12 layers, and three layers without their two maps of C
+        ("clustformer_code_coco", 1536, 9487, 54_670_113 - 12 * 1536 * (2 * 512 + 1) - 3 * 2 * 1025),
     ],
 )
 def test_the_other_systems_build_on_the_meta_device(
@@ -185,6 +187,13 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         (["model={name: meshed_memory, gates: relu}"], "model.gates = 'relu'", "'softmax'"),
         (["model=5"], "model", ""),
         (["stages.xe_frozen.epochs=0"], "stages.xe_frozen.epochs = 0", "greater than 0"),
+        (
+            ["stages.xe_frozen.max_grad_norm=1.0", "stages.xe_frozen.max_grad_value=0.1"],
+            "stage xe_frozen has max_grad_norm = 1.0 and max_grad_value = 0.1",
+            "set the other to null",
+        ),
+        (["stages.xe_frozen.max_grad_value=0"], "stages.xe_frozen.max_grad_value = 0", "greater than 0"),
+        (["data.tokenizer=token"], "data.tokenizer = 'token'", "'tokens'"),
         (["seed=abc"], "seed = 'abc'", "integer"),
         (["data.synthetic=null"], "exactly one of data.synthetic and data.root", "data.root"),
         (["name=a/b"], "name 'a/b'", "letters"),
@@ -223,6 +232,21 @@ def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
     base = parse_config(small_config(tmp_path))
     assert config_identity(parse_config(small_config(tmp_path / "b", workers__num_workers=2))) == config_identity(base)
     assert config_identity(parse_config(small_config(tmp_path, seed=5))) != config_identity(base)
+
+
+def test_keys_at_their_defaults_are_the_same_run() -> None:
+    path = ROOT / "configs" / "demo_clustformer.yaml"
+    defaults = ["model.decoder=causal", "model.activation=relu", "model.input_dropout=null"]
+    defaults += [
+        "model.cross_attention_dropout=false",
+        "stages.xe_frozen.max_grad_value=null",
+        "data.tokenizer=expansionnet",
+    ]
+    others = ["model.decoder=mask_token", "model.activation=gelu", "model.input_dropout=0.5"]
+    others += ["model.cross_attention_dropout=true", "stages.xe_frozen.max_grad_value=0.1", "data.tokenizer=tokens"]
+    base = config_identity(load_config(path))
+    assert config_identity(load_config(path, defaults)) == base
+    assert len({base, *(config_identity(load_config(path, [each])) for each in others)}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(

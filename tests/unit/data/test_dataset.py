@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -19,6 +21,7 @@ from pipeline.data.vocabulary import Vocabulary, tokenize
 from pipeline.errors import UserError
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import Entry, OutageError, StorageError
+from pipeline.training.batches import CaptionTokens
 from tests.conftest import write_karpathy
 
 
@@ -63,6 +66,71 @@ def test_malformed_annotations_are_refused(tmp_path: Path, change: Any, message:
     (root / "dataset.json").write_text(json.dumps(data))
     with pytest.raises(UserError, match=message):
         read_dataset(section(root), root)
+
+
+def tokenized_set(folder: Path, tokens: dict[str, Any]) -> Path:
+    """A data set of one image per split; the captions have these tokens by split."""
+    root = write_karpathy(folder, dict.fromkeys(tokens, 1))
+    data = json.loads((root / "dataset.json").read_text())
+    for entry in data["images"]:
+        for number, sentence in enumerate(entry["sentences"]):
+            sentence |= {"tokens": tokens[entry["split"]][number]} if tokens[entry["split"]] else {}
+    (root / "dataset.json").write_text(json.dumps(data))
+    return root
+
+
+def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
+    """They replace the raw captions for the model, and references stay raw. A caption without tokens is left out."""
+    words = {split: [[split, "t-shirt", "A"], ["a"], ["a"], ["a"], []] for split in ("train", "val", "test")}
+    root = tokenized_set(tmp_path / "set", words)
+    config = section(root, tokenizer="tokens", min_count=1, vocabulary_splits=("train", "test"))
+    dataset = read_dataset(config, root)
+    assert list(dataset.tokens("tokens"))[:4] == [["train", "t-shirt", "A"], ["a"], ["a"], ["a"]]
+    assert dataset.references()[100] == [f"A picture of color 0 number {number}." for number in range(4)]
+    assert dataset.references("tokens")[100] == ["train t-shirt A", "a", "a", "a"]
+    assert longest_caption(dataset, "tokens") == 5
+    vocabulary = build_vocabulary(dataset, config)
+    assert vocabulary.words == tuple(sorted({"train", "test", "t-shirt", "A", "a", "EOS", "PAD", "SOS", "UNK"}))
+    captions = CaptionTokens(dataset.split("train"), vocabulary)
+    assert captions.padded(np.array([0])).tolist() == [vocabulary.encode(["train", "t-shirt", "A"])]
+    dataset.save(tmp_path / "data.arrow")
+    assert Dataset.load(tmp_path / "data.arrow").table.equals(dataset.table)
+    plain = read_dataset(section(root), root)
+    assert plain.table.column_names == SCHEMA.names and len(plain.references()[100]) == 5
+    rows = plain.table.select(["image_id", "split", "key", "captions"]).to_pylist()
+    assert plain.fingerprint() == hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()
+    words["train"][0][0] = "other"
+    other = read_dataset(config, tokenized_set(tmp_path / "other", words))
+    assert other.references() == dataset.references() and other.fingerprint() != dataset.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (None, r"images\[1\]: a sentence has no tokens, and data.tokenizer is tokens; set it to spacy"),
+        (["a b"] * 5, r"images\[1\] is malformed: the tokens of a sentence are not a list of words"),
+        ([["a b"]] * 5, r"images\[1\] is malformed"),
+        ([["a", ""]] * 5, r"images\[1\] is malformed"),
+        ([["a", 7]] * 5, r"images\[1\] is malformed"),
+        ([["\ud800"]] * 5, r"images\[1\] is malformed"),
+        ([["a" * 20_000]] * 5, r"images\[1\] is malformed"),
+        ([[]] * 5, "no caption with a word"),
+    ],
+)
+def test_tokens_that_are_no_words_are_refused(tmp_path: Path, tokens: Any, message: str) -> None:
+    root = tokenized_set(tmp_path / "set", {"train": [["a"]] * 5, "val": tokens, "test": [["a"]] * 5})
+    with pytest.raises(UserError, match=message):
+        read_dataset(section(root, tokenizer="tokens"), root)
+    read_dataset(section(root), root)
+
+
+def test_formats_without_tokens_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "captions.csv").write_text("image,caption\na.jpg,a dog\n")
+    coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": "a dog"}]}
+    (tmp_path / "captions.json").write_text(json.dumps(coco))
+    for name in ("captions.csv", "captions.json"):
+        with pytest.raises(UserError, match=f"data.tokenizer is tokens, and .*{name} is not in Karpathy's layout"):
+            read_dataset(section(tmp_path, annotations=name, tokenizer="tokens"), tmp_path)
 
 
 def test_missing_folders_and_empty_splits_are_named(tmp_path: Path) -> None:

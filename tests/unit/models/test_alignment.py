@@ -18,6 +18,7 @@ SYSTEMS: list[ModelConfig] = [
     ExpansionNetConfig(**SMALL, static_expansion=(4,)),  # type: ignore[arg-type]
     MeshedMemoryConfig(**SMALL),  # type: ignore[arg-type]
     ClustFormerConfig(**SMALL),  # type: ignore[arg-type]
+    ClustFormerConfig(**SMALL, decoder="mask_token"),  # type: ignore[arg-type]
 ]
 
 

@@ -20,6 +20,7 @@ SYSTEMS: dict[str, ModelConfig] = {
     "transformer": ExpansionNetConfig(name="transformer", **SMALL),  # type: ignore[arg-type]
     "meshed_memory": MeshedMemoryConfig(**SMALL, num_memory_slots=3),  # type: ignore[arg-type]
     "clustformer": ClustFormerConfig(**SMALL, sampling=1),  # type: ignore[arg-type]
+    "mask_token": ClustFormerConfig(**SMALL, sampling=1, decoder="mask_token"),  # type: ignore[arg-type]
     "regions": ClustFormerConfig(**SMALL, sampling=1, inputs="regions", region_rows=2),  # type: ignore[arg-type]
 }
 TOKENS = torch.tensor([0, 4, 7, 4, 1])

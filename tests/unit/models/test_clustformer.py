@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention_maps import cross_attention
-from models.base import Features, ModelSizes
+from models.base import Features, Memory, ModelSizes
 from models.clustformer import ClusteredAttention, ClustFormer
 from models.config import ClustFormerConfig
 from models.decoding import beam_search
-from models.layers import Dropout, sinusoids
+from models.layers import Dropout, FeedForward, attend, dropout, set_dropout, sinusoids
 from models.registry import build_model
 from tests.support.models import (
     SIZES,
+    every_caption,
     exact,
     follow_steps,
     literal_matrices,
@@ -33,6 +34,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"window": 1, "attention": "renormalized"},
     {"attention": "literal", "sampling": 1},
     {"attention": "renormalized", "clustered_encoder_layers": (2,), "clustered_decoder_layers": (2,)},
+    {"decoder": "mask_token"},
+    {"decoder": "mask_token", "stacking": "conditional", "activation": "gelu", "clustered_encoder_layers": (2,)},
+    {"decoder": "mask_token", "window": 1, "attention": "literal", "norm": "post"},
+    {"decoder": "mask_token", "decoder_clusters": "none", "word_vector_width": 5, "train_word_vectors": True},
 )
 REGIONS: dict[str, Any] = {"inputs": "regions", "region_rows": 2, "sampling": 1}
 
@@ -156,9 +161,18 @@ class Literal:
         return model.encoder_norm(x)
 
     def decode(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (T, V). With a mask token, each word has its own bidirectional pass over its prefix and PAD."""
+        if self.config.decoder == "causal":
+            return self.decoder_pass(states, tokens, torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril())
+        rows = []
+        for count in range(1, len(tokens) + 1):
+            masked = torch.tensor([*tokens[:count].tolist(), SIZES.pad])
+            rows.append(self.decoder_pass(states, masked, torch.ones(count + 1, count + 1, dtype=torch.bool))[-1])
+        return torch.stack(rows)
+
+    def decoder_pass(self, states: Tensor, tokens: Tensor, seen: Tensor) -> Tensor:
         model, config = self.model, self.config
-        y = model.token_embedding.weight[tokens] * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
-        seen = torch.ones(len(y), len(y), dtype=torch.bool).tril()
+        y = model.token_embedding(tokens) * config.d_model**0.5 + sinusoids(len(tokens), config.d_model)
         inputs: list[Tensor] = []
         for layer in model.decoder:
             normed = self.layer_inputs(layer, y, layer.attention_norm)
@@ -256,8 +270,9 @@ def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
 
 
 @torch.no_grad()
-def test_the_matrices_that_pictures_show() -> None:
-    model = small_clustformer(9)
+@pytest.mark.parametrize("decoder", ["causal", "mask_token"])
+def test_the_matrices_that_pictures_show(decoder: str) -> None:
+    model = small_clustformer(9, decoder=decoder)
     features = features_for(2)
     found, arrangement = model.encoder_clusters(Features(features))
     assert found.shape == (2, 2, 9, 9) and arrangement is None
@@ -269,8 +284,9 @@ def test_the_matrices_that_pictures_show() -> None:
 
 
 @torch.no_grad()
-def test_beam_search_and_attention_maps() -> None:
-    model = small_clustformer(10)
+@pytest.mark.parametrize("decoder", ["causal", "mask_token"])
+def test_beam_search_and_attention_maps(decoder: str) -> None:
+    model = small_clustformer(10, decoder=decoder)
     memory = model.encode(Features(features_for(3)))
     found = beam_search(model, memory, beam_size=3, max_length=8, num_results=3)
     tokens = found.tokens[:, 0]
@@ -278,7 +294,10 @@ def test_beam_search_and_attention_maps() -> None:
     real = torch.arange(1, tokens.shape[1]) < found.lengths[:, :1]
     torch.testing.assert_close(found.log_probs[:, 0, 1:][real], again.float()[real])
     maps = cross_attention(model, memory, tokens)
+    assert maps.shape == (2, 2, 3, tokens.shape[1] - 1, 9)  # layers, heads, captions, words, regions
     torch.testing.assert_close(maps.sum(-1), torch.ones(maps.shape[:-1]))
+    for length in range(2, tokens.shape[1]):  # those of a word do not depend on later words
+        exact(cross_attention(model, memory, tokens[:, :length]), maps[:, :, :, : length - 1])
 
 
 @torch.no_grad()
@@ -312,6 +331,106 @@ def test_dropout_reaches_every_sublayer() -> None:
     assert not torch.equal(model(Features(features), tokens), model(Features(features), tokens))
 
 
+@torch.no_grad()
+def test_a_stage_leaves_the_input_dropout_alone() -> None:
+    """`stages[].dropout` changes every other dropout, and without the key the input has that of all."""
+    model = small_clustformer(4, input_dropout=0.5).train()
+    set_dropout(model, 0.0)
+    features, tokens = Features(features_for(2)), torch.randint(0, 11, (2, 6))
+    assert [m.p for m in model.modules() if isinstance(m, Dropout) and m.p] == [0.5]
+    states = model.encode(features).states
+    assert not torch.equal(model.encode(features).states, states)
+    exact(model.decode(Memory(states), tokens), model.decode(Memory(states), tokens))
+    plain = small_clustformer(4, dropout=0.3).train()
+    assert plain.input_dropout.p == 0.3
+    set_dropout(plain, 0.0)
+    exact(plain(features, tokens), plain(features, tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder", ["causal", "mask_token"])
+def test_dropout_on_the_weights_of_cross_attention(decoder: str) -> None:
+    """It is active in teacher forcing and in steps, and does nothing in evaluation."""
+    plain = small_clustformer(4, decoder=decoder)
+    model = small_clustformer(4, decoder=decoder, cross_attention_dropout=True)
+    features, tokens = Features(features_for(2)), torch.randint(0, 11, (2, 6))
+    exact(model(features, tokens), plain(features, tokens))
+    memory = model.encode(features)
+    dropouts = [module for module in model.modules() if isinstance(module, Dropout)]
+    crossed = [layer.cross.dropout for layer in model.decoder]
+    assert len(dropouts) == 2 + 4 * 3 + 2 and None not in crossed
+    set_dropout(model, 0.0)
+    for each in crossed:
+        assert each is not None
+        each.p = 0.5
+    model.train()
+    assert not torch.equal(model.decode(memory, tokens), model.decode(memory, tokens))
+    start = torch.zeros(2, dtype=torch.int64)
+    steps = [model.step(start, model.init_cache(memory, 1))[0] for _ in range(2)]
+    assert not torch.equal(*steps)
+
+
+def test_dropout_on_attention_weights_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, count, 4, dtype=torch.float64) for count in (3, 9, 9))
+    expected = attend(query, key, value, None)
+    query, key, value = (part.expand(10_000, -1, -1, -1) for part in (query, key, value))
+    for keys in (key, key.mT.contiguous().mT):  # of a pass, and of a step (`cached_for_steps`)
+        dropped = attend(query, keys, value, None, lambda weights: dropout(weights, 0.5))
+        assert bool((dropped.std(0) > 0.05).all())
+        torch.testing.assert_close(dropped.mean(0, keepdim=True), expected, rtol=0, atol=0.05)
+
+
+def test_gelu_is_the_exact_one() -> None:
+    layer = FeedForward(3, 5, 0.0, "gelu")
+    x = torch.randn(2, 3)
+    inner = layer.inner(x)
+    expected = layer.outer(inner * 0.5 * (1 + torch.erf(inner / 2**0.5)))
+    torch.testing.assert_close(layer(x), expected)
+    for name in ("gelu", "relu"):
+        model = small_clustformer(4, activation=name)
+        plain = FeedForward(8, 12, 0.0, name).activation
+        assert all(each.feed_forward.activation is plain for each in (*model.encoder, *model.decoder))
+
+
+@torch.no_grad()
+def test_captions_that_the_mask_token_decoder_refuses() -> None:
+    model = small_clustformer(4, decoder="mask_token")
+    memory = model.encode(Features(features_for(2)))
+    assert model.decode(memory, torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 11)  # the mask token is 13th
+    with pytest.raises(ValueError, match="a caption of 13 input tokens is longer than the positional table of 12"):
+        model.decode(memory, torch.zeros(2, 13, dtype=torch.int64))
+    with pytest.raises(ValueError, match="3 captions do not divide by 2 images"):
+        model.decode(memory, torch.zeros(3, 4, dtype=torch.int64))
+    cache = model.init_cache(memory, 1)
+    for _ in range(12):
+        _, cache = model.step(torch.zeros(2, dtype=torch.int64), cache)
+    with pytest.raises(ValueError, match="a caption of 13 input tokens"):
+        model.step(torch.zeros(2, dtype=torch.int64), cache)
+
+
+@torch.no_grad()
+@given(st.integers(0, 10**6), st.integers(2, 4))
+@settings(max_examples=10, deadline=None)
+def test_beam_search_with_a_mask_token_is_that_of_every_prefix_encoded_again(seed: int, length: int) -> None:
+    """With as many beams as there are captions, the search finds the best one of all."""
+    model = small_clustformer(seed, decoder="mask_token", num_decoder_layers=1)
+    model.lm_head.bias[3:] = -100.0  # three words remain: SOS, EOS and PAD
+    memory, literal = model.encode(Features(features_for(2))), Literal(model)
+    found = beam_search(model, memory, beam_size=20, max_length=length)
+    captions = every_caption(3, length)
+    for image, states in enumerate(memory.states):
+
+        def score(caption: tuple[int, ...], states: Tensor = states) -> float:
+            tokens = torch.tensor(caption)
+            log_probs = literal.decode(states, tokens[:-1]).log_softmax(-1)
+            return float(log_probs.gather(1, tokens[1:, None]).sum()) / len(caption)
+
+        best = max(captions, key=score)
+        assert found.tokens[image, 0, : len(best)].tolist() == list(best)
+        assert float(found.scores[image, 0]) == pytest.approx(score(best), rel=1e-5)
+
+
 def test_the_extra_parameters_are_those_of_the_maps() -> None:
     sizes = ModelSizes(1536, 9487, 20, sos=0, eos=1, pad=2)
     with torch.device("meta"):
@@ -336,6 +455,9 @@ def test_the_extra_parameters_are_those_of_the_maps() -> None:
         ({"sampling": 0}, "model.sampling is 0; it must be 1 or more"),
         ({"window": -1}, "model.window is -1.*or null for an adaptive one"),
         ({"attention": "sum"}, "model.attention is 'sum'; it must be 'product' or 'renormalized' or 'literal'"),
+        ({"decoder": "bidirectional"}, "model.decoder is 'bidirectional'; it must be 'causal' or 'mask_token'"),
+        ({"activation": "silu"}, "model.activation is 'silu'; it must be 'relu' or 'gelu'"),
+        ({"input_dropout": 1.0}, "model.input_dropout is 1.0; it must be at least 0 and below 1, or null"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:

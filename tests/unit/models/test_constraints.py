@@ -107,7 +107,11 @@ def test_without_constraints_it_is_beam_search() -> None:
 def systems() -> list[CaptionModel]:
     sizes = ModelSizes(5, 30, 14, sos=0, eos=1, pad=2)
     values = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
-    configs: list[ModelConfig] = [MeshedMemoryConfig(num_memory_slots=2, **values), ClustFormerConfig(**values)]  # type: ignore[arg-type]
+    configs: list[ModelConfig] = [
+        MeshedMemoryConfig(num_memory_slots=2, **values),  # type: ignore[arg-type]
+        ClustFormerConfig(**values),  # type: ignore[arg-type]
+        ClustFormerConfig(**values, decoder="mask_token"),  # type: ignore[arg-type]
+    ]
     return [build_model(config, sizes).double().eval() for config in configs]
 
 
@@ -118,7 +122,7 @@ def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
     wanted: list[Constraints] = [[[(7,)]], [[(8, 9), (10,)], [(11,)]], [[(12,)], [(13,)], [(14, 15, 16)]], []]
     machines = [build_automaton(constraints, 30) for constraints in wanted]
     models = systems()
-    for chosen in ([models[0]], [models[1]], models):
+    for chosen in (*([model] for model in models), models):
         with torch.no_grad():
             memories = [model.encode(Features(features)) for model in chosen]
         found = constrained_beam_search(chosen, memories, machines, beam_size=3, max_length=12, num_results=2)

@@ -89,7 +89,14 @@ def test_the_products_of_the_meshed_model_are_those_that_torch_counts(changes: d
 @torch.no_grad()
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"encoder_clusters": "1d", "sampling": 4}, {"window": 2}, {"clustered_decoder_layers": (1,), "sampling": 1}],
+    [
+        {},
+        {"encoder_clusters": "1d", "sampling": 4},
+        {"window": 2},
+        {"clustered_decoder_layers": (1,), "sampling": 1},
+        {"decoder": "mask_token"},
+        {"decoder": "mask_token", "word_vector_width": 6, "decoder_clusters": "none"},
+    ],
 )
 def test_the_products_of_the_clustformer_are_those_that_torch_counts(changes: dict[str, Any]) -> None:
     values = {"d_model": 32, "d_ff": 48, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}

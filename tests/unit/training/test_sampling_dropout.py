@@ -38,9 +38,11 @@ SYSTEMS: dict[str, ModelConfig] = {
     "transformer": ExpansionNetConfig(**SMALL, name="transformer", dropout=0.3),
     "meshed_memory": MeshedMemoryConfig(**SMALL, dropout=0.3, num_memory_slots=2),
     "clustformer": ClustFormerConfig(**SMALL, dropout=0.3),
+    "cross_attention_dropout": ClustFormerConfig(**SMALL, dropout=0.3, input_dropout=0.5, cross_attention_dropout=True),
 }
 # with these, some images end early, and others have long captions
 SEEDS = {"expansionnet_v2": 6, "factorized": 2, "transformer": 1, "meshed_memory": 6, "clustformer": 7}
+SEEDS["cross_attention_dropout"] = 7
 SWIN = BackboneConfig(image_size=32, embed_dim=4, depths=(1, 2), num_heads=(1, 2), window_size=4, drop_path=0.5)
 
 

@@ -67,7 +67,7 @@ def caption_tokens() -> CaptionTokens:
 
     captions = [[caption(image, number) for number in range(1 + image % 4)] for image in range(NUM_IMAGES)]
     dataset = SimpleNamespace(column=lambda _: captions)
-    vocabulary = SimpleNamespace(tokenize=str.split, pad=PAD)
+    vocabulary = SimpleNamespace(tokenize=str.split, tokenizer="tokens", pad=PAD)
     vocabulary.encode = lambda words: [SOS, *map(WORDS.index, words), EOS]
     return CaptionTokens(cast(Any, dataset), cast(Any, vocabulary))
 
