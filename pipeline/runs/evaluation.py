@@ -17,7 +17,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import DamagedError, UserError
 from pipeline.runs.folder import RunFolder
-from pipeline.scoring.metrics import JAVA_METRICS, METRICS, VALIDATION_METRICS, score_captions
+from pipeline.scoring.metrics import JAVA_METRICS, METRICS, VALIDATION_METRICS, score_captions, why_unavailable
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
 from pipeline.storage.atomic import read_json, write_json
@@ -117,7 +117,9 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
         scores = score_captions(references, result.captions, metrics=metrics)
         return replace(result, scores=scores, main_object=accuracy)
 
-    with ThreadPoolExecutor() as pool:  # threads suffice: most of the work runs in Java processes
+    # each process of SPICE takes half of the free memory, so that there must be one at a time
+    max_workers = 1 if why_unavailable("SPICE") is None else None
+    with ThreadPoolExecutor(max_workers) as pool:  # threads suffice: most of the work runs in Java processes
         run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
     splits = {result.split: result.to_json() for result in run_scores.splits}
     protocol = run_protocol(folder.config, folder.last_kept())

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar
 # the largest heap.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
-_ONE_SPICE = threading.Lock()
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
@@ -96,16 +94,8 @@ def spice(
     """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-score of each sub-category.
 
     The mean is over the images whose caption or references mention the category; None when no image does.
-    One process runs at a time, because each takes half of the free memory. deadline_s: by default 300 s plus 1 s per
-    image. Raises JavaError.
+    deadline_s: by default 300 s plus 1 s per image. Raises JavaError.
     """
-    with _ONE_SPICE:
-        return _spice(predictions, references, deadline_s)
-
-
-def _spice(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
-) -> tuple[list[float], dict[str, float | None]]:
     folder = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
     models = spice_models()

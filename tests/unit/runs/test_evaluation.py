@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,18 +39,20 @@ def without_meteor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process at a time, because each takes a share of the free memory."""
-    running, most = threading.Semaphore(0), []
+    running, counts = 0, []
 
     def stand_in(predictions: Any, *_: Any) -> tuple[list[float], dict[str, float | None]]:
-        running.release()
-        most.append(running._value)
+        nonlocal running
+        running += 1
+        counts.append(running)
         time.sleep(0.05)
-        running.acquire()
+        running -= 1
         return [0.2, 0.4], {"Color": 0.5}
 
-    monkeypatch.setattr(java_metrics, "_spice", stand_in)
+    monkeypatch.setattr(java_metrics, "spice", stand_in)
+    monkeypatch.setattr("pipeline.runs.evaluation.why_unavailable", lambda _: None)
     scores = scored(tmp_path, "test", "nocaps")
-    assert most == [1, 1]
+    assert counts == [1, 1]
     assert scores.flat()["test_SPICE"] == scores.flat()["nocaps_SPICE"] == pytest.approx(0.3)
     assert "val_SPICE" not in scores.flat() and scores.flat()["val_METEOR"] == 0.25
     stored = json.loads((tmp_path / "scores.json").read_text())["splits"]
@@ -76,7 +77,7 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
 
 
 def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java_metrics, "_spice", lambda *_: ([0.5, 0.5], {}))
+    monkeypatch.setattr(java_metrics, "spice", lambda *_: ([0.5, 0.5], {}))
     assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
 
 
