@@ -13,13 +13,14 @@ import pytest
 
 from jobs.compare import EvaluatedModel, compare, summarize_systems
 from jobs.evaluate import Evaluation
-from jobs.run import command
+from jobs.run import command, run_seeds
 from jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from jobs.submit import parse_arguments
 from pipeline.comparison.bootstrap import difference_of_seeds
 from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import dump_config, parse_config
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import TrackingSection
 from pipeline.errors import DamagedError, JobFailedError, UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
@@ -27,6 +28,7 @@ from pipeline.scoring.metrics import Score, Scores
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json
 from pipeline.storage.path import storage_path
+from pipeline.tracking.mlflow_client import public_uri
 from tests.conftest import ROOT, small_config
 
 
@@ -113,6 +115,37 @@ def test_a_run_without_readable_scores_is_named(tmp_path: Path) -> None:
         with pytest.raises(DamagedError, match="demo-1/scores.json .*remove .*demo-1/COMPLETE.json, and the same"):
             summarize_runs(configs, folders, {})
     assert not (tmp_path / "seeds").exists()
+
+
+def test_the_runs_in_the_tracker_get_the_name_of_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """The second run is not in the tracker. A tracker that is down costs no summary."""
+    configs, folders = runs(tmp_path, (0.8, 0.9))
+    configs = [config.model_copy(update={"tracking": TrackingSection()}) for config in configs]
+    tags: list[tuple[str, ...]] = []
+    client = SimpleNamespace(set_tag=lambda *tag: tags.append(tag))
+    monkeypatch.setattr("jobs.seeds.tracking_client", lambda _: client)
+    monkeypatch.setattr(Run, "push", lambda *_: None, raising=False)
+    write_json(folders[0].path / "log" / "tracked.json", {public_uri(configs[0]): {"parent": "id-0"}})
+    summarize_runs(configs, folders, {})
+    assert tags == [("id-0", "raycap.seeds", group_place(configs[0], folders).name)]
+    del client.set_tag
+    summarize_runs(configs, folders, {})
+    assert "the tag of the seeds in the tracker could not be made (AttributeError" in log_lines[-2]
+
+
+def test_seeds_run_in_order_on_data_that_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setattr("jobs.run.find_data", lambda _: calls.append(("data", None)) or "data")
+    monkeypatch.setattr("jobs.run.run", lambda config, _, data: calls.append((data, config.seed)) or config.seed)
+    monkeypatch.setattr("jobs.run.summarize_runs", lambda configs, *rest: calls.append(("summary", rest)))
+    monkeypatch.setattr("jobs.run.evaluate_ensemble", lambda *_: "entries")
+    config = parse_config(small_config(tmp_path, seed=4))
+    run_seeds(config, 2, None, with_ensemble=True)
+    run_seeds(config, 1, None, with_ensemble=False)
+    assert calls[:4] == [("data", None), ("data", 4), ("data", 5), ("summary", ([4, 5], "entries"))]
+    assert calls[-1] == ("summary", ([4], {}))
 
 
 def result(per_image: np.ndarray, images: Sequence[int]) -> SplitResult:
