@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from models.backbone import Backbone
 from models.transform import ImageTransform
 from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
 from pipeline.data.images import decode_image
 from pipeline.features.extraction import Extractor, feature_key
 from pipeline.features.regions import import_regions
@@ -45,9 +46,17 @@ class Killed(Exception):
 
 
 def prepare_run(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
-    """A run's folder and a store with the features of its initial backbone, computed without Ray."""
-    config = parse_config(small_config(storage, **changes))
+    """A small run's folder and a store with the features of its initial backbone, computed without Ray."""
+    return with_features(parse_config(small_config(storage, **changes)))
+
+
+def with_features(config: RunConfig) -> tuple[RunFolder, StoragePath]:
+    """A run's folder, and a store with its features: of its initial backbone, computed without Ray, or of regions."""
     folder = prepare(config)
+    if not config.has_backbone:
+        store, unreadable = import_regions(folder.dataset, config)
+        assert not unreadable
+        return folder, store
     weights = folder.path / "init" / "backbone.safetensors"
     extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
     store, options = config.storage_place / "features" / feature_key(extractor.describe()), config.storage.options
@@ -67,10 +76,7 @@ def prepare_region_run(storage: Path, model: dict[str, Any], **changes: Any) -> 
     values["features"] = {"hdf5": "synthetic", "max_regions": 4}
     del values["backbone"]
     values["stages"] = [stage | {"dropout": 0.0} for stage in values["stages"] if not stage.get("train_backbone")]
-    folder = prepare(parse_config(values))
-    store, unreadable = import_regions(folder.dataset, folder.config)
-    assert not unreadable
-    return folder, store
+    return with_features(parse_config(values))
 
 
 def best_weights(stage: Path) -> dict[str, torch.Tensor]:
