@@ -69,8 +69,7 @@ HEAVY = {
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {
     "ContextVar", "Discriminator", "Field", "Format", "Path", "Tag", "TypeVar", "dict.fromkeys", "frozenset", "len",
-    "logging.getLogger", "np.array", "np.uint64", "project_root", "range", "re.compile", "sorted",
-    "threading.Lock", "tuple",
+    "logging.getLogger", "np.array", "np.uint64", "project_root", "range", "re.compile", "sorted", "tuple",
     "typer.Argument", "typer.Option", "typer.Typer",
 }  # fmt: skip
 
