@@ -230,10 +230,6 @@ class Evaluation:
         self.bundles = [self.find_bundle("--model", model) for model in models]
         if self.bundles:  # a run's own bundle has the settings of its configuration
             search = search_settings(config.evaluation, [_recorded(bundle) for bundle in self.bundles])
-            positions = min(_bundle_config(bundle)["sizes"]["max_positions"] for bundle in self.bundles)
-            if positions < search.max_length:
-                logger.info(f"search    at most {positions} tokens, because the model has no more positions")
-                search = search.model_copy(update={"max_length": positions})
             self.config = config.model_copy(update={"evaluation": search})
         self.labels = [f"model {number}" for number in range(1, len(models) + 1)]
 
@@ -334,6 +330,7 @@ class Evaluation:
         """
         tasks = self.tasks(self.bundles[0])
         compared_tasks = {} if compared is None else self.tasks(compared)
+        self._fit_length([] if compared is None else [compared])
         self._log_plan()
         with writing_results(self.place, self.folder):
             self._start(address)
@@ -350,6 +347,7 @@ class Evaluation:
         others = [[bundle] for bundle in compared]
         for bundles in (*self.models, *others):
             self.tasks(bundles[0])  # raises UserError for constraints that do not fit a vocabulary
+        self._fit_length(compared)
         self._log_plan()
         with writing_results(self.place, self.folder):
             self._start(address)
@@ -363,6 +361,15 @@ class Evaluation:
         logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
         part = self.part(label.replace(" ", "-"), bundles)
         return EvaluatedModel(label, part, part._score_all(part.tasks(bundles[0]), {}, None))
+
+    def _fit_length(self, compared: Sequence[StoragePath]) -> None:
+        """Lowers `evaluation.max_length` to the positions of the models, which all caption with the same settings."""
+        search = self.config.evaluation
+        positions = min(_bundle_config(bundle)["sizes"]["max_positions"] for bundle in (*self.bundles, *compared))
+        if positions < search.max_length:
+            logger.info(f"search    at most {positions} tokens, because a model has no more positions")
+            search = search.model_copy(update={"max_length": positions})
+            self.config = self.config.model_copy(update={"evaluation": search})
 
     def _log_plan(self) -> None:
         logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in self.models)}")

@@ -141,9 +141,9 @@ class CaptionModel(nn.Module, ABC):
         """
 
     def predicting(self, values: Tensor) -> Tensor:
-        """Of values (rows, positions, ...) of all inputs of a decoder layer in `decode`: those that predict a word.
+        """Selects, from values (rows, positions, ...) at every input of a decoder layer, those that predict a word.
 
-        They are (B*K, T, ...), as the logits.
+        The result is (B*K, T, ...), as the logits.
         """
         return values
 

@@ -49,10 +49,10 @@ class Captioner(nn.Module):
     def encode(self, inputs: Features) -> Memory:
         return self.model.encode(self.features(inputs))
 
-    def forward(self, inputs: Features, tokens: Tensor | Callable[[Memory], Any]) -> Any:
+    def forward(self, inputs: Features, decoding: Tensor | Callable[[Memory], Any]) -> Any:
         """Teacher-forced logits (B*K, T, V) for tokens (B*K, T), or the result of a function of the memory.
 
         Data-parallel training exchanges only gradients that pass through this method.
         """
         memory = self.encode(inputs)
-        return tokens(memory) if callable(tokens) else self.model.decode(memory, tokens)
+        return decoding(memory) if callable(decoding) else self.model.decode(memory, decoding)

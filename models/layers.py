@@ -43,7 +43,7 @@ def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _dropped_bytes(p: float) -> int:
-    """The number of the 256 bytes that stand for "dropped" on the CPU, where p is rounded."""
+    """The number of the 256 bytes that mean "dropped" on the CPU, where p is rounded."""
     return min(max(round(256 * p), 1), 255)
 
 

@@ -23,7 +23,7 @@ import yaml
 
 from models.config import BackboneConfig, ModelConfig, ModelSizes
 from pipeline.captioning.bundle_files import MAX_CONFIG_BYTES, REQUIRED_FILES, require_intact, seal
-from pipeline.captioning.protocols import search_settings
+from pipeline.captioning.protocols import model_protocol, search_settings
 from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import parse_section
 from pipeline.config.sections import EvaluationSection, ModelSection
@@ -45,7 +45,6 @@ MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_REGIONS = 1000
-MAX_BEAMS = 100  # that a protocol may ask for
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
@@ -189,11 +188,11 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
 
     Raises UserError for a protocol that this version does not have.
     """
-    protocol = parse_section(Protocol, config.get("protocol") or {}, "protocol")
-    if (protocol.beam_size or 0) > MAX_BEAMS:
-        raise UserError(f"protocol.beam_size is {protocol.beam_size}; a bundle may have at most {MAX_BEAMS}")
-    model = config["model"]
-    return replace(protocol, system=model["name"], attend_padding=model.get("attended_regions") is not None)
+    model = parse_section(ModelSection, config.get("model"), "model")
+    recorded = config.get("protocol")
+    protocol = parse_section(Protocol, {} if recorded is None else recorded, "protocol")
+    attends_padding = model_protocol(model, regions=protocol.features == "regions").attend_padding
+    return replace(protocol, system=model.name, attend_padding=attends_padding)
 
 
 def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:

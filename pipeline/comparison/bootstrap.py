@@ -64,6 +64,8 @@ def difference_of_seeds(
     if not len(a) or not len(b) or len({len(scores) for scores in (*a, *b)}) != 1 or not len(a[0]):
         counts = [sorted({len(scores) for scores in side}) for side in (a, b)]
         raise ValueError(f"{counts[0]} and {counts[1]} scores; give one score of each model for every image")
+    if same_runs and len(a) != len(b):
+        raise ValueError(f"{len(a)} and {len(b)} models of the same runs; give two of each run")
     sides = [np.asarray(side, np.float64) for side in (a, b)]
     differences = sides[0].mean(0) - sides[1].mean(0)
     num_images = len(differences)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 NOT_RECORDED = "not recorded"
 
@@ -28,7 +30,7 @@ class Protocol:
     attend_padding: bool | None = None
     objective: Literal["cross_entropy", "scst"] | None = None
     eos_in_reward: bool | None = None
-    num_models: int = 1
+    num_models: Annotated[int, Field(ge=0, le=1000)] = 1
     beam_size: int | None = None
     max_length: int | None = None
     ranking: Literal["mean", "sum"] | None = None
@@ -52,7 +54,7 @@ def _models(count: int) -> str:
 # By field: the words for a value
 WORDS: dict[str, Callable[[Any], str]] = {
     "system": str,
-    "features": "{} features".format,
+    "features": {"grid": "grid features", "regions": "region features"}.__getitem__,
     "attend_padding": {False: "padding masked", True: "padding attended"}.__getitem__,
     "objective": {"cross_entropy": "cross entropy", "scst": "SCST"}.__getitem__,
     "eos_in_reward": {False: "no EOS in the reward", True: "EOS in the reward"}.__getitem__,

@@ -60,7 +60,10 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
             f"{path}: region features (features.hdf5) {problem} on region features; "
             + ("leave them out" if has_regions else "name the HDF5 file of these images")
         )
-    return parse_config(merge(config.model_dump(mode="json") | {"data": {}}, changes))
+    values = config.model_dump(mode="json") | {"data": {}}
+    # a key of `evaluation` that nobody has set comes from a bundle's protocol
+    values["evaluation"] = config.evaluation.model_dump(mode="json", exclude_unset=True)
+    return parse_config(merge(values, changes))
 
 
 def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> dict[str, Any]:

@@ -254,7 +254,8 @@ class OptimizerSection(Section):
 class PlateauSection(Section):
     """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score.
 
-    This is torch's ReduceLROnPlateau with a patience of one less, because torch reduces after patience + 1 validations.
+    This is torch's ReduceLROnPlateau with a patience of one less and without its threshold: torch reduces after
+    patience + 1 validations, and counts only a score that is better by 1e-4 of the best.
     """
 
     factor: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.5
@@ -383,7 +384,7 @@ class WorkersSection(Section):
 
 
 class EvaluationSection(Section):
-    """Beam search. `raycap caption` and served models take these settings from the bundle's protocol."""
+    """Beam search. A bundle's protocol records beam_size, max_length, ranking and collapse_repeats."""
 
     beam_size: Beams = 5
     max_length: Tokens = 20

@@ -70,10 +70,15 @@ def tokenize_like_spacy(caption: str) -> list[str]:
 
 
 # `tokens` are the words of the annotation file as they are, which `Dataset` holds joined with spaces.
+def split_words(caption: str) -> list[str]:
+    """The lower-case words between blanks: the tokens of a stored list that blanks join."""
+    return caption.lower().split()
+
+
 TOKENIZERS: dict[str, Callable[[str], list[str]]] = {
     "expansionnet": tokenize,
     "spacy": tokenize_like_spacy,
-    "tokens": str.split,
+    "tokens": split_words,
 }
 
 

@@ -137,7 +137,7 @@ def heading(search: Search, name: str) -> str:
 
 
 def selection_note(search: Search) -> str:
-    """The split on which the search chooses and the split that it reports, in two sentences."""
+    """The split on which the search chooses, the split that it reports, and how."""
     val, split = search.base.data.val_split, search.score_split
     chosen = "each trial's weights, the order of points, the Pareto front and best.yaml"
     if search.reports_validation:
@@ -146,7 +146,10 @@ def selection_note(search: Search) -> str:
     how = searched(Protocol(), evaluation).signature
     if any(key.startswith("evaluation") for key in search.space.keys):
         how = "each point's evaluation"
-    return f"Chosen on {val}: {chosen}. Reported on {split}: the chosen weights caption it once, with {how}."
+    return (
+        f"Chosen on {val}, with CIDEr-D over the vocabulary's tokens: {chosen}. "
+        f"Reported on {split}: the chosen weights caption it once, with {how}."
+    )
 
 
 def unit(name: str) -> float:
@@ -269,7 +272,7 @@ def write_tables(log: TrialLog, results: Sequence[PointResult], on_front: Sequen
     standard deviation of each score over them.
     """
     search, keys = log.search, log.search.space.keys
-    scores = [name for name in dict.fromkeys([SCORE, *columns_of(search), *search.config.metrics]) if name not in COSTS]
+    scores = [name for name in dict.fromkeys([*columns_of(search), *search.config.metrics]) if name not in COSTS]
     columns_by_trial: dict[int, dict[str, Any]] = {}
     for rank, result in enumerate(results, 1):
         columns: dict[str, Any] = {"rank": rank, "seeds": 0 if result.state == "failed" else len(result.counted)}

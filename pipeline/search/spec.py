@@ -382,7 +382,9 @@ class Search:
                 f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
                 f"of data.test_splits ({', '.join(data.test_splits)})"
             )
-        if self.trial_config(self.space.first(), self.config.seeds[0]).evaluation.constraints is not None:
+        first = self.trial_config(self.space.first(), self.config.seeds[0])
+        varies = any(f"{key}." in ("evaluation.", "evaluation.constraints.") for key in self.space.keys)
+        if varies or first.evaluation.constraints is not None:
             raise UserError(
                 "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
                 "them"

@@ -188,7 +188,7 @@ class TrialLog:
         self.seeds = search.config.seeds[:1] if self.is_population else search.config.seeds
         stored = folder.records()
         self._last_number = max((record.number for record in stored), default=0)
-        # trials of seeds that an earlier process had, and the search has no more, remain in the folder
+        # trials of seeds that are no longer listed remain in the folder
         self.records = [record for record in stored if record.seed in self.seeds]
         self.num_trials = search.num_trials()  # None: only budget.hours ends the search
         self.unfinished = [record for record in self.records if record.state not in ENDED]

@@ -179,7 +179,7 @@ def scst_signature(section: ScstSection) -> str:
 def _sample_captions(
     wrapped: nn.Module, captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Token ids (B * n, T) of n captions per image, their logits, and (B, T) of greedy captions if the baseline is so.
+    """Token ids (B * n, T) of n captions per image, their logits, and (B, T) of a greedy baseline.
 
     A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) of tokens[:, :-1] are None without
     `sampling_dropout`, where another pass computes them.

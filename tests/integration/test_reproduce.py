@@ -112,7 +112,7 @@ def test_the_golden_score_of_the_meshed_memory_transformer(
     assert entry["splits"]["test"]["scores"]["CIDEr-D"] == pytest.approx(cider(references, golden), abs=1e-6)
     predictions = json.loads((out / "meshed_memory" / "evaluation" / "predictions-test.json").read_text())
     assert {row["image_id"]: row["caption"] for row in predictions} == golden
-    assert entry["signature"].startswith("meshed_memory, regions features, SCST, no EOS in the reward, beam 5")
+    assert entry["signature"].startswith("meshed_memory, region features, SCST, no EOS in the reward, beam 5")
     assert entry["protocol"]["ranking"] == "sum" and entry["protocol"]["collapse_repeats"]
 
 
