@@ -21,7 +21,7 @@ from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
-    from jobs.evaluate import Evaluation
+    from jobs.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 

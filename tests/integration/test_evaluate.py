@@ -117,7 +117,7 @@ def test_the_file_for_cocos_server_holds_both_splits(
     splits = json.loads((out / "scores.json").read_text())["splits"]
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
     log_lines.clear()
-    monkeypatch.setattr("jobs.evaluate.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
+    monkeypatch.setattr("jobs.evaluation.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
     assert evaluate(config, models=[model], data=data, server="raycap") == 0, "to the folder of the storage"
     assert not any("server takes" in line for line in log_lines)
     assert (tmp_path / "results" / "evaluations" / "a-coco_server" / "captions_raycap_results.zip").is_file()

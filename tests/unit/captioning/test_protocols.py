@@ -16,7 +16,7 @@ from pipeline.captioning.bundle import bundle_protocol, load_bundle, read_bundle
 from pipeline.captioning.protocols import ensemble_protocol, run_protocol, search_settings
 from pipeline.captioning.service import CaptionService
 from pipeline.comparison.protocol import USUAL, WORDS, Protocol, differences
-from pipeline.config.load import parse_config
+from pipeline.config.load import parse_config, with_data
 from pipeline.config.sections import EvaluationSection
 from pipeline.errors import UserError
 from tests.conftest import small_config
@@ -122,7 +122,12 @@ def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("protocol", "words"),
     [
-        ({"beam_size": 10**6}, "protocol.beam_size is 1000000; a bundle may have at most 100"),
+        ({"beam_size": 10**6}, "evaluation.beam_size = 1000000"),
+        ({"num_models": -7}, "protocol.num_models"),
+        ({"num_models": 10**30}, "protocol.num_models"),
+        ([], "protocol"),
+        (False, "protocol"),
+        ("", "protocol"),
         ({"beam_size": 0}, "beam_size"),
         ({"max_length": -1}, "max_length"),
         ({"max_length": 10**9}, "max_length"),
@@ -142,6 +147,18 @@ def test_protocols_of_strangers_are_refused(tmp_path: Path, protocol: Any, words
     assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
 
 
+def test_the_images_of_a_data_file_leave_the_search_to_the_bundle(tmp_path: Path) -> None:
+    config = parse_config(small_config(tmp_path) | {"evaluation": {"max_length": 9}})
+    file = tmp_path / "data.yaml"
+    file.write_text("data: {synthetic: {num_images: 40}}\nevaluation: {beam_size: 3}\n")
+    other = with_data(config, file).evaluation
+    assert other.model_fields_set == {"max_length", "beam_size"}
+    recorded = Protocol(beam_size=5, max_length=21, ranking="sum", collapse_repeats=True)
+    assert search_settings(other, [recorded]) == EvaluationSection(
+        beam_size=3, max_length=9, ranking="sum", collapse_repeats=True
+    )
+
+
 def test_a_bundle_without_a_protocol_is_searched_as_before(tmp_path: Path) -> None:
     folder = without_digests(make_bundle(tmp_path / "bundle"))
     config = read_bundle_config(folder)
@@ -151,3 +168,6 @@ def test_a_bundle_without_a_protocol_is_searched_as_before(tmp_path: Path) -> No
     assert bundle.search == EvaluationSection() and bundle_protocol(bundle.config) == Protocol(
         "expansionnet_v2", attend_padding=False
     )
+    del config["model"]["name"]  # the default is ExpansionNet v2
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert bundle_protocol(load_bundle(folder).config).system == "expansionnet_v2"

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.evaluate import Evaluation, output_folder, writing_results
+from jobs.evaluation import Evaluation, output_folder, writing_results
 from pipeline.config.load import parse_config
 from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StorageOptions, StoragePath
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.s3 import StorageError
 from tests.conftest import small_config
+from tests.support.bundles import make_bundle
 
 
 @pytest.mark.parametrize("storage", ["results", "s3://bucket/results"])
@@ -28,10 +29,10 @@ def test_the_output_folder(storage: str) -> None:
     assert folder.is_absolute() and folder != output_folder(config, "a+b", "s3://bucket/out")[1]
 
 
-def evaluation(place: StoragePath, folder: Path) -> Evaluation:
+def evaluation(place: StoragePath, folder: Path, bundle: Path) -> Evaluation:
     made = Evaluation.__new__(Evaluation)
-    made.bundles, made.place, made.folder = [], place, folder
-    made.config = parse_config(small_config(folder))
+    made.bundles, made.place, made.folder = [storage_path(bundle)], place, folder
+    made.config, made.constraints = parse_config(small_config(folder)), None
     return made
 
 
@@ -39,24 +40,25 @@ def test_a_local_folder_of_results_on_s3_is_removed_when_they_are_there(
     s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_lines: list[str]
 ) -> None:
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
+    bundle = make_bundle(tmp_path / "bundle")
     config = parse_config(small_config({"uri": "results", "endpoint_url": s3, "retry_minutes": 0}))
     for split in ("val", "test"):
         place, folder = output_folder(config, "a", "s3://data/evaluated")
         with writing_results(place, folder):
             (folder / f"predictions-{split}.json").write_text("[]")
-            evaluation(place, folder).write_scores({}, {})
+            evaluation(place, folder, bundle).write_scores({}, {})
         assert not list((tmp_path / "evaluations").iterdir())
     assert place.list().keys() == {"predictions-val.json", "predictions-test.json", "scores.json"}
     (place / "predictions-val.json").delete()
     place, folder = output_folder(config, "a", "s3://data/evaluated")
     with writing_results(place, folder):
-        evaluation(place, folder).write_scores({}, {})
+        evaluation(place, folder, bundle).write_scores({}, {})
     assert "predictions-val.json" not in place.list(), "files of earlier evaluations are not uploaded"
     with pytest.raises(KeyboardInterrupt), writing_results(place, folder):
         raise KeyboardInterrupt
     assert not list((tmp_path / "evaluations").iterdir()), "nothing was written"
     place = StoragePath("s3://nowhere/out", StorageOptions(s3, retry_minutes=0))
     with pytest.raises((StorageError, FileNotFoundError)), writing_results(place, folder):
-        evaluation(place, folder).write_scores({}, {})
+        evaluation(place, folder, bundle).write_scores({}, {})
     assert (folder / "scores.json").is_file()
     assert f"results      {folder}: they are not all in s3://nowhere/out; copy them, or remove this folder" in log_lines

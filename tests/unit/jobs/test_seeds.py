@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jobs.compare import EvaluatedModel, compare, summarize_systems
-from jobs.evaluate import Evaluation
+from jobs.evaluation import Evaluation
 from jobs.run import command, run_seeds
 from jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from jobs.submit import parse_arguments

@@ -23,7 +23,7 @@ PARSERS = re.compile(
 OWN = "raycap wrote the file"
 BUNDLE = "a bundle's weights, which are checked against its configuration"
 ALLOWED = {
-    ("jobs/evaluate.py", "zipfile.ZipFile"): "writes an archive",
+    ("jobs/evaluation.py", "zipfile.ZipFile"): "writes an archive",
     ("jobs/tune/workers.py", "json.loads"): OWN,
     ("models/tensor_files.py", "load_file"): "a checkpoint: safetensors holds numbers only",
     ("models/tensor_files.py", "safe_open"): "the header of safetensors, checked before anything is read",
