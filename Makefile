@@ -25,7 +25,7 @@ lint: $(READY)
 
 # FILES: a folder with a published checkpoint, its vocabulary and COCO; the command names what it lacks.
 reproduce: $(READY)
-	$(BIN)/raycap reproduce $(or $(FILES),reproduce)
+	$(BIN)/raycap reproduce "$(or $(FILES),reproduce)"
 
 bench: $(READY)
 	$(BIN)/raycap bench models

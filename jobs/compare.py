@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.seeds import write_summary
 from pipeline.captioning.bundle import read_bundle_config
 from pipeline.captioning.bundle_files import fetched
+from pipeline.captioning.protocols import common_protocol
 from pipeline.comparison.bootstrap import Difference, difference_of_seeds
 from pipeline.comparison.protocol import differences
 from pipeline.errors import JobFailedError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from jobs.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
+
+OTHER_IMAGES = "some images could be read for one model and not for another; run the command again"
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,10 @@ class EvaluatedModel:
 def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> None:
     """Prints and writes the mean scores of a system with their spread, and its differences from another system.
 
-    ours, others: one model per seed; others: () without a comparison. Splits without references are left out.
+    ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
     """
     paired = _paired(ours, others)
-    scores, protocol = _seed_scores(ours), ours[0].evaluation.protocol
-    if not scores.splits:
-        return
+    scores, protocol = _seed_scores(ours), common_protocol([model.evaluation.protocol for model in ours])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     content: dict[str, Any] = {
         "models": {model.label: model.name for model in ours},
@@ -78,13 +79,14 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
         metadata["compared with"] = ", ".join(model.name for model in others)
         content["compared"] = {"models": {model.label: model.name for model in others}, "same_runs": paired is not None}
         content["compared"]["splits"] = sides[1][1].to_json()
-        for theirs, our in differences(others[0].evaluation.protocol, protocol):
+        for theirs, our in differences(common_protocol([model.evaluation.protocol for model in others]), protocol):
             logger.info(f"protocol  other: {theirs}, this: {our}")
     for split in scores.splits:
         for prefix, side in sides:
             rows += side.rows(split, columns, prefix)
             page_rows += side.rows(split, columns, prefix) + side.rows_of_models(split, columns)
-    logger.info(f"\n{format_table(columns, rows)}\n")
+    if rows:
+        logger.info(f"\n{format_table(columns, rows)}\n")
     for split in scores.splits if others else ():
         logger.info(split)
         results = [[model.result(split) for model in side] for side in (ours, paired or others)]
@@ -121,7 +123,7 @@ def compare(
     """
     sides = [[result.scores for result in side if result.scores is not None] for side in (results, others)]
     if len({tuple(scores.image_ids) for side in sides for scores in side}) != 1:
-        raise JobFailedError("some images could be read for one model and not for another; run the command again")
+        raise JobFailedError(OTHER_IMAGES)
     over = "image" if len(results) == len(others) == 1 else "image and seed"
     logger.info(f"  {'':<9} {'this':>15} {'other':>15}   difference by {over}, 95 % interval")
     found = {}

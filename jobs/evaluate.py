@@ -21,8 +21,9 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.preflight import check_storage
+from pipeline.scoring.metrics import why_unavailable
 from pipeline.storage.atomic import decode_json
-from pipeline.storage.path import storage_path
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def evaluate(
     evaluation = Evaluation(evaluated_config, models or (), features, constraint_file, data)
     others = [evaluation.find_bundle("--compare", bundle) for bundle in compared or ()]
     evaluation.find_images(splits or (), run_config, stage, seeds)
-    evaluation.choose_place(out, one_by_one=seeds > 1 and not ensemble)
+    one_by_one = seeds > 1 and not ensemble
+    evaluation.choose_place(out, one_by_one=one_by_one, compared=() if is_one_model else others)
     if is_one_model:
         results = evaluation.run(address, others[0] if others else None, server)
     else:
@@ -108,21 +110,36 @@ def evaluate_ensemble(
 ) -> Mapping[str, Mapping[str, Any]]:
     """Scores the ensemble of complete runs on the test splits. Returns the entries of its scores.json by split.
 
-    The results are in the folder `ensemble` of the runs' `group_place`. An ensemble that is scored is not scored again.
+    The results are in the folder `ensemble` of the runs' `group_place`. An ensemble is scored again only if a report
+    failed, or if a metric was unavailable that this machine can compute.
     """
     from pipeline.runs.run_bundle import bundle_place
 
     place = group_place(config, folders) / "ensemble"
-    if not (place / "scores.json").exists():
+    if not _is_scored(place):
         bundles = [str(bundle_place(folder)) for folder in folders]
         kept = with_kept_precision(config, folders[0].config)
         evaluation = Evaluation(kept, bundles, None, config.evaluation.constraints, None)
         evaluation.find_images((), kept, None)
         evaluation.choose_place(str(place))
         evaluation.run(address, None, None)
-    name = str(place / "scores.json")
-    entries: Mapping[str, Mapping[str, Any]] = decode_json((place / "scores.json").read_bytes(), name)["splits"]
+    entries: Mapping[str, Mapping[str, Any]] = _scores(place)["splits"]
     return entries
+
+
+def _is_scored(place: StoragePath) -> bool:
+    """Whether an evaluation's folder has all reports and scores that this machine can make."""
+    if not (place / "scores.json").exists():
+        return False
+    content = _scores(place)
+    unavailable = {name for entry in content["splits"].values() for name in entry.get("unavailable", ())}
+    return not content.get("missing") and all(why_unavailable(name) is not None for name in unavailable)
+
+
+def _scores(place: StoragePath) -> dict[str, Any]:
+    """The content of an evaluation's scores.json."""
+    content: dict[str, Any] = decode_json((place / "scores.json").read_bytes(), str(place / "scores.json"))
+    return content
 
 
 def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:

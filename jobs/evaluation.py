@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
 from jobs.cluster import start_ray, with_precision
-from jobs.compare import EvaluatedModel, compare, summarize_systems
+from jobs.compare import OTHER_IMAGES, EvaluatedModel, compare, summarize_systems
 from jobs.named_files import open_bundle
 from jobs.score import format_scores
 from jobs.seeds import group_id, seed_configs
@@ -31,7 +31,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_annotations
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
+from pipeline.errors import JobFailedError, UserError
 from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
 from pipeline.runs.folder import RunFolder
@@ -39,7 +39,7 @@ from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.metrics import Scores, score_captions
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.atomic import atomic_path, write_json, write_text
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -132,12 +132,12 @@ class Evaluation:
         # These data include images without references, which are captioned and not scored.
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         _images_by_split(dataset, splits)
+        names = set(dataset.column("split"))
+        captioned = dataset.split(*splits) if names.issuperset(splits) else dataset
         if self.store is None:
-            names = set(dataset.column("split"))
-            captioned = dataset.split(*splits) if names.issuperset(splits) else dataset
             captioned, self.store = features_for_bundles(config, captioned)
         else:  # a feature store needs content keys, which images that cannot be read do not have
-            captioned = snapshot_of(dataset, config)[0].readable()
+            captioned = snapshot_of(captioned, config)[0].readable()
         self.images_by_split, self.dataset = _images_by_split(captioned, splits), dataset
         if not self.bundles:
             configs = seed_configs(run_config, seeds)
@@ -145,8 +145,11 @@ class Evaluation:
             self.labels = [f"seed {each.seed}" for each in configs]
             self.config = with_kept_precision(config, kept_config)
 
-    def choose_place(self, out: str | None, *, one_by_one: bool = False) -> None:
-        """Sets the label and the places of the results. one_by_one: the bundles do not form an ensemble."""
+    def choose_place(self, out: str | None, *, one_by_one: bool = False, compared: Sequence[StoragePath] = ()) -> None:
+        """Sets the label and the places of the results.
+
+        one_by_one: the bundles do not form an ensemble. compared: the bundles of another system with several seeds.
+        """
         names = [bundle.name for bundle in self.bundles]
         self.models, self.label = [[bundle] for bundle in self.bundles], "+".join(names)
         if not one_by_one and len(names) > 1:
@@ -154,6 +157,8 @@ class Evaluation:
         if one_by_one or len(self.label) > 120:  # the label is also a folder's name
             kind = "seeds" if one_by_one else "ensemble"
             self.label = group_id(f"{self.config.name}-{len(names)}-{kind}", names)
+        if compared:
+            self.label = group_id(f"{self.label}-compared", [str(bundle) for bundle in compared])
         self.place, self.folder = output_folder(self.config, f"{self.label}{self.data_suffix}", out)
 
     def part(self, name: str, bundles: Sequence[StoragePath]) -> Evaluation:
@@ -280,12 +285,12 @@ class Evaluation:
             reported += [scored] if scored else []
             results.append(scored[0] if scored else result)
         self.write_scores(entries, missing={})
-        if server is not None:
-            self._write_server_files(captioned, server)
         decorations = Decorations()
         for scored in reported:
             with decorations.making(f"the report of {scored[0].split}"):
                 self.report(scored, bundle_source(self.bundles[0], self.config), decorations)
+        if server is not None:
+            self._write_server_files(captioned, server)
         self.write_scores(entries, decorations.failed)
         logger.info(f"scores       {self.place / 'scores.json'}")
         decorations.log_failed()
@@ -294,7 +299,8 @@ class Evaluation:
     def _caption(self, bundles: Sequence[StoragePath], tasks: Mapping[str, SplitTask]) -> dict[str, Captioned]:
         """Captions the images of each split, and each image once if one of the splits is every image."""
         sources = [bundle_source(bundle, self.config) for bundle in bundles]
-        whole = {split: task for split, task in tasks.items() if len(task.images) == len(self.dataset)}
+        every = {image for task in tasks.values() for image in task.images.column("image_id")}
+        whole = {split: task for split, task in tasks.items() if len(task.images) == len(every)}
         if not whole:
             return caption_on_cluster(sources, tasks, self.config, store=self.store)
         split = next(iter(whole))
@@ -322,14 +328,17 @@ class Evaluation:
         server: NAME in these names. Warns of images that are not the server's. UserError for images without a caption.
         """
         for split, captions in captioned.items():
-            num_captions, num_images = len(captions.best), len(self.images_by_split[split])
+            num_captions, num_images = len(captions.best), len(_images_of(self.dataset, split))
             if num_captions != num_images:
                 raise UserError(
                     f"--server: {num_captions} captions for the {num_images} images of {split}; the server takes all "
                     "or none"
                 )
         archive_file = self.folder / f"captions_{server}_results.zip"
-        with zipfile.ZipFile(archive_file, "w", zipfile.ZIP_DEFLATED) as archive:
+        with (
+            atomic_path(archive_file) as temporary,
+            zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive,
+        ):
             for split in captioned:
                 predictions = self.folder / f"predictions-{split}.json"
                 archive.write(predictions, f"captions_{split}_{server}_results.json")
@@ -401,6 +410,8 @@ class Evaluation:
         """The result of the model of `--compare`, with scores for the same images and metrics as `result`."""
         captions = {image: best.caption for image, best in compared.best.items()}
         references = self._references(result)
+        if not references.keys() <= captions.keys():
+            raise JobFailedError(OTHER_IMAGES)
         scored_captions = {image: captions[image] for image in references}
         scores = score_captions(references, scored_captions, metrics=tuple(result.values))
         return SplitResult(f"{result.split}, the other", captions, scores=scores)

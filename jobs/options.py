@@ -17,7 +17,7 @@ Set = Annotated[
 Seeds = Annotated[
     int, typer.Option(min=1, max=1000, help="Number of runs with the seeds seed, seed + 1, ... of the configuration.")
 ]
-Ensemble = Annotated[bool, typer.Option("--ensemble", help="Score the models of all seeds as one ensemble.")]
+Ensemble = Annotated[bool, typer.Option("--ensemble", help="Score the ensemble of the models of all seeds.")]
 Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster. The default is a Ray on this machine.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads. The default is torch's choice.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder for the files; by default the temporary folder.")]

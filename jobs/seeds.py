@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.captioning.protocols import run_protocol
+from pipeline.captioning.protocols import common_protocol, run_protocol
+from pipeline.comparison.protocol import Protocol
 from pipeline.comparison.published import published_rows
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import Seed
@@ -27,7 +28,7 @@ from pipeline.tracking.run_sync import tag_run
 
 logger = logging.getLogger(__name__)
 
-SCORES_KEYS = frozenset(["splits", "protocol", "signature", "validation_by_stage"])  # of a run's scores.json
+SCORES_KEYS = frozenset(["splits", "validation_by_stage"])  # of a run's scores.json
 
 
 def seed_configs(config: RunConfig, count: int) -> list[RunConfig]:
@@ -80,6 +81,7 @@ def summarize_runs(
     place = group_place(configs[0], folders)
     stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
     scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
+    protocol = common_protocol([run_protocol(folder.config, folder.last_kept()) for folder in folders])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
         own = scores.rows(split, columns)
@@ -89,12 +91,12 @@ def summarize_runs(
         rows += own
         page_rows += own + scores.rows_of_models(split, columns)
         if split in configs[0].data.test_splits:
-            page_rows += _published(folders[0], columns, split, scores.splits[split][0])
+            page_rows += _published(protocol, folders[0], columns, split, scores.splits[split][0])
     validation = _validation([content["validation_by_stage"] for content in stored.values()])
     content = {
         "runs": {label: folder.run_id for label, folder in zip(stored, folders, strict=True)},
-        "protocol": stored[next(iter(stored))]["protocol"],
-        "signature": stored[next(iter(stored))]["signature"],
+        "protocol": asdict(protocol),
+        "signature": protocol.signature,
         "splits": scores.to_json(),
         "validation_by_stage": {name: asdict(spread) for name, spread in validation.items()},
         "ensemble": {split: entry["scores"] for split, entry in ensemble.items()},
@@ -128,15 +130,18 @@ def _validation(by_run: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     return {stage: Spread.of([values[stage] for values in by_run]) for stage in stages}
 
 
-def _published(folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
-    """The printed scores of one model of the runs' system on the same images. entry: of one run's scores.json."""
+def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
+    """The printed scores of the runs' system on the same images.
+
+    protocol: of all runs. entry: the split in the scores.json of the run in `folder`.
+    """
     from pipeline.runs.summary import published_table
 
     part = folder.dataset.split(split)
     scored = entry["per_image_CIDEr-D"]  # by image id, which is a text in JSON
     images = zip(part.column("image_id"), part.column("uri"), strict=True)
     uris = [uri for image, uri in images if str(image) in scored]
-    return published_table(columns, published_rows(run_protocol(folder.config, folder.last_kept()), split, uris))
+    return published_table(columns, published_rows(protocol, split, uris))
 
 
 def _tag(configs: Sequence[RunConfig], folders: Sequence[RunFolder], group: str) -> None:

@@ -38,11 +38,17 @@ def searched(protocol: Protocol, search: EvaluationSection) -> Protocol:
     return replace(protocol, constrained=search.constraints is not None, **settings)
 
 
+def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
+    """What several protocols share, and None for a field in which they differ."""
+    first = protocols[0]
+    return Protocol(
+        **{key: value for key, value in vars(first).items() if all(getattr(each, key) == value for each in protocols)}
+    )
+
+
 def ensemble_protocol(members: Sequence[Protocol]) -> Protocol:
-    """The protocol of an ensemble: what its members share, and None for a field in which they differ."""
-    first = members[0]
-    shared = {key: value for key, value in vars(first).items() if all(getattr(each, key) == value for each in members)}
-    return Protocol(**(shared | {"num_models": len(members)}))
+    """The protocol of an ensemble of these models."""
+    return replace(common_protocol(members), num_models=len(members))
 
 
 def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> EvaluationSection:

@@ -20,7 +20,7 @@ from pipeline.comparison.bootstrap import difference_of_seeds
 from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import dump_config, parse_config
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import TrackingSection
+from pipeline.config.sections import StageSection, TrackingSection
 from pipeline.errors import DamagedError, JobFailedError, UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.identity import run_identity
@@ -73,8 +73,12 @@ class Run:
     def __init__(self, config: RunConfig, path: Path, cider: float) -> None:
         self.config, self.path, self.run_id = config, path, path.name
         entry = {"images": 3, "scores": {"CIDEr-D": cider}, "unavailable": {}, "per_image_CIDEr-D": {}}
-        content = {"protocol": {"beam_size": 5}, "signature": "beam 5", "splits": {"val": entry}}
-        write_json(path / "scores.json", content | {"validation_by_stage": {"xe_frozen": cider / 2}})
+        write_json(path / "scores.json", {"splits": {"val": entry}, "validation_by_stage": {"xe_frozen": cider / 2}})
+
+    def last_kept(self) -> StageSection:
+        return self.config.stages[-1 if self.config.seed else self.first_kept]
+
+    first_kept = -1  # of the first seed
 
 
 def runs(folder: Path, ciders: Sequence[float]) -> tuple[list[RunConfig], list[RunFolder]]:
@@ -83,7 +87,7 @@ def runs(folder: Path, ciders: Sequence[float]) -> tuple[list[RunConfig], list[R
     return configs, cast(list[RunFolder], made)
 
 
-def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str]) -> None:
+def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     configs, folders = runs(tmp_path, (0.8, 0.9))
     ensemble = {"images": 3, "scores": {"CIDEr-D": 0.95}, "unavailable": {}}
     summarize_runs(configs, folders, {"val": ensemble})
@@ -100,7 +104,10 @@ def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str]) -> None:
         "validation CIDEr-D (PTB tokens)  xe_frozen 0.4250 ± 0.0354",
     ]
     written = json.loads((place / "scores.json").read_bytes())
-    assert written["runs"] == {"seed 0": "demo-0", "seed 1": "demo-1"} and written["signature"] == "beam 5"
+    assert written["runs"] == {"seed 0": "demo-0", "seed 1": "demo-1"} and written["protocol"]["objective"] == "scst"
+    monkeypatch.setattr(Run, "first_kept", 0)  # the first seed ended with cross entropy
+    summarize_runs(configs, folders, {"val": ensemble})
+    assert json.loads((place / "scores.json").read_bytes())["protocol"]["objective"] is None
     assert written["splits"]["val"]["scores"]["CIDEr-D"]["values"] == [0.8, 0.9]
     assert written["validation_by_stage"]["xe_frozen"]["mean"] == pytest.approx(0.425)
     assert written["ensemble"] == {"val": {"CIDEr-D": 0.95}}
