@@ -97,11 +97,12 @@ def reproduce(
     ] = None,
     address: Address = None,
 ) -> int:
-    """Evaluate published checkpoints on Karpathy's test split beside the papers' scores.
+    """Compare published checkpoints with their papers' scores.
 
-    It names missing files and where to download them. --set changes keys of the import, which begin with model. or
-    backbone., and of the evaluation. The exit code is 1 when an image cannot be read, when CIDEr-D differs from the
-    printed score, and, unless --set was given, when the scores cannot be compared.
+    It evaluates them on Karpathy's test split of COCO. It names missing files and where to download them. --set changes
+    keys of the import, which begin with model. or backbone., and of the evaluation. The exit code is 1 when an image
+    cannot be read, when CIDEr-D differs from the printed score, and, unless --set was given, when the scores cannot be
+    compared.
 
     Example: raycap reproduce /path/to/files --system expansionnet_v2
     """

@@ -45,6 +45,7 @@ MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_REGIONS = 1000
+MAX_MODELS = 1000  # of the ensemble that a protocol names
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
@@ -191,6 +192,8 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
     model = parse_section(ModelSection, config.get("model"), "model")
     recorded = config.get("protocol")
     protocol = parse_section(Protocol, {} if recorded is None else recorded, "protocol")
+    if not 0 <= protocol.num_models <= MAX_MODELS:
+        raise UserError(f"protocol.num_models is {protocol.num_models}; expected 0 to {MAX_MODELS}")
     attends_padding = model_protocol(model, regions=protocol.features == "regions").attend_padding
     return replace(protocol, system=model.name, attend_padding=attends_padding)
 

@@ -104,7 +104,7 @@ def write_constraints(
 
 def unknown_words(alternatives: Iterable[str], vocabulary: Vocabulary) -> list[str]:
     """The words of the alternatives that are not in the vocabulary."""
-    words = [word for text in alternatives for word in vocabulary.tokenize(text)]
+    words = [word for text in alternatives for word in vocabulary.tokenize(text.lower())]
     return [word for word in words if word not in vocabulary.ids]
 
 
@@ -130,7 +130,7 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
                     f"{label} needs the word {quoted(missing[0])}, which is not among the model's {len(vocabulary)} "
                     "words; leave it out (`raycap constraints --model` does), or train with data.extra_vocabulary"
                 )
-            tokens = [vocabulary.tokenize(text) for text in alternatives]
+            tokens = [vocabulary.tokenize(text.lower()) for text in alternatives]
             if not all(tokens):
                 raise UserError(f"{label} has the constraint {quoted(alternatives)}, without a word")
             ids.append([tuple(vocabulary.ids[word] for word in words) for words in tokens])

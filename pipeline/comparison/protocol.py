@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar, Literal
 
 NOT_RECORDED = "not recorded"
 
@@ -30,7 +28,7 @@ class Protocol:
     attend_padding: bool | None = None
     objective: Literal["cross_entropy", "scst"] | None = None
     eos_in_reward: bool | None = None
-    num_models: Annotated[int, Field(ge=0, le=1000)] = 1
+    num_models: int = 1
     beam_size: int | None = None
     max_length: int | None = None
     ranking: Literal["mean", "sum"] | None = None

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline.config.sections import DataSection, SourceSection
 from pipeline.data.formats import Rows, Source, images_folder, read_source, read_split_lists
-from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, tokenize
+from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, text_column, tokenize
 from pipeline.errors import DamagedError, UserError
 from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
@@ -138,11 +138,6 @@ class Dataset:
         return cls(table)
 
 
-def text_column(tokenizer: str | None) -> str:
-    """The column that a tokenizer of `TOKENIZERS` splits; without one that of the raw captions."""
-    return TOKENS.name if tokenizer == TOKENS.name else "captions"
-
-
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
     """The data set of a configuration, without wordless captions.
 
@@ -218,7 +213,7 @@ def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
         lines = read_document(Path(config.extra_vocabulary).expanduser()).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.extra_vocabulary {config.extra_vocabulary} cannot be read as text: {error}") from error
-    extra = {word for line in lines for word in vocabulary.tokenize(line)}
+    extra = {word for line in lines for word in vocabulary.tokenize(line.lower())}
     return Vocabulary(tuple(sorted(extra.union(vocabulary.words))), config.tokenizer)
 
 

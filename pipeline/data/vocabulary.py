@@ -70,16 +70,16 @@ def tokenize_like_spacy(caption: str) -> list[str]:
 
 
 # `tokens` are the words of the annotation file as they are, which `Dataset` holds joined with spaces.
-def split_words(caption: str) -> list[str]:
-    """The lower-case words between blanks: the tokens of a stored list that blanks join."""
-    return caption.lower().split()
-
-
 TOKENIZERS: dict[str, Callable[[str], list[str]]] = {
     "expansionnet": tokenize,
     "spacy": tokenize_like_spacy,
-    "tokens": split_words,
+    "tokens": str.split,
 }
+
+
+def text_column(tokenizer: str | None) -> str:
+    """The column of a data set that a tokenizer of `TOKENIZERS` splits; without one that of the raw captions."""
+    return "tokens" if tokenizer == "tokens" else "captions"
 
 
 @dataclass(frozen=True)

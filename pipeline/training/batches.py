@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.base import Features, map_tensors
-from pipeline.data.dataset import text_column
+from pipeline.data.vocabulary import text_column
 from pipeline.features.model_inputs import on_device
 from pipeline.training.sample_order import samples_at, seed_of
 

@@ -64,7 +64,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     splits = ["train"] * 6 + ["val"] * 2 + ["test"] * 2
     entries = [
         {"filepath": "val2014", "filename": f"{number}.jpg", "cocoid": number, "split": split,
-         "sentences": [{"raw": SCENES[(number + k) % 4]} for k in range(5)]}
+         "sentences": [{"raw": SCENES[(number + k) % 4], "tokens": SCENES[(number + k) % 4].split()} for k in range(5)]}
         for number, split in enumerate(splits)
     ]  # fmt: skip
     for number in range(len(entries)):

@@ -90,7 +90,11 @@ def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
     assert dataset.references("tokens")[100] == ["train t-shirt A", "a", "a", "a"]
     assert longest_caption(dataset, "tokens") == 5
     vocabulary = build_vocabulary(dataset, config)
-    assert vocabulary.words == tuple(sorted({"train", "test", "t-shirt", "A", "a", "EOS", "PAD", "SOS", "UNK"}))
+    words_of_file = {"train", "test", "t-shirt", "A", "a", "EOS", "PAD", "SOS", "UNK"}
+    assert vocabulary.words == tuple(sorted(words_of_file))
+    (tmp_path / "classes.txt").write_text("Harbor seal\n")
+    classes = config.model_copy(update={"extra_vocabulary": str(tmp_path / "classes.txt")})
+    assert set(build_vocabulary(dataset, classes).words) == words_of_file | {"harbor", "seal"}
     captions = CaptionTokens(dataset.split("train"), vocabulary)
     assert captions.padded(np.array([0])).tolist() == [vocabulary.encode(["train", "t-shirt", "A"])]
     dataset.save(tmp_path / "data.arrow")

@@ -170,9 +170,6 @@ def test_more_words_join_the_vocabulary(tmp_path: Path) -> None:
     dataset = read_dataset(plain, root)
     words = set(build_vocabulary(dataset, plain).words)
     assert set(build_vocabulary(dataset, more).words) == words | {"traffic", "light"}
-    for tokenizer in ("spacy", "tokens"):
-        vocabulary = Vocabulary(tuple(build_vocabulary(dataset, plain).words), tokenizer)
-        assert vocabulary.tokenize("Traffic light") == ["traffic", "light"]
     with pytest.raises(UserError, match=r"data\.extra_vocabulary .* cannot be read"):
         build_vocabulary(dataset, plain.model_copy(update={"extra_vocabulary": str(tmp_path / "none")}))
 

@@ -55,7 +55,7 @@ def test_a_trial_outlasts_downloads_that_fail(folder: Folder, monkeypatch: pytes
     monkeypatch.setattr(module, "fit", fit)
     job, config, context = SimpleNamespace(folder=folder), None, SimpleNamespace(report=reports.append)
     train_on_workers(job, config, context)  # type: ignore[arg-type]
-    assert reports == [{"stage": "a", "step": 7}] and folder.pulled[-2:] == ["stages", JOURNAL]
+    assert reports == [{"stage": "a", "step": 7}] and folder.pulled[-3:] == ["stages", "predictions", JOURNAL]
 
 
 def test_an_outage_keeps_its_type(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.load import parse_config
 from pipeline.runs.evaluation import RunScores, score_run
 from pipeline.runs.summary import score_table
 from pipeline.scoring import java_metrics
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.scoring.split_result import SplitResult
+from tests.conftest import small_config
 
 CAPTIONS = {1: "a dog runs on the grass", 2: "two red cars are parked"}
 REFERENCES = {1: ["a brown dog runs", "a dog on grass"], 2: ["two cars in a street", "red cars parked"]}
@@ -22,14 +24,14 @@ REFERENCES = {1: ["a brown dog runs", "a dog on grass"], 2: ["two cars in a stre
 
 def scored(folder: Path, *test_splits: str) -> RunScores:
     """The scores of a run with these test splits and the validation split "val"."""
-    config = SimpleNamespace(
-        data=SimpleNamespace(test_splits=test_splits, val_split="val", synthetic=None),
-        evaluation=SimpleNamespace(protocol="beam 5"),
-        stages=(),
-    )
+    values = small_config(folder)
+    values["data"] |= {"test_splits": list(test_splits), "synthetic": None, "root": str(folder)}
+    config = parse_config(values)
     dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES))
     results = [SplitResult(split, CAPTIONS) for split in dict.fromkeys((*test_splits, "val"))]
-    return score_run(SimpleNamespace(config=config, path=folder), dataset, results)  # type: ignore[arg-type]
+    return score_run(
+        SimpleNamespace(config=config, path=folder, last_kept=lambda: None, stage=folder.joinpath), dataset, results
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

@@ -181,7 +181,11 @@ def test_validation_chooses_and_the_named_split_is_reported(tmp_path: Path) -> N
     assert [cells[label]["to the best"] for label, _ in rows] == ["best", "equal", "", "", "", ""]
     assert cells["G 4, N_E 4"]["seeds"] == "2/3" and cells["G 4, N_E 4"]["val CIDEr-D"] == "4.1300 ± 0.0707"
     text = leaderboard_text(search, results, on_front)
-    assert "Chosen on val: each trial's weights" in text and "Reported on test" in text and "n - 1" in text
+    assert (
+        "Chosen on val, with CIDEr-D over the vocabulary's tokens: each trial's weights" in text
+        and "Reported on test" in text
+        and "n - 1" in text
+    )
 
     write_tables(log, results, on_front)
     table = pyarrow.parquet.read_table(tmp_path / "search" / "trials.parquet").to_pylist()
