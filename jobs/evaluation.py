@@ -487,7 +487,7 @@ def _images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Datas
 
 
 def _images_of(dataset: Dataset, split: str) -> Dataset:
-    """The images of a split. `all` selects every image, unless a split has this name. UserError if there are none."""
+    """The images of a split; `all` means every image if no split is called so. Raises UserError if there are none."""
     images = dataset.split(split)
     if not len(images) and split == ALL_IMAGES:
         images = dataset

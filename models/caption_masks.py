@@ -27,7 +27,7 @@ class CaptionMasks:
     def __init__(self, rows: int, length: int, device: torch.device) -> None:
         self.length = length
         self.rows = torch.arange(rows, device=device)  # of the images that remain in sampling
-        self.sources = self.rows[:, None].repeat(1, length)  # (R, T), the row whose masks a caption has at a position
+        self.sources = self.rows[:, None].repeat(1, length)  # (R, T), by caption and position: the row of its mask
         self.drawn: list[Tensor] = []  # of each dropout: (T, R, N) for tokens, (T, T, R, N) for pairs of tokens
         self.calls = 0  # dropouts so far in this step or pass
         self.position: int | None = None  # of the step; None in a pass

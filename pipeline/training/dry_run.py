@@ -66,7 +66,7 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
 
 
 def _try_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
-    """Runs a step of a stage. Returns whether the backward pass computed the backbone's activations again."""
+    """Trains for one step of a stage. Returns whether the backward pass computed the backbone's activations again."""
     setting = folder.config.backbone.gradient_checkpointing
     checkpointing = stage.train_backbone and setting is True
     if stage.train_backbone and setting == "auto":
@@ -78,7 +78,7 @@ def _try_step(folder: RunFolder, stage: StageSection, train: Dataset, device: to
 
 
 def _fits(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
-    """Runs a step that keeps all activations. Returns whether enough of a GPU's memory remained free."""
+    """Trains for one step with all activations kept. Returns whether enough of a GPU's memory remained free."""
     try:
         _one_step(folder, stage, train, device, checkpointing=False)
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Captions a split with a run's final weights, on the workers that have trained them."""
+"""Captions of a split from a run's final weights, computed on the training workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def caption_split(
     excluded: Sequence[str],
     output: StageOutput,
 ) -> None:
-    """Captions a split with the weights that a run's finished stages have kept, by the run's `evaluation`.
+    """Writes captions of a split from the final weights of a run, with the search of its section `evaluation`.
 
     Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
     initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
