@@ -260,12 +260,13 @@ def _captioning_on_ray(
     has_joined_cluster = connect(cluster.address)
     pool = start_pool(cluster, has_joined_cluster)
     source = _source(model, has_joined_cluster)
-    assert model.bundle.transform is not None
-    size = model.bundle.transform.image_size
+    transform = model.bundle.transform
+    assert transform is not None
     with _stall_watch(cluster) as progressed:
 
         def rows() -> Iterator[dict[str, Any]]:
-            for name, ranked, error in caption_stream(names, source, size, options.search, options.num_results, pool):
+            captions = caption_stream(names, source, transform, options.search, options.num_results, pool)
+            for name, ranked, error in captions:
                 progressed()
                 yield {"image": name, "error": error} if error else _output_row(name, ranked)
 
@@ -349,10 +350,13 @@ def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str, 
     from pipeline.reports.cluster_pictures import cluster_picture
     from pipeline.reports.heat_maps import caption_picture
 
-    image, words = decode_image(read_image_file(storage_path(name)), MAX_PIXELS), caption.split()
+    image, vocabulary = decode_image(read_image_file(storage_path(name)), MAX_PIXELS), service.bundle.vocabulary
+    words = [part.strip() for part in vocabulary.parts(caption)]
     attention = service.attention(pixels, caption, None if head is None else head - 1).float().cpu().numpy()
     attribution = service.attribution(pixels, caption)
-    caption_picture(image, words, attention, attribution.shares().cpu().numpy()).save(path)
+    first = service.num_prefix_tokens
+    maps = attention[:, first:], attribution.shares().cpu().numpy()[:, first:]
+    caption_picture(image, words, *maps).save(path)
     clusters = service.clusters(pixels, caption)
     if clusters is not None:
         cluster_picture(image, words, clusters).save(path.with_name(f"{path.stem}-clusters.png"))

@@ -60,6 +60,7 @@ class Entry:
 
 
 COMMANDS = {
+    "init": Entry("jobs.init:init", "Look at captioned images and write a configuration for them."),
     "run": Entry("jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
     "check": Entry("jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
     "extract": Entry("jobs.extract:extract", "Compute the features of a data set.", can_submit=True),

@@ -19,6 +19,7 @@ from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.config.load import load_config, with_data
 from pipeline.config.run import RunConfig
 from pipeline.errors import UserError
+from pipeline.language.languages import ENGLISH
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.preflight import check_storage
 from pipeline.scoring.metrics import why_unavailable
@@ -133,7 +134,8 @@ def _is_scored(place: StoragePath) -> bool:
         return False
     content = _scores(place)
     unavailable = {name for entry in content["splits"].values() for name in entry.get("unavailable", ())}
-    return not content.get("missing") and all(why_unavailable(name) is not None for name in unavailable)
+    language = content["protocol"].get("language", ENGLISH)
+    return not content.get("missing") and all(why_unavailable(name, language) is not None for name in unavailable)
 
 
 def _scores(place: StoragePath) -> dict[str, Any]:

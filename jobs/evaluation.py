@@ -24,7 +24,7 @@ from pipeline.captioning.bundle import bundle_protocol, read_bundle_config
 from pipeline.captioning.bundle_files import fetched
 from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import ModelSource, bundle_source
-from pipeline.captioning.protocols import ensemble_protocol, search_settings, searched
+from pipeline.captioning.protocols import ensemble_protocol, in_language, search_settings, searched
 from pipeline.comparison.protocol import Protocol
 from pipeline.comparison.published import FinalRow, published_rows
 from pipeline.config.run import RunConfig
@@ -42,7 +42,7 @@ from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import atomic_path, write_json, write_text
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.path import StoragePath, join, storage_path
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
@@ -159,7 +159,13 @@ class Evaluation:
             self.label = group_id(f"{self.config.name}-{len(names)}-{kind}", names)
         if compared:
             self.label = group_id(f"{self.label}-compared", [str(bundle) for bundle in compared])
-        self.place, self.folder = output_folder(self.config, f"{self.label}{self.data_suffix}", out)
+        self.place, self.folder = output_folder(self.config, f"{self._folder_name()}{self.data_suffix}", out)
+
+    def _folder_name(self) -> str:
+        """The label, and a hash of the bundles outside of the storage, because these can have equal names."""
+        storage = join(self.config.storage_place.uri, "")
+        outside = [str(bundle) for bundle in self.bundles if not str(bundle).startswith(storage)]
+        return group_id(self.label, outside) if outside else self.label
 
     def part(self, name: str, bundles: Sequence[StoragePath]) -> Evaluation:
         """The evaluation of these bundles on the same images, with its results in a folder of this one's."""
@@ -179,7 +185,15 @@ class Evaluation:
         protocol = ensemble_protocol([_recorded(bundle) for bundle in bundles])
         features: Literal["grid", "regions"] = "grid" if self.config.has_backbone else "regions"
         constrained = self.constraints is not None
-        return replace(searched(protocol, self.config.evaluation), features=features, constrained=constrained)
+        protocol = searched(in_language(protocol, self.language), self.config.evaluation)
+        return replace(protocol, features=features, constrained=constrained)
+
+    @property
+    def language(self) -> str:
+        """The language of the captions: that of the configuration, or that of the bundles if it does not set one."""
+        data = self.config.data
+        recorded = {_recorded(bundle).language for bundle in self.bundles}
+        return recorded.pop() if len(recorded) == 1 and "language" not in data.model_fields_set else data.language
 
     def find_bundle(self, option: str, model: str) -> StoragePath:
         """The bundle that an option names. Raises UserError if it cannot be loaded or its features are missing."""
@@ -400,11 +414,11 @@ class Evaluation:
         train = self.dataset.split(*self.config.data.train_splits)
         training_captions = [caption for captions in train.column("captions") for caption in captions]
         captions = {image: result.captions[image] for image in references}
-        scores = score_captions(references, captions, training_captions=training_captions or None)
+        language = self.language
+        scores = score_captions(references, captions, training_captions=training_captions or None, language=language)
         is_synthetic = self.config.data.synthetic is not None
-        return replace(
-            result, scores=scores, main_object=main_object_accuracy(captions, references) if is_synthetic else None
-        )
+        accuracy = main_object_accuracy(captions, references, self.config.data.language) if is_synthetic else None
+        return replace(result, scores=scores, main_object=accuracy)
 
     def _compared_result(self, result: SplitResult, compared: Captioned) -> SplitResult:
         """The result of the model of `--compare`, with scores for the same images and metrics as `result`."""
@@ -413,7 +427,8 @@ class Evaluation:
         if not references.keys() <= captions.keys():
             raise JobFailedError(OTHER_IMAGES)
         scored_captions = {image: captions[image] for image in references}
-        scores = score_captions(references, scored_captions, metrics=tuple(result.values))
+        metrics, language = tuple(result.values), self.language
+        scores = score_captions(references, scored_captions, metrics=metrics, language=language)
         return SplitResult(f"{result.split}, the other", captions, scores=scores)
 
     def _published(self, result: SplitResult) -> list[tuple[FinalRow, str]]:
@@ -461,6 +476,7 @@ class Evaluation:
             stages=[],
             images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},
+            language=self.language,
         )
         name = f"report-{result.split}.html"
         write_report(self.folder / name, report)

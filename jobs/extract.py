@@ -22,7 +22,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.regions import changed_images
-from pipeline.features.source import extract_features
+from pipeline.features.source import extract_features, with_views
 from pipeline.features.store import FeatureStore
 from pipeline.runs.preflight import check_before_writing
 from pipeline.storage.atomic import atomic_path
@@ -90,7 +90,7 @@ def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
     Imported region features are also compared with those in their file.
     """
     damages = store.verify()
-    num_missing = int((~store.contains(dataset.table["key"])).sum())
+    num_missing = int((~store.contains(with_views(dataset, config).table["key"])).sum())
     for damage in damages:
         logger.info(f"damaged      {damage}")
     logger.info(

@@ -73,7 +73,7 @@ def compute_maps(
     store: StoragePath | None,
     dataset: Dataset,
 ) -> Iterator[tuple[ImageKey, dict[str, Any]]]:
-    """Yields the key of each image with its fields `attention`, `attribution` and `clusters`, if they apply.
+    """Yields the key of each image with its fields `parts`, `attention`, `attribution` and `clusters`, if they apply.
 
     attributed: the keys of the images that get an attribution. The other parameters are those of `add_maps`.
     """
@@ -81,6 +81,7 @@ def compute_maps(
 
     from models.attention_maps import cross_attention
     from models.attribution import Quadrature, integrated_gradients
+    from models.backbone import num_prefix_tokens
     from models.cluster_groups import find_clusters
     from pipeline.features.model_inputs import on_device
     from pipeline.reports.cluster_pictures import layer_colors
@@ -89,22 +90,29 @@ def compute_maps(
 
     prepare_processor(config.workers.threads_per_worker)
     bundle = model.load()
+    own = bundle.captioner.backbone
+    num_prefix = num_prefix_tokens(config.backbone) if config.has_backbone else 0
+    if own is not None:
+        num_prefix = own.num_prefix_tokens
     device = device_for(config.workers.gpus_per_worker)
     caption_model = bundle.captioner.to(device).model
     begin = time.monotonic()
     for image, inputs, size in _load_inputs(images, bundle, config, store, dataset):
-        words = image.caption.split()
+        words = bundle.vocabulary.tokens_of(image.caption)
         ids = torch.tensor(bundle.vocabulary.encode(words)[: caption_model.sizes.max_positions + 1], device=device)
         features = on_device(inputs, device)
         with torch.no_grad():
             memory = caption_model.encode(features)
         # (layers, H, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
         attention = cross_attention(caption_model, memory, ids[None])[-1, :, 0, : len(words)].mean(0)
-        fields: dict[str, Any] = {"attention": _weight_maps(attention, inputs, size)}
+        fields: dict[str, Any] = {"attention": _weight_maps(attention[:, num_prefix:], inputs, size)}
+        if words != image.caption.split():
+            fields["parts"] = bundle.vocabulary.parts(image.caption)
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
             quadrature = Quadrature.exactly(INTEGRATION_STEPS)
             attribution = integrated_gradients(caption_model, features, ids, quadrature=quadrature)
-            fields["attribution"] = _weight_maps(attribution.head(len(words)).shares(), inputs, size)
+            shares = attribution.head(len(words)).shares()
+            fields["attribution"] = _weight_maps(shares[:, num_prefix:], inputs, size)
         clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:
             fields["clusters"] = layer_colors(clusters)
@@ -156,7 +164,7 @@ def _load_inputs(
             continue
         if bundle.transform is not None:
             with torch.no_grad():
-                features = bundle.captioner.features(on_device(features, device))
+                features = bundle.captioner.features(on_device(features, device, transform=bundle.transform))
         elif features.lengths is None or features.boxes is None:
             features = Features(features.tokens)
         else:

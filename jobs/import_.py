@@ -179,7 +179,7 @@ def _build(
 
 def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
     """Builds the backbone and loads a Swin's tensors. UserError if the model takes features of another width."""
-    from models.backbone import Backbone, load_swin
+    from models.backbone import Backbone, load_tensors
     from models.convert import backbone_config, infer_swin
 
     backbone = Backbone(backbone_config(infer_swin(swin), settings))
@@ -188,7 +188,7 @@ def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_w
             f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; "
             "they do not belong together"
         )
-    load_swin(backbone, swin)
+    load_tensors(backbone, swin)
     return backbone
 
 

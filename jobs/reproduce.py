@@ -108,6 +108,8 @@ def reproduce(
     """
     check_output_folder("--out", out)
     try:
+        if not folder.is_dir():
+            raise UserError(f"{shown(folder)} is not a folder; give the folder of the published files")
         there = [name for name, each in PUBLISHED.items() if (folder / each.checkpoint).is_file()]
     except OSError as error:  # a name that is too long, or a folder that this user must not enter
         raise UserError(f"{shown(folder)}: {error.strerror}; give the folder of the files") from error

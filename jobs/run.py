@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -313,13 +314,17 @@ class RunDriver:
         """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
         metadata, pending = self.folder.metadata, self._pending
         bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
-        num_stores = 0
+        num_stores = num_training = 0
         if pending and not self.folder.home:  # stores on S3 need no local disk
             # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
-            reads_initial_store = not pending[0].train_backbone
-            num_stores = int(reads_initial_store) + sum(stage.train_backbone for stage in pending)
-        values = len(self.folder.dataset) * metadata.num_tokens * metadata.sizes.feature_width
-        features = values * bytes_per_value * num_stores
+            trains = [stage.train_backbone for stage in pending]
+            num_stores = int(not trains[0]) + sum(trains)
+            # training images have features where a frozen stage reads the store
+            num_training = int(not trains[0]) + sum(before and not after for before, after in pairwise(trains))
+        train = self.folder.dataset.split(*self.config.data.train_splits)
+        num_rows = num_stores * (len(self.folder.dataset) - len(train))
+        num_rows += num_training * len(train) * max(1, self.config.features.views)
+        features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
         copies = NUM_WEIGHT_COPIES + any(stage.ema is not None for stage in pending)
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free

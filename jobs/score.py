@@ -11,9 +11,11 @@ import typer
 
 from jobs.named_files import check_output_file
 from pipeline.errors import UserError
+from pipeline.language.languages import ENGLISH, is_language
 from pipeline.scoring.metrics import METRICS, Scores, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references, shorten
 from pipeline.storage.atomic import atomic_path, write_text
+from pipeline.untrusted.names import shown
 
 
 def score(
@@ -28,6 +30,9 @@ def score(
     metrics: Annotated[
         list[str] | None, typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default all.")
     ] = None,
+    language: Annotated[
+        str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")
+    ] = ENGLISH,
     java_deadline_s: Annotated[
         float | None, typer.Option("--java-deadline", help="Seconds that METEOR and SPICE may take.")
     ] = None,
@@ -39,6 +44,8 @@ def score(
 
     Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
     """
+    if not is_language(language):
+        raise UserError(f"--language {shown(language)}: expected a language code in lower case, such as en, de or zh")
     if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
         raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
     for option, path in (("--json", json_file), ("--per-image", per_image)):
@@ -57,7 +64,9 @@ def score(
     if missing:
         count = f"{len(missing)} of {len(captions)} reference images"
         print(f"{count} have no prediction: left out, also of the document frequencies")
-    scores = score_captions(captions, candidates, metrics=metrics or METRICS, java_deadline_s=java_deadline_s)
+    scores = score_captions(
+        captions, candidates, metrics=metrics or METRICS, java_deadline_s=java_deadline_s, language=language
+    )
     print(format_scores(scores))
     if json_file is not None:
         content = scores.to_json() | {"images": len(scores.image_ids)}
@@ -80,12 +89,12 @@ def format_scores(scores: Scores) -> str:
         parts = (f"{name} {value:.3f}" for name, value in extras["spice_categories"].items() if value is not None)
         lines.append(f"  {'':<9} {', '.join(parts)}")
     repeated = ", ".join(f"{share:.1%} {n}-grams" for n, share in extras["repeated_ngrams"].items())
+    endings = "" if extras["broken_endings"] is None else f"broken endings {extras['broken_endings']:.1%}, "
     lines += [
         "",
         f"  {len(scores.image_ids)} captions, {extras['mean_length']:.1f} words on average, "
         f"{extras['distinct_words']} distinct words",
-        f"  broken endings {extras['broken_endings']:.1%}, doubled words {extras['doubled_words']:.1%}, "
-        f"captions that repeat: {repeated}",
+        f"  {endings}doubled words {extras['doubled_words']:.1%}, captions that repeat: {repeated}",
     ]
     if extras["empty"]:
         empty = round(extras["empty"] * len(scores.image_ids))

@@ -102,7 +102,7 @@ def summarize_runs(
         "ensemble": {split: entry["scores"] for split, entry in ensemble.items()},
     }
     stages = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
-    logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D (PTB tokens)  {stages}")
+    logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {stages}")
     decorations, metadata = Decorations(), {"runs": ", ".join(folder.run_id for folder in folders)}
     write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": stages}, decorations)
     with decorations.making("the tag of the seeds in the tracker"):

@@ -38,6 +38,8 @@ def sync(
     Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
     """
     overrides = set_ or ()
+    if not target.exists():
+        raise UserError(f"{target} does not exist; give a run's folder, a storage's, or the configuration of a run")
     num_runs, unreachable = 0, set()
     runs = _runs_of_config(target, overrides) if target.is_file() else _runs_in_folder(target, overrides)
     for folder, config in runs:

@@ -1,10 +1,13 @@
-"""The dropout masks of sampled captions: one set for the cached steps that sample them and the pass that scores them.
+"""The dropout masks of sampled captions: one set for the cached steps that sample captions and for the pass that scores
+these captions.
 
 The gradient of the scoring pass is then that of the sampling itself. The n-th dropout of a step is the n-th dropout of
 the pass. A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code, which caches its
 steps. Code without a cache, as ExpansionNet v2's, computes the earlier positions anew in each step, with new masks.
 
 A beam that continues another one takes over its masks at the positions so far.
+
+`CaptionMasks` is for decoders whose step computes one token, `PrefixMasks` for those whose step computes all tokens.
 
 Shapes: B images, K captions per image, R = B*K rows, T positions, N further dimensions of a mask.
 """
@@ -91,10 +94,47 @@ class CaptionMasks:
         return mask[tokens[:, None], tokens, self.sources[:, later]]
 
     def _next(self, positions: tuple[int, ...], shape: tuple[int, ...], p: float) -> Tensor:
-        expected = (*positions, len(self.sources), *shape)
+        return self._get_or_draw((*positions, len(self.sources), *shape), p)
+
+    def _get_or_draw(self, expected: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's masks, of the shape `expected`."""
         if self.calls == len(self.drawn):
             self.drawn.append(keep_mask(expected, p, self.sources.device))
         mask = self.drawn[self.calls]
         assert mask.shape == expected, f"dropout {self.calls} has masks of {tuple(mask.shape)}, needs {expected}"
         self.calls += 1
         return mask
+
+
+class PrefixMasks(CaptionMasks):
+    """Masks for a decoder whose step computes all tokens so far and a mask token (`models/mask_token.py`).
+
+    Every step has masks of its own for all its tokens, so that a step's masks come from one row. The pass has T rows of
+    T + 1 tokens per caption, one per step, and T + 1 times as many masks as with `CaptionMasks`.
+    """
+
+    def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's mask: (R*T, T + 1, *shape) in a pass, (R, t + 1, *shape) after t tokens in a step."""
+        return self._of_prefixes(1, shape, p)
+
+    def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """As `of_tokens`, for pairs of tokens: (R*T, T + 1, T + 1, *shape) or (R, t + 1, t + 1, *shape)."""
+        return self._of_prefixes(2, shape, p)
+
+    def _of_prefixes(self, dims: int, shape: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's mask with `dims` dimensions of tokens."""
+        tokens = (self.length + 1,) * dims
+        mask = self._get_or_draw((self.length, len(self.sources), *tokens, *shape), p)
+        if self.position is not None:
+            steps, num_tokens = mask[self.position, self.rows], self.position + 2
+        else:
+            num_steps = self.sources.shape[1]
+            steps = mask[torch.arange(num_steps, device=mask.device), self.sources].flatten(0, 1)
+            num_tokens = num_steps + 1
+        return steps[:, :num_tokens] if dims == 1 else steps[:, :num_tokens, :num_tokens]
+
+
+def new_masks(model: nn.Module, rows: int, length: int, device: torch.device) -> CaptionMasks:
+    """Masks for captions of `model`, as `CaptionMasks`."""
+    kind = PrefixMasks if isinstance(model, EncoderDecoder) and model.steps_compute_prefix else CaptionMasks
+    return kind(rows, length, device)

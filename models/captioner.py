@@ -42,7 +42,7 @@ class Captioner(nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
         layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, Layer)]
         if self.backbone is not None:
-            layers += [block for stage in self.backbone.swin.layers for block in stage.blocks]
+            layers += self.backbone.blocks
         for layer in layers:
             layer.compile()
 

@@ -5,9 +5,10 @@ Annotations bound a number from above, for pydantic. `__post_init__` checks all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words, max_length
 
@@ -16,6 +17,7 @@ class Identity(Enum):
     """How a configuration key enters a run's identity (`pipeline.runs.identity`). Unmarked keys enter by value."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
+    UNLESS_DEFAULT = "by its value where that is not the default: older versions had no such key"
     WITH_BACKBONE = "by its value where features come from a backbone"
     WITH_REGIONS = "by its value where features come from a detector"
     FILE = "by the content of the file that it names"
@@ -69,6 +71,11 @@ class ModelConfig:
     @property
     def needs_boxes(self) -> bool:
         """Whether the model arranges image tokens by the boxes of regions."""
+        return False
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether the model takes neighboring image tokens for neighbors in the picture."""
         return False
 
     def check_inputs(self, regions: bool) -> None:
@@ -217,6 +224,10 @@ class ClustFormerConfig(ModelConfig):
     def needs_boxes(self) -> bool:
         return self.inputs == "regions" and self.encoder_clusters != "none"
 
+    @property
+    def needs_grid(self) -> bool:
+        return self.inputs == "grid" and self.encoder_clusters != "none"
+
     def check_inputs(self, regions: bool) -> None:
         if regions and self.inputs == "grid":
             raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
@@ -262,18 +273,28 @@ class ModelSizes:
                 )
 
 
-PATCH_SIZE = 4  # pixels
+SWIN_PREFIX = "swin_"  # of timm's names for Swin (version 1)
+PATCH_SIZE = 4  # pixels, of each swin_* of timm
 NUM_SWIN_STAGES = 4  # of each swin_* of timm
 MAX_BLOCKS = 200  # Swin-L has 24
 MAX_STAGES = 8  # each stage doubles the width and halves the grid's sides
+SIZE_KEYS = ("embed_dim", "depths", "num_heads", "window_size", "patch_size")  # replace sizes of the named model
+_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]*)?")
 
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """A timm model `swin_*`, the source of its weights, and sizes that replace those of the named model.
+    """A timm model, the source of its weights, its image tokens, and sizes that replace those of the named model.
 
-    weights: "none" (drawn at random), "pretrained" (downloaded by timm) or the path of a checkpoint in timm's or the
-    original Swin naming (.safetensors, or a PyTorch file with tensors only).
+    name: "architecture" or "architecture.tag", as timm lists them.
+    weights: "none" (drawn at random), "pretrained" (downloaded by timm) or the path of a checkpoint in timm's naming or
+    one that timm converts, such as the original Swin's (.safetensors, or a PyTorch file with tensors only).
+    embed_dim to patch_size: `models.backbone` lists the families that take them. A model without stages takes one
+    number of `depths` and of `num_heads`.
+    prefix_tokens: "keep" puts class and register tokens, if the model has any, before those of the grid.
+    pool: the side of the squares of grid tokens that are averaged to one.
+    transform: "auto" (the named model's; for swin_* the reference's), "squash" (the named model's interpolation and
+    statistics, without cropping) or "reference" (bilinear without cropping, ImageNet's statistics).
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
@@ -288,25 +309,49 @@ class BackboneConfig:
     drop_path: Decimal = 0.0
     # compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
+    patch_size: Annotated[Pixels | None, Identity.UNLESS_DEFAULT] = None
+    prefix_tokens: Annotated[Literal["drop", "keep"], Identity.UNLESS_DEFAULT] = "drop"
+    pool: Annotated[Count, Identity.UNLESS_DEFAULT] = 1
+    transform: Annotated[Literal["auto", "squash", "reference"], Identity.UNLESS_DEFAULT] = "auto"
 
     def __post_init__(self) -> None:
-        if not self.name.startswith("swin_"):
-            raise ValueError(f"backbone.name is {self.name!r}; expected a timm name that starts with 'swin_'")
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"backbone.name is {self.name!r}; expected a timm name of lower-case letters, digits and _, with a dot "
+                "before a tag, such as vit_base_patch16_clip_224.openai"
+            )
         if not 0.0 <= self.drop_path < 1.0:
             raise ValueError(f"backbone.drop_path is {self.drop_path}; it must be at least 0 and below 1")
-        if self.gradient_checkpointing not in (True, False, "auto"):
-            raise ValueError(
-                f"backbone.gradient_checkpointing is {self.gradient_checkpointing!r}; it must be true, false or auto"
-            )
-        if self.image_size < PATCH_SIZE or self.image_size % PATCH_SIZE:
-            raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
-        for key in ("embed_dim", "window_size", "depths", "num_heads"):
+        choices: dict[str, tuple[object, ...]] = {
+            "gradient_checkpointing": (True, False, "auto"),
+            "prefix_tokens": ("drop", "keep"),
+            "transform": ("auto", "squash", "reference"),
+        }
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                names = [str(choice).lower() for choice in allowed]
+                raise ValueError(
+                    f"backbone.{key} is {getattr(self, key)!r}; it must be {', '.join(names[:-1])} or {names[-1]}"
+                )
+        if self.image_size < 1 or self.pool < 1:
+            raise ValueError(f"backbone.image_size is {self.image_size} and pool {self.pool}; both must be 1 or more")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raises ValueError for sizes that no model has, or that no Swin of timm has if one is named."""
+        for key in SIZE_KEYS:
             value = getattr(self, key)
             numbers = value if isinstance(value, tuple | list) else (value,)
             if value is not None and (not numbers or min(numbers) < 1):
                 raise ValueError(f"backbone.{key} is {value}; it must be 1 or more, or null for the named model's")
         if sum(self.depths or ()) > MAX_BLOCKS:
             raise ValueError(f"backbone.depths asks for {sum(self.depths or ())} blocks; the limit is {MAX_BLOCKS}")
+        if not self.is_swin:
+            return
+        if self.patch_size not in (None, PATCH_SIZE):
+            raise ValueError(f"backbone.patch_size is {self.patch_size}; a Swin has {PATCH_SIZE}: leave it out")
+        if self.image_size < PATCH_SIZE or self.image_size % PATCH_SIZE:
+            raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
         num_stages = NUM_SWIN_STAGES if self.depths is None else len(self.depths)
         num_heads = NUM_SWIN_STAGES if self.num_heads is None else len(self.num_heads)
         if num_stages > num_heads:
@@ -314,3 +359,21 @@ class BackboneConfig:
                 f"backbone.depths asks for {num_stages} stages, and backbone.num_heads has {num_heads} numbers; give "
                 "one for each stage"
             )
+
+    @property
+    def is_swin(self) -> bool:
+        """Whether the model is a Swin (version 1), the reference's backbone."""
+        return self.name.startswith(SWIN_PREFIX)
+
+    def feature_settings(self, *ignored: str) -> dict[str, Any]:
+        """The keys and values, without those in `ignored` and without defaults of keys that older versions lacked.
+
+        Descriptions of stored results contain them, so that these do not change when a key is added.
+        """
+        hints = get_type_hints(type(self), include_extras=True)
+        recent = {field.name for field in fields(self) if Identity.UNLESS_DEFAULT in get_args(hints[field.name])}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ignored and not (field.name in recent and getattr(self, field.name) == field.default)
+        }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,7 @@ class EncoderDecoder(CaptionModel):
     decoder: Sequence[DecoderLayer]
     lm_head: nn.Linear
     masks: CaptionMasks | None = None  # of dropout, which steps and the teacher-forced pass share
+    steps_compute_prefix: ClassVar[bool] = False  # whether a decoding step computes all tokens so far, and not only one
 
     @property
     def plain_maps(self) -> tuple[nn.Linear | nn.Embedding, ...]:

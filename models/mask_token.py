@@ -33,6 +33,8 @@ from models.token_embeddings import token_macs
 class MaskTokenClustFormer(ClustFormer):
     """Ada-ClustFormer whose decoder reads the prefix and a mask token for every word."""
 
+    steps_compute_prefix = True
+
     def __init__(self, config: ClustFormerConfig, sizes: ModelSizes) -> None:
         super().__init__(config, sizes)
         # the mask token follows the longest caption
@@ -42,6 +44,8 @@ class MaskTokenClustFormer(ClustFormer):
         rows, length = tokens.shape
         check_captions(rows, memory.batch_size)
         check_positions(length, self.sizes.max_positions)
+        if self.masks is not None:
+            self.masks.begin_pass(length)
         # row t of a caption has the tokens up to t, and the mask token at t + 1 and (hidden) after it
         is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
         prefixes = self._with_mask(tokens)[:, None].expand(-1, length, -1)

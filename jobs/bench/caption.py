@@ -13,10 +13,9 @@ from jobs.bench.measuring import median_seconds, noise_jpegs
 from jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
 from jobs.bench.reference_expansionnet import MaterializedModel
 from jobs.options import Threads
-from models.backbone import Backbone
+from models.backbone import Backbone, image_transform
 from models.base import Features
 from models.config import BackboneConfig
-from models.transform import ImageTransform
 from pipeline.data.images import decode_image
 from pipeline.runtime.cpu import prepare_processor
 
@@ -42,7 +41,7 @@ def bench_caption(
     model = paper_model(device)
     backbone = Backbone(BackboneConfig()).eval().to(device)
     features = Features(torch.randn(images, IMAGE_TOKENS, FEATURE_WIDTH, device=device))
-    files, transform = list(noise_jpegs(images, rows=30, columns=40)), ImageTransform(backbone.config.image_size)
+    files, transform = list(noise_jpegs(images, rows=30, columns=40)), image_transform(backbone.config)
 
     def caption_files() -> None:
         pixels = torch.stack([transform(decode_image(data, MAX_PIXELS)) for data in files]).to(device)

@@ -12,7 +12,7 @@ import torch
 from jobs.bench.measuring import median_seconds, timed
 from jobs.bench.reference_cider import PlainCiderD
 from jobs.options import References
-from pipeline.data.vocabulary import tokenize
+from pipeline.language.english import tokenize
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.scoring.cider import CiderD
 from pipeline.scoring.result_files import read_references

@@ -52,7 +52,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
     for name in search.config.objectives:
-        if reason := why_unavailable(name):
+        if reason := why_unavailable(name, search.base.data.language):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import readable

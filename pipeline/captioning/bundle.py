@@ -29,6 +29,7 @@ from pipeline.config.load import parse_section
 from pipeline.config.sections import EvaluationSection, ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.language.languages import is_language
 from pipeline.storage.atomic import atomic_folder
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file
@@ -81,7 +82,7 @@ def save_bundle(
     """
     from safetensors.torch import save_file
 
-    from models.transform import ImageTransform
+    from models.backbone import image_transform
 
     model, backbone = captioner.model, captioner.backbone
     if len(vocabulary) != model.sizes.vocabulary_size:
@@ -97,7 +98,7 @@ def save_bundle(
             "format": FORMAT,
             "name": name,
             "model": asdict(model.config) | {"word_vectors": None},
-            "backbone": None if backbone is None else asdict(backbone.config) | {"weights": "none"},
+            "backbone": None if backbone is None else backbone.config.feature_settings() | {"weights": "none"},
             "sizes": asdict(model.sizes),
             "protocol": asdict(protocol),
             "info": dict(info),
@@ -106,7 +107,7 @@ def save_bundle(
         text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
         (temporary / "config.yaml").write_text(text, encoding="utf-8")
         vocabulary.save(temporary / "vocabulary.json")
-        transform = None if backbone is None else ImageTransform(backbone.config.image_size).describe()
+        transform = None if backbone is None else image_transform(backbone.config).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner, info), encoding="utf-8")
         seal(temporary)
@@ -135,10 +136,11 @@ def load_bundle(folder: Path) -> Bundle:
         )
     transform = None
     if parts.backbone is not None:
-        transform = ImageTransform(parts.backbone.image_size)
-        recorded = _read(folder / "preprocessing.json", lambda path: parse_json(_content(path), str(path)))
-        if recorded != transform.describe():
-            raise UserError(f"{folder / 'preprocessing.json'} describes a transform that this version does not have")
+        size = parts.backbone.image_size  # the recorded transform counts: another timm may have other statistics
+        transform = _read(
+            folder / "preprocessing.json",
+            lambda path: ImageTransform.from_description(parse_json(_content(path), str(path)), size),
+        )
     path = folder / "model.safetensors"
     _read(path, lambda file: _require_room(parts, file))
     captioner = parts.build()
@@ -194,6 +196,8 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
     protocol = parse_section(Protocol, {} if recorded is None else recorded, "protocol")
     if not 0 <= protocol.num_models <= MAX_MODELS:
         raise UserError(f"protocol.num_models is {protocol.num_models}; expected 0 to {MAX_MODELS}")
+    if not is_language(protocol.language):
+        raise UserError(f"protocol.language is {quoted(protocol.language)}; expected a language code such as en")
     attends_padding = model_protocol(model, regions=protocol.features == "regions").attend_padding
     return replace(protocol, system=model.name, attend_padding=attends_padding)
 
@@ -274,13 +278,16 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
 
 def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
     """The text of card.md."""
+    from models.backbone import backbone_macs
+
     model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
     count = sum(parameter.numel() for parameter in model.parameters())
     inputs = f"It has no backbone: it captions stored features of width {sizes.feature_width}, not images."
     if backbone is not None:
         inputs = (
             f"It captions images through {backbone.config.name} at {backbone.config.image_size} px "
-            f"({backbone.num_tokens} tokens of width {backbone.width})."
+            f"({backbone.num_tokens} tokens of width {backbone.width}, "
+            f"{backbone_macs(backbone.config) / 1e9:.3g} billion multiply-accumulates per image)."
         )
     table = "".join(f"| {key} | {value} |\n" for key, value in info.items())
     return (

@@ -139,7 +139,7 @@ def _caption_batch(
     alignment: list[float] = [math.nan] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
         pairs = zip(models, inputs, strict=True)
-        memories = [model.encode(on_device(images.load(rows), device)) for model, images in pairs]
+        memories = [model.encode(on_device(each.load(rows), device, transform=each.transform)) for model, each in pairs]
         automata = [constraints.get(image) for image in image_ids]
         captions, satisfied = _search(models, memories, search, automata, graphs)
         if search.with_alignment and len(models) == 1:

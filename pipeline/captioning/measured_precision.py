@@ -33,10 +33,10 @@ def with_search_precision(config: RunConfig, start_ray: Callable[[], AbstractCon
     """
     if config.evaluation.precision != "auto":
         return config
-    backbone = asdict(config.backbone) if config.has_backbone else {"max_regions": config.features.max_regions}
+    backbone = config.backbone.feature_settings(*NOT_A_BACKBONE_SIZE)
     work = {
         "search": {key: value for key, value in asdict(config.model).items() if key not in NOT_A_SIZE},
-        "features": {key: value for key, value in backbone.items() if key not in NOT_A_BACKBONE_SIZE},
+        "features": backbone if config.has_backbone else {"max_regions": config.features.max_regions},
         "beam_size": config.evaluation.beam_size,
         "device": "GPU" if config.workers.gpus_per_worker else "CPU",
     }

@@ -13,6 +13,7 @@ from pipeline.config.load import parse_section
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import EvaluationSection, StageSection
 from pipeline.errors import UserError
+from pipeline.language.languages import metric_tokenizer
 
 SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats")  # of the section `evaluation`
 
@@ -29,7 +30,12 @@ def run_protocol(config: RunConfig, stage: StageSection | None) -> Protocol:
     if stage is not None:
         eos_in_reward = stage.sampling.eos_in_reward if stage.objective == "scst" else None
         protocol = replace(protocol, objective=stage.objective, eos_in_reward=eos_in_reward)
-    return searched(protocol, config.evaluation)
+    return searched(in_language(protocol, config.data.language), config.evaluation)
+
+
+def in_language(protocol: Protocol, language: str) -> Protocol:
+    """The protocol with captions in a language, scored on its words."""
+    return replace(protocol, language=language, tokenizer=metric_tokenizer(language))
 
 
 def searched(protocol: Protocol, search: EvaluationSection) -> Protocol:

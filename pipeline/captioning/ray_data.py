@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from models.transform import ImageTransform, normalize
+from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
@@ -56,7 +56,7 @@ class CaptionPool:
 def caption_stream(
     names: Sequence[str],
     model: ModelSource,
-    image_size: int,
+    transform: ImageTransform,
     search: dict[str, Any],
     num_results: int,
     pool: CaptionPool = CaptionPool(),
@@ -80,7 +80,7 @@ def caption_stream(
     arguments = {"model": model, "search": search, "num_results": num_results, "gpus": pool.gpus}
     with one_sentence("captioning"):
         for start in range(0, len(names), NAMES_AT_A_TIME):
-            for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], image_size, arguments, pool):
+            for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], transform, arguments, pool):
                 yield _text(row["name"]), list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
 
 
@@ -92,7 +92,7 @@ def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | 
 
 
 def _captioned_rows(
-    names: Sequence[str], image_size: int, arguments: dict[str, Any], pool: CaptionPool
+    names: Sequence[str], transform: ImageTransform, arguments: dict[str, Any], pool: CaptionPool
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of `_CaptionActor` for the named images, in order. arguments: of its constructor."""
     import ray.data
@@ -104,7 +104,7 @@ def _captioned_rows(
     blocks = [pa.table({"name": pa.array(part, pa.binary())}) for part in parts]
     decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` runs a task for each block
         _decode,
-        fn_kwargs={"image_size": image_size},
+        fn_kwargs={"transform": transform},
         batch_size=None,
         num_cpus=DECODING_CPUS,
     )
@@ -124,11 +124,10 @@ def _text(name: bytes) -> str:
     return name.decode(errors="surrogatepass")
 
 
-def _decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
+def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
     """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
-    names = [_text(name) for name in batch["name"]]
-    transform = ImageTransform(image_size)
-    pixels = np.zeros((len(names), image_size, image_size, 3), np.uint8)
+    names, side = [_text(name) for name in batch["name"]], transform.image_size
+    pixels = np.zeros((len(names), side, side, 3), np.uint8)
 
     def decode(index: int) -> str:
         """Writes the pixels of one image of the batch, and returns its reason."""
@@ -163,7 +162,7 @@ class _CaptionActor:
         ranked: dict[int, list[tuple[str, float]]] = {}
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
-            captions = self.service.caption(normalize(pixels).contiguous(), self.num_results)
+            captions = self.service.caption(self.service.transform.normalize(pixels).contiguous(), self.num_results)
             ranked = dict(zip(readable, captions, strict=True))
         rows = [ranked.get(index, []) for index in range(len(batch["reason"]))]
         return {

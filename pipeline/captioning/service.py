@@ -82,6 +82,12 @@ class CaptionService:
             times = measure_precisions(lambda: self._search(images, num_results=1), self.device, count)
             self.precision = times.fastest
 
+    @property
+    def num_prefix_tokens(self) -> int:
+        """The number of image tokens before those of the grid, which `attention` and `attribution` count, too."""
+        backbone = self.bundle.captioner.backbone
+        return 0 if backbone is None else backbone.num_prefix_tokens
+
     def pixels(self, data: bytes) -> Tensor:
         """An image file's normalized pixels (3, H, W). Raises BadImage with the reason."""
         return self.transform(decode_image(data, MAX_PIXELS))
@@ -114,16 +120,18 @@ class CaptionService:
         """
         captioner, ids = self.bundle.captioner, self._ids(caption)
         memory = captioner.encode(Features(pixels[None].to(self.device)))
-        by_head = cross_attention(captioner.model, memory, ids[None])[-1, :, 0, : len(caption.split())]
+        by_head = cross_attention(captioner.model, memory, ids[None])[-1, :, 0, : len(ids) - 2]
         return by_head.mean(0) if head is None else by_head[head]
 
     def attribution(self, pixels: Tensor, caption: str) -> Attribution:
-        """The contribution of each grid cell of one image (3, H, W) to the log-probability of each word."""
+        """The contribution of each image token of one image (3, H, W) to the log-probability of each word."""
         captioner = self.bundle.captioner
         with torch.no_grad():
             features = captioner.features(Features(pixels[None].to(self.device)))
-        ids = self._ids(caption)[: captioner.model.sizes.max_positions + 1]
-        return integrated_gradients(captioner.model, features, ids).head(len(caption.split()))
+        ids = self._ids(caption)
+        count = len(ids) - 2  # without SOS and EOS
+        ids = ids[: captioner.model.sizes.max_positions + 1]
+        return integrated_gradients(captioner.model, features, ids).head(count)
 
     @torch.no_grad()
     def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
@@ -132,8 +140,9 @@ class CaptionService:
         return find_clusters(captioner.model, captioner.features(Features(pixels[None].to(self.device))), ids)
 
     def _ids(self, caption: str) -> Tensor:
-        """The ids (T,) of SOS, the caption's words and EOS."""
-        return torch.tensor(self.bundle.vocabulary.encode(caption.split()), device=self.device)
+        """The ids (T,) of SOS, the caption's tokens and EOS."""
+        vocabulary = self.bundle.vocabulary
+        return torch.tensor(vocabulary.encode(vocabulary.tokens_of(caption)), device=self.device)
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """The pyfunc interface: a caption and log_prob (natural logarithm, summed over the tokens) for each row.

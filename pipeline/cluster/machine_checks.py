@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.config import BackboneConfig
+from pipeline.annotations.files import find_files
 from pipeline.cluster.finding import Finding
 from pipeline.cluster.jobs_api import find_token
 from pipeline.config.run import RunConfig
@@ -32,6 +33,7 @@ MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # the first is for Ray and one worker,
 WORKER_GIB = 0.75  # a worker process uses this much before it loads a model
 OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `jobs.cluster` starts
 TRACKER_TIMEOUT_S = 5.0
+MAX_LOOKED_UP = 100  # annotation files
 
 
 def python() -> Finding:
@@ -161,8 +163,9 @@ def data(config: RunConfig) -> Finding:
     root = storage_path(section.root, config.storage.options.hasty)
     names = [source.annotations for source in section.sources] or [section.annotations]
     try:
-        missing = [name for name in names if not (root / name).exists()]
-    except OSError as error:
+        names = [name for pattern in names for name in find_files(root, pattern)]
+        missing = [name for name in names[:MAX_LOOKED_UP] if section.format != "text" and not (root / name).exists()]
+    except (OSError, UserError) as error:
         return Finding("data", "fail", str(error), "check data.root and the credentials")
     if missing:
         return Finding("data", "fail", f"{root / missing[0]} does not exist", "check data.root and data.annotations")

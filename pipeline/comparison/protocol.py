@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from pipeline.language.languages import ENGLISH, MetricTokenizer
+
 NOT_RECORDED = "not recorded"
 
 
@@ -18,8 +20,8 @@ class Protocol:
     system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
     objective: of the last stage whose weights were kept. eos_in_reward: whether SCST rewarded EOS; None for cross
     entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to precision: the keys of the section
-    `evaluation`. constrained: whether captions must contain words. tokenizer: of the metrics. document_frequencies: the
-    references that CIDEr-D counts.
+    `evaluation`. constrained: whether captions must contain words. language: of the captions. tokenizer: of the
+    metrics. document_frequencies: the references that CIDEr-D counts.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -35,7 +37,8 @@ class Protocol:
     collapse_repeats: bool | None = None
     precision: Literal["auto", "float32", "bfloat16"] | None = None
     constrained: bool = False
-    tokenizer: Literal["PTB"] = "PTB"
+    language: str = ENGLISH
+    tokenizer: MetricTokenizer = "PTB"
     document_frequencies: Literal["scored split"] = "scored split"
 
     @property
@@ -63,6 +66,7 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "collapse_repeats": {False: "repeated words kept", True: "repeated words collapsed"}.__getitem__,
     "precision": str,
     "constrained": {False: "no constraints", True: "constraints"}.__getitem__,
+    "language": "captions in {}".format,
     "tokenizer": "{} tokens".format,
     "document_frequencies": "document frequencies of the {}".format,
 }
@@ -73,6 +77,7 @@ USUAL = {
     "collapse_repeats": False,
     "precision": "float32",
     "constrained": False,
+    "language": ENGLISH,
 }
 
 

@@ -27,6 +27,7 @@ from pipeline.config.sections import (
     WorkersSection,
 )
 from pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
+from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath, is_remote, storage_path
 
@@ -88,13 +89,17 @@ class RunConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
-        decoder = getattr(self.model, "decoder", "causal")
+        if self.evaluation.collapse_repeats and not TOKENIZERS[self.data.tokenizer].tokens_are_words:
+            raise ValueError(
+                f"evaluation.collapse_repeats is true, and with data.tokenizer = {self.data.tokenizer} repeated tokens "
+                "can be parts of a word; set it to false"
+            )
+        if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:
+            raise ValueError(
+                "backbone.prefix_tokens is keep, and this model arranges image tokens as a grid, in which class and "
+                "register tokens have no place; set it to drop"
+            )
         for stage in self.stages:
-            if stage.objective == "scst" and stage.sampling.sampling_dropout and decoder == "mask_token":
-                raise ValueError(
-                    f"stages.{stage.name}.scst.sampling_dropout is true, and model.decoder = mask_token has no masks "
-                    "that sampling and training could share; set it to false"
-                )
             smallest, _ = self.micro_batch_sizes(stage)
             if smallest == 0:
                 workers, steps = self.workers.num_workers, stage.gradient_accumulation_steps
@@ -112,6 +117,8 @@ class RunConfig(Section):
                 "give the path of an HDF5 file"
             )
         self.model.check_inputs(regions=not self.has_backbone)
+        if self.features.views and not self.has_backbone:
+            raise ValueError("features.views is set, and a detector's features have no views; leave it out")
         attended = getattr(self.model, "attended_regions", None)
         if attended is not None and self.features.max_regions > attended:
             raise ValueError(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
 from models.values import NUMBER, TEXT, Count, Text
+from models.views import Augmentation, Views
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.config.variables import quoted_value
 from pipeline.errors import UserError
+from pipeline.language.languages import ENGLISH, is_language
 from pipeline.runtime.secrets import split_userinfo
 from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
@@ -49,6 +51,16 @@ def _check_place(uri: str) -> str:
     return uri
 
 
+def _check_language(code: str) -> str:
+    if not is_language(code):
+        raise ValueError(
+            f"{quoted_value(code)} is not a language code; give the primary code of BCP 47 in lower case, such as en, "
+            "de, hi or zh"
+        )
+    return code
+
+
+Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
@@ -60,6 +72,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e38), NUMBER]
 NonNegative = Annotated[int, Field(ge=0, le=10**9), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e38), NUMBER]
 Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER]
+Share = Annotated[float, Field(gt=0, le=1), NUMBER]
 BatchSize = Annotated[int, Field(gt=0, le=10**6), NUMBER]
 Tokens = Annotated[int, Field(ge=3, le=1000), NUMBER]  # of a caption, with SOS and EOS
 Beams = Annotated[int, Field(gt=0, le=1000), NUMBER]
@@ -119,6 +132,15 @@ class SourceSection(Section):
     split: Name | None = None  # for images that neither the file nor a split list mentions
 
 
+class ColumnSection(Section):
+    """The names of a table's columns, or of the keys in a sample's JSON; None for those that docs/data.md lists."""
+
+    image: Text | None = None
+    captions: Text | None = None
+    id: Text | None = None
+    split: Text | None = None
+
+
 @dataclass(frozen=True)
 class SceneConfig:
     """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
@@ -127,6 +149,17 @@ class SceneConfig:
     num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
     image_size: Annotated[int, Field(le=2048), NUMBER] = 64  # drawn four times as large, which takes 200 MB at most
     seed: Seed = 0
+    language: Literal["en", "de", "hi", "ar", "zh"] = "en"  # of the captions; the pictures do not depend on it
+
+    def values(self) -> dict[str, Any]:
+        """What identifies the data set: its keys, without the language of English captions.
+
+        Data sets that were written before there were other languages therefore have the same values.
+        """
+        values = asdict(self)
+        if self.language == ENGLISH:
+            del values["language"]
+        return values
 
     def __post_init__(self) -> None:
         if self.num_images < len(SPLIT_CYCLE):
@@ -147,13 +180,21 @@ class DataSection(Section):
     synthetic: SceneConfig | None = None
     # a folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path
     root: Annotated[Place | None, Identity.IGNORED] = None
-    format: Literal["auto", "karpathy", "coco", "nocaps", "table"] = "auto"
-    annotations: Text = "dataset.json"
+    format: Literal["auto", "karpathy", "coco", "nocaps", "table", "webdataset", "text"] = "auto"
+    annotations: Text = "dataset.json"  # a file, several as shard-{000..009}.tar or part-*.parquet, or a folder
+    columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()  # the data's fingerprint counts instead
+    # {split: fraction} for images that have no split otherwise; a hash of an image's name and the seed selects it
+    split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
+    split_seed: Annotated[Seed, Identity.IGNORED] = 0
     images: Text = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
     split: Name | None = None  # for images without a split, as in SourceSection
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
     split_lists: dict[Name, Text] = {}  # {split: file with one image name per line}, relative to data.root
-    tokenizer: Literal["expansionnet", "spacy", "tokens"] = "expansionnet"  # tokens: those of Karpathy's dataset.json
+    language: Language = ENGLISH  # of the captions; decides the words on which they are scored
+    # tokens: those of Karpathy's dataset.json; docs/languages.md describes the others
+    tokenizer: Literal["expansionnet", "spacy", "tokens", "unicode", "characters", "subword"] = "expansionnet"
+    # the words of a vocabulary of subwords, with the 256 bytes and the special tokens
+    subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
     vocabulary_splits: tuple[Name, ...] | None = None  # None: train_splits
     train_splits: tuple[Name, ...] = ("train", "restval")
     val_split: Name = "val"
@@ -167,6 +208,9 @@ class DataSection(Section):
     def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
+        if self.split_fractions and abs(sum(self.split_fractions.values()) - 1) > 1e-6:
+            total = sum(self.split_fractions.values())
+            raise ValueError(f"data.split_fractions add up to {total:g}; change them so that their sum is 1")
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
@@ -176,9 +220,13 @@ class DataSection(Section):
 
     def _check_synthetic(self, scenes: SceneConfig) -> None:
         """Raises ValueError for keys that do not go with the synthetic data set."""
-        for key in ("annotations", "images", "sources", "split_lists"):
+        for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        if scenes.language != self.language:
+            raise ValueError(
+                f"data.synthetic.language = {scenes.language} and data.language = {self.language} differ; set the same"
+            )
         if scenes.image_size**2 > self.max_pixels:
             raise ValueError(
                 f"data.synthetic.image_size = {scenes.image_size} gives images of more than data.max_pixels = "
@@ -209,12 +257,20 @@ class FeatureSection(Section):
     max_regions: Annotated[Count, Field(gt=0), Identity.WITH_REGIONS] = 100
     # true: keep the first max_regions of an image that has more; false: refuse it
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
+    # random versions of each training image, of which every epoch reads one; 0: the images as they are
+    views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
+    augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()  # of the views
     # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
     # room; None: half of the disk's free space when the cache is opened
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
 
     def check_values(self) -> None:
         refuse_renamed_value("features.hdf5", self.hdf5)
+
+    @property
+    def training_views(self) -> Views | None:
+        """The versions of training images; None for the images as they are."""
+        return Views(self.views, self.augmentation) if self.views else None
 
     @property
     def least_actors(self) -> int:

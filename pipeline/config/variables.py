@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import (
     holds_secret,
-    is_secret_name,
+    is_secret_option,
     remember_address,
     remember_variable,
     remembered_variables,
@@ -85,7 +85,8 @@ def texts_in(value: Any, location: Location = ()) -> Iterator[tuple[Location, st
 def is_secret(location: Location, text: str) -> bool:
     """Whether a text of a configuration is a secret, by its content or by the name of its key."""
     names = [part for part in location if isinstance(part, str)]
-    return holds_secret(text) or bool(names and is_secret_name(names[-1]) and _REFERENCE.sub("", text))
+    rest = _REFERENCE.sub("", text)
+    return holds_secret(text) or bool(names and rest and is_secret_option(names[-1], rest))
 
 
 def quoted_value(value: object) -> str:

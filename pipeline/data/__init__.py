@@ -1,1 +1,1 @@
-"""Images, captions and vocabularies: annotation files, content keys, the synthetic data set."""
+"""Images, captions and vocabularies: content keys, decoding, the synthetic data set."""

@@ -1,9 +1,10 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
-A file with the same size and tag as in the manifest counts as unchanged. The cost is one stat per image and one read
-per new or changed image. On S3 the sizes and tags of a thousand images come from one listing request. The manifest is
-also written while images are read, so that a kill or an outage loses little of this work.
+A file with the same size and tag as in the manifest counts as unchanged. Images in an archive or table have the size
+and tag of this file. The cost is one stat per file and one read per new or changed image. On S3 the sizes and tags of a
+thousand files come from one listing request. The manifest is also written while images are read, so that a kill or an
+outage loses little of this work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.annotations.location import PARTS, ImageLocation, forget_pages
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import MAX_BYTES, read_image_file, reason_of
 from pipeline.runtime.progress import progress
@@ -47,6 +49,7 @@ def take_snapshot(
     manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed. Raises StorageError
     when the storage is out of order.
     """
+    forget_pages()
     manifest_path = storage_path(manifest)
     stored = read_cache(manifest_path, MANIFEST)
     uris: pa.Array = pc.unique(dataset.table["uri"])
@@ -63,38 +66,59 @@ def take_snapshot(
 
 
 def _read_sizes(uris: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:
-    """The size and tag of every file, and {URI: reason} of unreadable files, whose size is _UNREADABLE_SIZE."""
-    unreadable: dict[str, str] = {}
-    remote_objects = _list_remote(uris.filter(pc.starts_with(uris, REMOTE)).to_pylist(), options)
+    """The size and tag of each image's file, and {URI: reason} of unreadable images, whose size is _UNREADABLE_SIZE."""
+    is_in_file = pc.or_(*(pc.starts_with(uris, begin) for begin in PARTS))
+    files = _files_of(uris) if pc.any(is_in_file).as_py() else uris
+    distinct = uris if files is uris else pc.unique(files)
+    sizes, tags, reasons = _read_entries(distinct, options)
+    if len(distinct) < len(files):
+        rows = pc.index_in(files, value_set=distinct)
+        sizes, tags = sizes.take(rows), tags.take(rows)
+    is_large = pc.and_(pc.greater(sizes, MAX_BYTES), pc.invert(is_in_file))  # of a part, `read_bytes` knows the size
+    unreadable = dict.fromkeys(uris.filter(is_large).to_pylist(), f"larger than {MAX_BYTES} bytes")
+    if reasons:
+        is_unreadable = pc.equal(sizes, _UNREADABLE_SIZE)
+        names = zip(uris.filter(is_unreadable).to_pylist(), files.filter(is_unreadable).to_pylist(), strict=True)
+        unreadable |= {uri: reasons[file] for uri, file in names}
+    return pc.if_else(is_large, _UNREADABLE_SIZE, sizes), tags, unreadable
 
-    def read_size(uri: str) -> tuple[int, str]:
+
+def _files_of(uris: pa.Array) -> pa.Array:
+    """The path or URI of each image's file."""
+    chunks = (uris.slice(start, _URIS_PER_TASK).to_pylist() for start in range(0, len(uris), _URIS_PER_TASK))
+    files = [pa.array([ImageLocation.parse(uri).file.uri for uri in chunk], pa.string()) for chunk in chunks]
+    return pa.concat_arrays(files)
+
+
+def _read_entries(files: pa.Array, options: StorageOptions) -> tuple[pa.Array, pa.Array, dict[str, str]]:
+    """The size and tag of every file, and {path or URI: reason} of missing ones, whose size is _UNREADABLE_SIZE."""
+    reasons: dict[str, str] = {}
+    remote_objects = _list_remote(files.filter(pc.starts_with(files, REMOTE)).to_pylist(), options)
+
+    def read_entry(file: str) -> tuple[int, str]:
         """The size in bytes and the tag of one file."""
         try:
-            if is_remote(uri):
-                size, tag = remote_objects[uri].size, remote_objects[uri].tag
-            else:
-                status = os.stat(uri)  # noqa: PTH116 (making a Path costs more than the stat)
-                size, tag = status.st_size, str(status.st_mtime_ns)
-            if size <= MAX_BYTES:
-                return size, tag
-            unreadable[uri] = f"larger than {MAX_BYTES} bytes"
+            if is_remote(file):
+                return remote_objects[file].size, remote_objects[file].tag
+            status = os.stat(file)  # noqa: PTH116 (making a Path costs more than the stat)
+            return status.st_size, str(status.st_mtime_ns)
         except KeyError:
-            unreadable[uri] = "no such object"
+            reasons[file] = "no such object"
         except OSError as error:
-            unreadable[uri] = reason_of(error)
+            reasons[file] = reason_of(error)
         return _UNREADABLE_SIZE, ""
 
     def read_chunk(chunk: pa.Array) -> tuple[pa.Array, pa.Array]:
-        sizes, tags = zip(*map(read_size, chunk.to_pylist()), strict=True)
+        sizes, tags = zip(*map(read_entry, chunk.to_pylist()), strict=True)
         # Arrays need a tenth of the memory of the lists.
         return pa.array(sizes, pa.int64()), pa.array(tags, pa.string())
 
-    chunks = [uris.slice(start, _URIS_PER_TASK) for start in range(0, len(uris), _URIS_PER_TASK)]
+    chunks = [files.slice(start, _URIS_PER_TASK) for start in range(0, len(files), _URIS_PER_TASK)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # threads, because a stat on a network file system mostly waits
         parts = list(pool.map(read_chunk, chunks))
     sizes = pa.chunked_array([chunk_sizes for chunk_sizes, _ in parts], pa.int64()).combine_chunks()
     tags = pa.chunked_array([chunk_tags for _, chunk_tags in parts], pa.string()).combine_chunks()
-    return sizes, tags, unreadable
+    return sizes, tags, reasons
 
 
 def _list_remote(uris: Sequence[str], options: StorageOptions) -> dict[str, Entry]:

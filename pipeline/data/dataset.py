@@ -9,20 +9,24 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.annotations.files import find_files
+from pipeline.annotations.formats import read_sources
+from pipeline.annotations.rows import Rows, Source, images_folder
+from pipeline.annotations.splits import Splits, read_split_lists
 from pipeline.config.sections import DataSection, SourceSection
-from pipeline.data.formats import Rows, Source, images_folder, read_source, read_split_lists
-from pipeline.data.vocabulary import TOKENIZERS, Vocabulary, text_column, tokenize
+from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import DamagedError, UserError
+from pipeline.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
 from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
-from pipeline.storage.path import StorageOptions, storage_path
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.untrusted.files import read_document
 from pipeline.untrusted.names import shown
 
@@ -30,7 +34,7 @@ SCHEMA = pa.schema(
     [
         ("image_id", pa.int64()),
         ("split", pa.string()),
-        ("uri", pa.string()),  # the path or s3:// URI of the image file
+        ("uri", pa.string()),  # where the image is: the text of a `pipeline.annotations.location.ImageLocation`
         ("captions", pa.list_(pa.string())),  # as in the annotation file
         ("key", pa.string()),  # content key: sha256 of the image file; null until `content_keys.py` sets it
     ]
@@ -79,14 +83,17 @@ class Dataset:
         """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
         return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
-    def with_words(self) -> Dataset:
-        """The data set without wordless captions. Raises UserError for an image whose captions all have no word."""
+    def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
+        """The data set without captions in which the tokenizer finds no word.
+
+        Raises UserError for an image whose captions all have no word.
+        """
         texts = {name: self.column(name) for name in ("captions", TOKENS.name) if name in self.table.column_names}
         kept = [
             [
                 number
                 for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
-                if tokenize(caption) and all(tokens)
+                if caption_words(tokenizer, caption) and all(tokens)
             ]
             for image in zip(*texts.values(), strict=True)
         ]
@@ -100,11 +107,15 @@ class Dataset:
             dataset = dataset.with_column(name, pa.array(chosen, TOKENS.type))
         return dataset
 
-    def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
-        """The tokens of every caption, one caption at a time."""
+    def texts(self, tokenizer: str = "expansionnet") -> Iterator[str]:
+        """The text of every caption that the tokenizer splits, one caption at a time."""
         for batch in self.table.select([text_column(tokenizer)]).to_batches(max_chunksize=4096):
             for texts in batch.column(0).to_pylist():
-                yield from map(TOKENIZERS[tokenizer], texts)
+                yield from texts
+
+    def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
+        """The words of every caption, one caption at a time."""
+        return map(TOKENIZERS[tokenizer].split, self.texts(tokenizer))
 
     def fingerprint(self) -> str:
         """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
@@ -147,7 +158,7 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
     dataset, problems = read_annotations(config, root, options)
     if problems:
         raise UserError(problems[0])
-    dataset = dataset.with_words()
+    dataset = dataset.with_words(config.tokenizer)
     require_splits(dataset, config)
     return dataset
 
@@ -175,15 +186,8 @@ def read_annotations(
     base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
-    rows, lists = Rows(), read_split_lists(base, config.split_lists)
-    # Without `data.sources` these three keys of the section `data` describe the only source.
-    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
-    for section in config.sources or (only_source,):
-        images = images_folder(base, section.images)
-        if not images.is_remote and not images.path.is_dir():
-            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
-        source = Source(base / section.annotations, images, section.split, lists, config.tokenizer == TOKENS.name)
-        read_source(source, config.format, rows)
+    rows, sources = Rows(), _find_sources(config, base)
+    read_sources(sources, config.format, rows)
     ids = pa.array(rows.image_id, pa.int64())
     if pc.count_distinct(ids).as_py() < len(ids):
         repeated, _ = Counter(rows.image_id).most_common(1)[0]
@@ -197,13 +201,34 @@ def read_annotations(
     return Dataset(table), rows.problems
 
 
+def _find_sources(config: DataSection, root: StoragePath) -> list[Source]:
+    """The annotation files of a data set. Raises UserError as `read_annotations`."""
+    splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
+    # Without `data.sources` these three keys of the section `data` describe the only source.
+    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
+    sources = []
+    for section in config.sources or (only_source,):
+        images = images_folder(root, section.images)
+        if not images.is_remote and not images.path.is_dir():
+            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
+        for name in find_files(root, section.annotations):
+            path = root if name in ("", ".") else root / name.rstrip("/")
+            source = Source(path, images, name, section.images, section.split, splits, config.columns)
+            sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
+    return sources
+
+
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     """The vocabulary of a configuration. Raises UserError when it is empty.
 
-    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them.
+    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them. A
+    subword model needs no further words.
     """
     training = dataset.split(*(config.vocabulary_splits or config.train_splits))
     try:
+        if config.tokenizer == SUBWORD:
+            texts = training.texts(config.tokenizer)
+            return Vocabulary.train_subwords(texts, config.subword_vocabulary, config.min_count)
         vocabulary = Vocabulary.build(training.tokens(config.tokenizer), config.min_count, config.tokenizer)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -217,6 +242,6 @@ def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     return Vocabulary(tuple(sorted(extra.union(vocabulary.words))), config.tokenizer)
 
 
-def longest_caption(dataset: Dataset, tokenizer: str = "expansionnet") -> int:
-    """Number of tokens of the longest caption, with SOS and EOS."""
-    return max(len(tokens) for tokens in dataset.tokens(tokenizer)) + 2
+def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
+    """Number of the vocabulary's tokens in the longest caption, with SOS and EOS."""
+    return max(len(vocabulary.tokenize(text)) for text in dataset.texts(vocabulary.tokenizer)) + 2

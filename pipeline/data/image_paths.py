@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
+from pipeline.annotations.files import IMAGE_ENDINGS, matches
 from pipeline.errors import UserError
 from pipeline.storage.path import StorageOptions, join, storage_path
-
-SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
@@ -23,7 +21,7 @@ def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptio
     for argument in arguments:
         names = _find_remote(argument, options) if argument.startswith("s3://") else _find_local(argument)
         if not names:
-            raise UserError(f"{argument}: no image found there; the endings are {', '.join(SUFFIXES)}")
+            raise UserError(f"{argument}: no image found there; the endings are {', '.join(IMAGE_ENDINGS)}")
         images |= dict.fromkeys(names)
     return list(images)
 
@@ -33,7 +31,7 @@ def _find_local(argument: str) -> list[str]:
     path = Path(argument)
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        return [str(file) for file in files if file.suffix.lower() in SUFFIXES]
+        return [str(file) for file in files if file.suffix.lower() in IMAGE_ENDINGS]
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
@@ -53,19 +51,8 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
         segments = argument.split("/")
         start = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
         folder, patterns = storage_path("/".join(segments[:start]), options), segments[start:]
-        names = sorted(name for name, _ in folder.walk() if _matches(name.split("/"), patterns))
+        names = sorted(name for name, _ in folder.walk() if matches(name.split("/"), patterns))
         return [join(folder.uri, name) for name in names]
-    if Path(argument).suffix.lower() in SUFFIXES:
+    if Path(argument).suffix.lower() in IMAGE_ENDINGS:
         return [prefix.uri]  # a single object; whoever reads it reports a missing one
-    return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in SUFFIXES]
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the segments of a path match the segments of a pattern."""
-    if patterns == ["**"]:
-        return True
-    if not patterns or not names:
-        return not patterns and not names
-    if patterns[0] == "**":
-        return any(_matches(names[start:], patterns[1:]) for start in range(len(names)))
-    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+    return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in IMAGE_ENDINGS]

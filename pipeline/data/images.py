@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,9 +17,12 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from models.augmentation import augmented
 from models.transform import ImageTransform
+from models.views import Augmentation, content_key_of, seed_of_key
+from pipeline.annotations.location import ImageLocation, is_remote_image
 from pipeline.runtime.secrets import without_secrets
-from pipeline.storage.path import StorageOptions, StoragePath, is_remote
+from pipeline.storage.path import StorageOptions, StoragePath
 from pipeline.storage.s3 import StorageError
 from pipeline.untrusted.names import one_line
 
@@ -44,8 +48,11 @@ class BadImage(Exception):
 
 
 def read_image_file(path: StoragePath) -> bytes:
-    """The content of an image file. Raises OSError if it is larger than MAX_BYTES, and for pipes and devices."""
-    return path.read_bytes(MAX_BYTES)
+    """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
+
+    Raises OSError if it is larger than MAX_BYTES, and for pipes and devices.
+    """
+    return ImageLocation.parse(path.uri, path.options).read_bytes(MAX_BYTES)
 
 
 def reason_of(error: OSError) -> str:
@@ -137,24 +144,34 @@ def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
 
 
 def decode_batch(
-    batch: dict[str, np.ndarray], image_size: int, max_pixels: int, options: StorageOptions = StorageOptions()
+    batch: dict[str, np.ndarray],
+    transform: ImageTransform,
+    max_pixels: int,
+    options: StorageOptions = StorageOptions(),
+    augmentation: Augmentation = Augmentation(),
 ) -> dict[str, Any]:
     """Decodes a batch with the columns key and uri. The result has the columns key, pixels and reason.
 
-    pixels: (B, image_size, image_size, 3) uint8; black for an image that cannot be used. reason: why it cannot be used,
-    or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. Raises StorageError while
-    the storage is out of order, because the images are not at fault.
+    pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
+    used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A key of
+    `models.views.Views` gives a random version of the image, by `augmentation`. Consecutive rows of one image are read
+    and decoded once. Raises StorageError while the storage is out of order, because the images are not at fault.
     """
-    transform = ImageTransform(image_size)
-    pixels = np.zeros((len(batch["key"]), image_size, image_size, 3), np.uint8)
+    side = transform.image_size
+    pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
 
-    def decode(index: int) -> str:
-        """Writes the pixels of one image of the batch, and returns its reason."""
+    def decode(rows: list[int]) -> str:
+        """Writes the pixels of one image in its rows of the batch, and returns its reason."""
         try:
-            data = read_image_file(StoragePath(str(batch["uri"][index]), options))
-            if hashlib.sha256(data).hexdigest() != batch["key"][index]:
+            data = read_image_file(StoragePath(str(batch["uri"][rows[0]]), options))
+            if hashlib.sha256(data).hexdigest() != content_key_of(batch["key"][rows[0]]):
                 return f"{UNREADABLE}: it changed while it was being extracted"
-            pixels[index] = transform.resize(decode_image(data, max_pixels))
+            image = decode_image(data, max_pixels)
+            for row in rows:
+                seed = seed_of_key(batch["key"][row])
+                pixels[row] = (
+                    transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
+                )
         except BadImage as error:
             return str(error)
         except StorageError:
@@ -164,6 +181,7 @@ def decode_batch(
         return ""
 
     # Requests spend most of their time waiting; local files are decoded one after the other.
-    with ThreadPoolExecutor(8 if any(is_remote(str(uri)) for uri in batch["uri"]) else 1) as pool:
-        reasons = list(pool.map(decode, range(len(pixels))))
+    with ThreadPoolExecutor(8 if any(is_remote_image(str(uri)) for uri in batch["uri"]) else 1) as pool:
+        images = [list(rows) for _, rows in itertools.groupby(range(len(pixels)), lambda row: batch["uri"][row])]
+        reasons = [reason for rows, reason in zip(images, pool.map(decode, images), strict=True) for _ in rows]
     return {"key": batch["key"], "pixels": pixels, "reason": np.array(reasons)}

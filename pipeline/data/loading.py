@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +16,7 @@ from pipeline.config.sections import SceneConfig
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
 from pipeline.data.synthetic import MARKER, write_annotations, write_dataset
+from pipeline.language.languages import ENGLISH
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 
@@ -67,7 +67,7 @@ def planned_data(config: RunConfig) -> Dataset | None:
 
 def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
     """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
-    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(scenes.values(), sort_keys=True).encode()).hexdigest()[:10]
     name = f"data/synthetic-{digest}"
     return config.working_path / name, config.home(name)
 
@@ -80,6 +80,9 @@ def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str,
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
     root = "" if config.data.root is None else storage_path(config.data.root).uri
-    image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
+    keys = {"images", "sources", "synthetic"}
+    # Manifests of English scenes have the names that they had before there were other languages.
+    excluded = {"synthetic": {"language"}} if config.data.language == ENGLISH else None
+    image_source = f"{root} {config.data.model_dump_json(include=keys, exclude=excluded)}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     return take_snapshot(dataset, config.storage_place / f"manifests/{name}.parquet", config.storage.options)

@@ -12,15 +12,17 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
 from pipeline.config.sections import SPLIT_CYCLE, SceneConfig
-from pipeline.data.vocabulary import tokenize
+from pipeline.data.scene_captions import CAPTIONS_PER_IMAGE, main_object, scene_captions
 from pipeline.errors import UserError
+from pipeline.language.languages import suggested_tokenizer
+from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.storage.atomic import atomic_folder
 
 COLORS: dict[str, tuple[int, int, int]] = {
@@ -35,22 +37,14 @@ COLORS: dict[str, tuple[int, int, int]] = {
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 # The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
-# None of these words is in COLORS, because `main_object` takes a word of COLORS as an object's color.
+# None of these is in COLORS, so that a caption's first color is the main object's, in every language.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
 # Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
 EXTENTS = {"large": (0.26, 0.285), "medium": (0.155, 0.17), "small": (0.09, 0.105)}
-SIZE_WORDS = {"large": ("large", "big"), "medium": ("medium",), "small": ("small", "little")}
 SIZE_PAIRS = (("large", "medium"), ("large", "small"))
 
-# For each relation: words from the main object to the second one, and words from the second one to the main object.
-RELATION_WORDS = {
-    "left": (("left of", "to the left of"), ("to its right", "on the right")),
-    "right": (("right of", "to the right of"), ("to its left", "on the left")),
-    "above": (("above", "over"), ("below it", "under it")),
-    "below": (("below", "under"), ("above it", "over it")),
-    "behind": (("behind", "around"), ("inside it", "inside")),
-}
+RELATIONS = ("left", "right", "above", "below", "behind")
 # Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main one.
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
 POSITIONS = {
@@ -61,30 +55,10 @@ POSITIONS = {
     "at the bottom": (0, 1),
 }
 
-PAIR_TEMPLATES = (
-    "{main} {relation} {second}",
-    "there is {main} {relation} {second}",
-    "the picture shows {main} {relation} {second}",
-    "{main} with {second} {inverse}",
-    "{main} and {second} {inverse}",
-    "{plain_main} is {relation} {plain_second}",
-    "{plain_main} and {plain_second} on {background} background",
-)
-SINGLE_TEMPLATES = (
-    "{main} {position} of the picture",
-    "there is {main} {position}",
-    "the picture shows {main} {position}",
-    "{main} on {background} background",
-    "{main} alone {position}",
-    "{plain_main} is {position} of {background} picture",
-    "{plain_main} {position} on {background} background",
-)
-
 # Shares of the image: where objects may start (left or top), where they must end, and the length between them. LENGTH
 # is not computed, because END - START has another rounding error, which would change the pictures.
 START, END, LENGTH = 0.03, 0.97, 0.94
 MAX_SLANT = 0.4  # largest distance of two centers across their relation's axis, as a share of that along the axis
-CAPTIONS_PER_IMAGE = 5
 SINGLE_SHARE = 0.25  # share of pictures with only one shape
 SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
 # Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
@@ -117,8 +91,11 @@ class Scene:
     position: str | None  # of a main object that is alone
 
 
-def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
-    """The scene of image `index` and its five captions, each of which names the main object first."""
+def make_scene(seed: int, index: int, language: str = "en") -> tuple[Scene, list[str]]:
+    """The scene of image `index` and its five captions, each of which names the main object first.
+
+    The scene does not depend on the language of the captions.
+    """
     rng = random.Random(f"{seed}/{index}")
     split = SPLIT_CYCLE[index % len(SPLIT_CYCLE)]
     background = rng.choice(list(BACKGROUNDS))
@@ -129,7 +106,7 @@ def make_scene(seed: int, index: int) -> tuple[Scene, list[str]]:
     else:
         second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # another color
         scene = _pair(rng, split, background, main, second)
-    return scene, _captions(rng, scene)
+    return scene, scene_captions(rng, scene, language)
 
 
 def _single(rng: random.Random, split: str, background: str, main: tuple[str, str]) -> Scene:
@@ -146,7 +123,7 @@ def _single(rng: random.Random, split: str, background: str, main: tuple[str, st
 
 def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str], second: tuple[str, str]) -> Scene:
     """A scene with two objects. main, second: their colors and shapes."""
-    relation = rng.choice(list(RELATION_WORDS))
+    relation = rng.choice(RELATIONS)
     sizes = ("large", "small") if relation == "behind" else rng.choice(SIZE_PAIRS)
     extents = [rng.uniform(*EXTENTS[size]) for size in sizes]
     if relation == "behind":
@@ -179,32 +156,6 @@ def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -
     second_across = main_across + rng.uniform(-MAX_SLANT, MAX_SLANT) * distance
     across = (main_across, min(END - extents[1], max(START + extents[1], second_across)))
     return [[x, y] if axis == 0 else [y, x] for x, y in zip(along, across, strict=True)]
-
-
-def _captions(rng: random.Random, scene: Scene) -> list[str]:
-    """Five captions from five different templates."""
-    templates = SINGLE_TEMPLATES if scene.second is None else PAIR_TEMPLATES
-    captions = []
-    for template in rng.sample(templates, CAPTIONS_PER_IMAGE):
-        words = {"background": _article(scene.background), "position": scene.position}
-        words["main"], words["plain_main"] = _names(rng, scene.main)
-        if scene.second is not None and scene.relation is not None:
-            words["second"], words["plain_second"] = _names(rng, scene.second)
-            words["relation"], words["inverse"] = map(rng.choice, RELATION_WORDS[scene.relation])
-        caption = template.format(**words)
-        captions.append(f"{caption[0].upper()}{caption[1:]}.")
-    return captions
-
-
-def _names(rng: random.Random, item: SceneObject) -> tuple[str, str]:
-    """An object's name with its size and without it, for example "a big red star" and "a red star"."""
-    plain = f"{item.color} {item.shape}"
-    return _article(f"{rng.choice(SIZE_WORDS[item.size])} {plain}"), _article(plain)
-
-
-def _article(noun: str) -> str:
-    """The noun after "a" or "an"."""
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def draw_scene(scene: Scene, image_size: int) -> Image.Image:
@@ -247,7 +198,7 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds other files;
     existing files are never overwritten.
     """
-    marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
+    marker = json.dumps({"format": FORMAT_VERSION, **config.values()})
     if _is_complete(folder, marker):
         return
     try:
@@ -263,7 +214,7 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
 def write_annotations(folder: Path, config: SceneConfig) -> None:
     """Writes `dataset.json` and an empty folder for the images, to check a configuration before images are drawn."""
     (folder / "images").mkdir()
-    _write_annotations(folder, [_entry(index, *make_scene(config.seed, index)) for index in range(config.num_images)])
+    _write_annotations(folder, [_entry(config, index) for index in range(config.num_images)])
 
 
 def _write_annotations(folder: Path, images: list[dict[str, Any]]) -> None:
@@ -288,14 +239,16 @@ def _is_complete(folder: Path, marker: str) -> bool:
 
 def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any]:
     """Draws and saves one picture; returns its entry for the Karpathy file."""
-    scene, captions = make_scene(config.seed, index)
-    entry = _entry(index, scene, captions)
+    scene, _ = make_scene(config.seed, index)
+    entry = _entry(config, index)
     draw_scene(scene, config.image_size).save(folder / "images" / entry["filename"])
     return entry
 
 
-def _entry(index: int, scene: Scene, captions: Sequence[str]) -> dict[str, Any]:
+def _entry(config: SceneConfig, index: int) -> dict[str, Any]:
     """The entry of one picture in the Karpathy file."""
+    scene, captions = make_scene(config.seed, index, config.language)
+    tokenize = TOKENIZERS[suggested_tokenizer(config.language)].split
     sentids = list(range(index * CAPTIONS_PER_IMAGE, (index + 1) * CAPTIONS_PER_IMAGE))
     return {
         "filepath": "images",
@@ -311,17 +264,9 @@ def _entry(index: int, scene: Scene, captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def main_object(caption: str) -> tuple[str, str] | None:
-    """(color, shape) of the first object in a caption; None when no shape is named, or no color before it."""
-    color = None
-    for token in tokenize(caption):
-        if token in SHAPES:
-            return (color, token) if color is not None else None
-        color = token if token in COLORS else color
-    return None
-
-
-def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]]) -> float:
+def main_object_accuracy(
+    predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
+) -> float:
     """Share of images whose predicted caption names the color and the shape of the references' main object.
 
     Raises ValueError when the arguments are empty or have different images, and when the references of an image do not
@@ -334,11 +279,11 @@ def main_object_accuracy(predictions: Mapping[Any, str], references: Mapping[Any
         )
     correct = 0
     for image_id, captions in references.items():
-        expected = {main_object(caption) for caption in captions}
+        expected = {main_object(caption, language) for caption in captions}
         if len(expected) != 1 or None in expected:
             raise ValueError(
                 f"the references of image {image_id} name {len(expected - {None})} main objects instead of one; "
                 "this score is defined for the synthetic data set only"
             )
-        correct += main_object(predictions[image_id]) in expected
+        correct += main_object(predictions[image_id], language) in expected
     return correct / len(references)

@@ -24,7 +24,8 @@ WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0
 
 def file_name(config: SceneConfig) -> str:
     """A name with a hash of everything that determines the file's content."""
-    settings = json.dumps([asdict(config), NOISE, JITTER, WIDTH], sort_keys=True)
+    scenes = {key: value for key, value in asdict(config).items() if key != "language"}  # regions have no words
+    settings = json.dumps([scenes, NOISE, JITTER, WIDTH], sort_keys=True)
     return f"synthetic-regions-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.hdf5"
 
 

@@ -1,15 +1,17 @@
-"""Tokenization of captions, and the vocabulary: words to ids and back."""
+"""The vocabulary: the tokens of captions to ids and back."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from pipeline.language.subwords import SubwordModel
+from pipeline.language.tokenizers import SUBWORD, TOKENIZERS
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import quoted
@@ -18,79 +20,20 @@ MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.1
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
-_DROPPED = frozenset(".,?!:;-'`")  # tokens that `tokenize` leaves out
-_TOKEN = re.compile(r"\w+|[^\w ]")
-
-
-def tokenize(caption: str) -> list[str]:
-    """Lower-case tokens of a raw caption, as in ExpansionNet v2's published code.
-
-    Words are runs of letters, digits and underscores; each other character is a token, except spaces and the characters
-    ``. , ? ! : ; - ' ` ``. A newline inside a caption is a token, because the published vocabulary has this word.
-    """
-    return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
-
-
-# The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't", also without apostrophe),
-# the genitive ("man 's"), words at hyphens and numbers from their units ("5 pm"). A mark inside a word or a number does
-# not split it ("6:30", "t.v", "at&t"), nor does it end one of its abbreviations ("p.m.").
-_SPACY_ENDINGS = (  # of contractions, and the words before them, for which spaCy needs no apostrophe
-    ("nt", "ai are ca could dare did do does had has have is may might must need ought sha should was were wo would"),
-    ("s", "he how she that there what when where who why"),
-    ("d", "he how i it that there they we what when where who why you"),
-    ("ll", "how it that there they what when where who why you"),
-    ("re", "how there they what when where why you"),
-    ("ve", "could how i might must should there they we what when where who why would you"),
-)
-_SPACY_CONTRACTED = {"cannot": ("can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta"), "im": ("i", "m")} | {
-    f"{word}{ending}": (word, ending) for ending, words in _SPACY_ENDINGS for word in words.split()
-}
-_SUBJECTS = "could|he|how|i|it|might|must|she|should|that|there|they|we|what|when|where|who|why|would|you"
-_SPACY_SUFFIX = re.compile(rf"(\w)(?=n't\b|'s\b)|\b({_SUBJECTS})(?='(?:m|d|ll|re|ve)\b)")
-_UNITS = "am|pm|[kcdm]?m|ha|yd|in|ft|[km]?g|t|lb|oz|kmh|mph|[mkgt]b"
-_SPACY = re.compile(
-    r"n't\b|'(?:s|m|d|ll|re|ve)\b"
-    r"|(?:[ap]\.m|e\.g|i\.e|v\.s|vs|co)\.|(?<!\S)[a-z]\.(?!\S)|and/or\b"
-    rf"|\d+(?:[.,]\d+)*(?=(?:{_UNITS})\b)"
-    r"|\w+(?:(?:[.';&]|[,:/](?=\d)|(?<=[^\W\d])-(?=\d))\w+)*(?:[-/](?!\S))?"
-    r"|\.{2,}|[^\w\s]"
-)
-_SPACY_DROPPED = frozenset([*"'`.?!,:-;", "..."])  # marks that the reference leaves out; it keeps others, such as &
-
-
-def tokenize_like_spacy(caption: str) -> list[str]:
-    """Lower-case tokens as spaCy splits English, without common punctuation (for the Meshed-Memory Transformer).
-
-    The rules approximate spaCy: 20 of the 202,654 captions of COCO's val2014 have other tokens in spaCy 3.8.7. White
-    space is never a token; spaCy makes one of two spaces.
-    """
-    pieces = _SPACY.findall(_SPACY_SUFFIX.sub(r"\1\2 ", caption.lower()))
-    tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
-    return [token for token in tokens if token not in _SPACY_DROPPED]
-
-
-# `tokens` are the words of the annotation file as they are, which `Dataset` holds joined with spaces.
-TOKENIZERS: dict[str, Callable[[str], list[str]]] = {
-    "expansionnet": tokenize,
-    "spacy": tokenize_like_spacy,
-    "tokens": str.split,
-}
-
-
-def text_column(tokenizer: str | None) -> str:
-    """The column of a data set that a tokenizer of `TOKENIZERS` splits; without one that of the raw captions."""
-    return "tokens" if tokenizer == "tokens" else "captions"
-
 
 @dataclass(frozen=True)
 class Vocabulary:
     """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
 
-    Raises ValueError when a special is missing, a word occurs twice, or the tokenizer is unknown.
+    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer.
+
+    Raises ValueError when a special is missing, a word occurs twice, the tokenizer is unknown, or `subwords` does not
+    fit.
     """
 
     words: tuple[str, ...]
     tokenizer: str = "expansionnet"
+    subwords: SubwordModel | None = None
     ids: dict[str, int] = field(init=False, repr=False, compare=False)
     pad: int = field(init=False, repr=False, compare=False)
     sos: int = field(init=False, repr=False, compare=False)
@@ -105,6 +48,10 @@ class Vocabulary:
             raise ValueError(f"the vocabulary's tokenizer is {quoted(self.tokenizer)}; known: {', '.join(TOKENIZERS)}")
         if missing := [special for special in SPECIALS if special not in ids]:
             raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
+        if (self.subwords is not None) != (self.tokenizer == SUBWORD):
+            raise ValueError(f"the tokenizer {SUBWORD} needs a list of merges, and no other tokenizer has one")
+        if self.subwords is not None and not ids.keys() >= set(self.subwords.pieces):
+            raise ValueError("the vocabulary lacks pieces of its subword model; it must hold all of them")
         for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():
             object.__setattr__(self, name, value)  # the class is frozen
 
@@ -124,9 +71,18 @@ class Vocabulary:
             raise ValueError(f"the vocabulary is empty: {problem} = {min_count} times or more; lower data.min_count")
         return cls(tuple(sorted(words | set(SPECIALS))), tokenizer)
 
+    @classmethod
+    def train_subwords(cls, captions: Iterable[str], size: int, min_count: int) -> Vocabulary:
+        """The vocabulary of a subword model of raw captions, with at most `size` words, special tokens included.
+
+        Raises ValueError for a size below 260, the number of bytes and special tokens.
+        """
+        subwords = SubwordModel.train(captions, size - len(SPECIALS), min_count)
+        return cls(tuple(sorted({*subwords.pieces, *SPECIALS})), SUBWORD, subwords)
+
     def tokenize(self, caption: str) -> list[str]:
         """Tokens of a raw caption, by this vocabulary's tokenizer."""
-        return TOKENIZERS[self.tokenizer](caption)
+        return TOKENIZERS[self.tokenizer].split(caption) if self.subwords is None else self.subwords.split(caption)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of SOS, the tokens and EOS. A token outside of the vocabulary gets the id of UNK."""
@@ -135,11 +91,30 @@ class Vocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         """The caption's text up to the first EOS, without PAD and SOS."""
         caption = itertools.takewhile(lambda index: index != self.eos, ids)
-        return " ".join(self.words[index] for index in caption if index not in (self.sos, self.pad))
+        return "".join(self._parts([self.words[index] for index in caption if index not in (self.sos, self.pad)]))
+
+    def tokens_of(self, caption: str) -> list[str]:
+        """The tokens of a caption that `decode` made, as far as its text shows them."""
+        return caption.split() if self._has_words else self.tokenize(caption)
+
+    def parts(self, caption: str) -> list[str]:
+        """The text of each token of a caption that `decode` made, with the space before it if there is one."""
+        return self._parts(self.tokens_of(caption))
+
+    @property
+    def _has_words(self) -> bool:
+        return TOKENIZERS[self.tokenizer].tokens_are_words
+
+    def _parts(self, tokens: list[str]) -> list[str]:
+        """The text that each token adds to a caption."""
+        return TOKENIZERS[self.tokenizer].parts(tokens) if self.subwords is None else self.subwords.parts(tokens)
 
     def to_json(self) -> str:
         """The text of vocabulary.json, which `load` reads."""
-        return json.dumps({"tokenizer": self.tokenizer, "words": self.words}, ensure_ascii=False, indent=0)
+        content: dict[str, Any] = {"tokenizer": self.tokenizer, "words": self.words}
+        if self.subwords is not None:  # a piece contains no space
+            content["merges"] = [" ".join(pair) for pair in self.subwords.merges]
+        return json.dumps(content, ensure_ascii=False, indent=0)
 
     def save(self, path: Path) -> None:
         path.write_text(self.to_json(), encoding="utf-8")
@@ -152,4 +127,13 @@ class Vocabulary:
         tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None
         if not isinstance(words, list) or not all(isinstance(text, str) for text in (tokenizer, *words)):
             raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list of text under 'words'")
-        return cls(tuple(words), str(tokenizer))
+        subwords = _subwords(data["merges"]) if "merges" in data else None
+        return cls(tuple(words), str(tokenizer), subwords)
+
+
+def _subwords(merges: Any) -> SubwordModel:
+    """The subword model of the list in vocabulary.json. Raises ValueError."""
+    if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
+        raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
+    pairs = [text.split(" ") for text in merges]
+    return SubwordModel(tuple((left, right) for left, right in pairs))

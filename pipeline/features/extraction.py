@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import BackboneConfig
-from models.transform import ImageTransform, normalize
+from models.transform import ImageTransform
+from models.views import content_key_of
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
@@ -70,13 +71,20 @@ class Extractor:
     max_pixels: int
     options: StorageOptions = StorageOptions()
 
+    @property
+    def transform(self) -> ImageTransform:
+        """The transform that belongs to the backbone. It imports torch; tasks that decode images are sent the value."""
+        from models.backbone import image_transform
+
+        return image_transform(self.backbone)
+
     def describe(self) -> dict[str, Any]:
         """Everything that changes a feature."""
-        ignored = ("weights", "drop_path", "gradient_checkpointing")
+        ignored = ("weights", "drop_path", "gradient_checkpointing", "transform")
         return {
-            "backbone": {key: value for key, value in asdict(self.backbone).items() if key not in ignored},
+            "backbone": self.backbone.feature_settings(*ignored),
             "weights": weights_file_digest(self.weights),
-            "transform": ImageTransform(self.backbone.image_size).describe(),
+            "transform": self.transform.describe(),
             "compute": self.settings.compute_dtype,
             "stored": self.settings.stored_dtype,
         }
@@ -86,7 +94,7 @@ class Plan(NamedTuple):
     """The images of an extraction."""
 
     num_images: int  # distinct images in the data set
-    missing: pa.Table  # columns key and uri of the images to compute; every content key occurs once
+    missing: pa.Table  # columns key and uri of the images or views to compute; every key occurs once
     unusable: dict[str, str]  # {content key: reason} of images that an earlier extraction could not use
 
 
@@ -104,9 +112,15 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
     is_stored = pa.chunked_array([pa.array(FeatureStore(folder).contains(unique["key"]))])
-    is_unusable = pc.is_in(unique["key"], value_set=pa.array(list(quarantined), pa.string()))
+    contents = _content_keys(unique)
+    is_unusable = pc.is_in(contents, value_set=pa.array(list(quarantined), pa.string()))
     missing = unique.filter(pc.invert(pc.or_(is_stored, is_unusable)))
-    return Plan(len(unique), missing, {key: quarantined[key] for key in unique["key"].filter(is_unusable).to_pylist()})
+    return Plan(len(unique), missing, {key: quarantined[key] for key in contents.filter(is_unusable).to_pylist()})
+
+
+def _content_keys(table: pa.Table) -> pa.ChunkedArray:
+    """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
+    return pc.utf8_slice_codeunits(table["key"], 0, 64)
 
 
 def extract(
@@ -116,7 +130,7 @@ def extract(
     start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
 ) -> tuple[StoragePath, dict[str, str]]:
-    """Computes the features that the store lacks, for every image of the data set.
+    """Computes the features that the store lacks, for every image of the data set, whose keys may be those of views.
 
     Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
     reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI:
@@ -135,7 +149,9 @@ def extract(
         begin, done = time.monotonic(), 0
         with watch as progressed, progress("features  ", count) as advance:
             for keys, reasons in compute(missing, folder, extractor):
-                unusable |= {str(key): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason}
+                unusable |= {
+                    content_key_of(str(key)): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason
+                }
                 done += len(keys)
                 advance(len(keys))
                 progressed()
@@ -163,9 +179,10 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     settings, count = extractor.settings, len(missing)
     decoding = {
-        "image_size": extractor.backbone.image_size,
+        "transform": extractor.transform,
         "max_pixels": extractor.max_pixels,
         "options": extractor.options,
+        "augmentation": settings.augmentation,
     }
     arguments = {"folder": folder, "extractor": extractor}
     if folder.is_remote:  # workers on other machines cannot read the driver's file
@@ -241,7 +258,7 @@ class ShardWriter:
         self.folder, self.settings = folder, extractor.settings
         self.device = device_for(extractor.settings.gpus_per_actor)
         self.dtype = getattr(torch, extractor.settings.compute_dtype)
-        self.transform = ImageTransform(extractor.backbone.image_size)
+        self.transform = extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)
         self.backbone = self.thread.submit(self._load, extractor, weights).result()
 
@@ -287,7 +304,7 @@ class ShardWriter:
                 part = pixels[start : start + size]
                 padded = np.zeros((size, *pixels.shape[1:]), np.uint8)
                 padded[: len(part)] = part
-                images = normalize(torch.from_numpy(padded).to(self.device)).contiguous()
+                images = self.transform.normalize(torch.from_numpy(padded).to(self.device)).contiguous()
                 features = self.backbone(images)[: len(part)].to(stored)
                 parts.append(features.cpu().numpy())
                 finite.append(features.isfinite().all(2).all(1).cpu().numpy())
@@ -304,9 +321,11 @@ def write_quarantine(
     before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
     of_others = before.filter(pc.invert(pc.is_in(before["uri"], value_set=dataset.table["uri"])))
     rows = {row["uri"]: row for row in of_others.to_pylist()}
-    table = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))
-    for row in table.select(["uri", "key"]).to_pylist():
-        rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
+    content_keys = _content_keys(dataset.table)
+    is_unusable = pc.is_in(content_keys, value_set=pa.array(list(unusable), pa.string()))
+    uris = dataset.table["uri"].filter(is_unusable).to_pylist()
+    for uri, key in zip(uris, content_keys.filter(is_unusable).to_pylist(), strict=True):
+        rows[uri] = {"uri": uri, "key": key, "reason": unusable[key]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
     after = sorted(rows.values(), key=lambda row: row["uri"])

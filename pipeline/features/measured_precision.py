@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import BackboneConfig
@@ -16,8 +15,8 @@ from pipeline.storage.path import StoragePath
 if TYPE_CHECKING:
     from pipeline.runtime.precision import PrecisionTimes
 
-NUM_STAGES = 4  # of the Swins that timm names
-NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing")  # keys of a backbone that change no feature's time
+# keys of a backbone that change no feature's time
+NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
 
 
 def extraction_precision(
@@ -34,8 +33,7 @@ def extraction_precision(
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
-    sizes = {key: value for key, value in asdict(backbone).items() if key not in NOT_A_SIZE}
-    work = {"backbone": sizes, "device": "GPU" if settings.gpus_per_actor else "CPU"}
+    work = {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
     text = f"one block of each stage of {backbone.name}"
     return decided_precision(
         work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features", measured=text
@@ -57,7 +55,7 @@ def _measure_on_ray(
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
     """Seconds per image of a backbone with one block in each stage, whose shapes are those of the whole backbone.
 
-    A CPU computes one image at a time, and a GPU a batch.
+    A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
     """
     from pipeline.runtime.context import device_for
     from pipeline.runtime.cpu import computing_thread
@@ -68,12 +66,10 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
     def measure() -> PrecisionTimes:
         import torch
 
-        from models.backbone import Backbone
+        from models.backbone import Backbone, with_one_block_per_stage
         from pipeline.runtime.precision import measure_precisions
 
-        num_stages = NUM_STAGES if backbone.depths is None else len(backbone.depths)
-        thin = replace(backbone, depths=(1,) * num_stages, weights="none", gradient_checkpointing=False)
-        model = Backbone(thin, with_weights=False).eval().to(device)
+        model = Backbone(with_one_block_per_stage(backbone), with_weights=False).eval().to(device)
         images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)
         return measure_precisions(lambda: model(images), device, size)
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from models.augmentation import augmented
 from models.base import Features, map_tensors
-from models.transform import ImageTransform, normalize
-from pipeline.data.images import MAX_BYTES, decode_image, read_image_file
-from pipeline.storage.path import StorageOptions, StoragePath, is_remote
+from models.transform import ImageTransform
+from pipeline.annotations.location import ImageLocation, is_remote_image
+from pipeline.data.images import MAX_BYTES, decode_image
+from pipeline.storage.path import StorageOptions
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+    from PIL import Image
+
+    from models.views import Views
     from pipeline.data.dataset import Dataset
     from pipeline.features.store import FeatureStore
     from pipeline.storage.file_cache import ImageCache
@@ -44,42 +50,93 @@ class Images:
         self.uris, self.keys, self.cache = dataset.column("uri"), dataset.column("key"), cache
         self.image_ids = np.array(dataset.column("image_id"), np.int64)
         self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
-        self.positions = store.locate(dataset.table["key"]) if store is not None else None
-        if any(is_remote(uri) for uri in self.uris):
+        self.positions = None if store is None else self._locate(store, dataset.table["key"])
+        if any(is_remote_image(uri) for uri in self.uris):
             threads = max(threads, NUM_REMOTE_THREADS)
         self.pool = ThreadPoolExecutor(max(1, threads)) if store is None else None
 
     def __len__(self) -> int:
         return len(self.uris)
 
-    def load(self, rows: np.ndarray) -> Features:
+    def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:
         """The inputs of these rows as they are stored, which `on_device` converts to model inputs.
 
+        seeds: (len(rows),) uint64, which decide the views of training images; only `AugmentedImages` uses them.
         From a store, the tokens are features (len(rows), N, C) in the stored dtype; regions also have lengths and
         boxes. Without a store, the tokens are resized pixels (len(rows), H, W, 3) uint8.
         """
         if self.store is None or self.positions is None:
             assert self.pool is not None
-            return Features(torch.stack(list(self.pool.map(self._pixels, rows))))
-        tokens = torch.from_numpy(self.store.gather_at(self.positions[rows]))
-        regions = self.store.regions_at(self.positions[rows])
+            pixels = self.pool.map(self._pixels, rows, [None] * len(rows) if seeds is None else seeds.tolist())
+            return Features(torch.stack(list(pixels)))
+        positions = self._positions_at(rows, seeds)
+        tokens = torch.from_numpy(self.store.gather_at(positions))
+        regions = self.store.regions_at(positions)
         return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
-    def _pixels(self, row: int) -> Tensor:
+    def _locate(self, store: FeatureStore, content_keys: pa.ChunkedArray) -> np.ndarray:
+        """The positions of the images in the store."""
+        return store.locate(content_keys)
+
+    def _positions_at(self, rows: np.ndarray, seeds: np.ndarray | None) -> np.ndarray:
+        """The positions of these rows in the store."""
+        assert self.positions is not None
+        return self.positions[rows]
+
+    def _decoded(self, row: int) -> Image.Image:
+        """The image of a row."""
+        image, key = ImageLocation.parse(self.uris[row], self.options), self.keys[row]
+        cache = self.cache if image.is_remote and key else None
+        data = image.read_bytes(MAX_BYTES) if cache is None else cache.read(image, key, MAX_BYTES)
+        return decode_image(data, self.max_pixels)
+
+    def _pixels(self, row: int, seed: int | None) -> Tensor:
         """The resized pixels (H, W, 3) uint8 of one image."""
         assert self.transform is not None
-        path, key = StoragePath(self.uris[row], self.options), self.keys[row]
-        data = self.cache.read(path, key, MAX_BYTES) if self.cache and path.is_remote and key else read_image_file(path)
-        return torch.from_numpy(self.transform.resize(decode_image(data, self.max_pixels)).copy())
+        return torch.from_numpy(self.transform.resize(self._decoded(row)).copy())
 
 
-def on_device(features: Features, device: torch.device, dtype: torch.dtype = torch.float32) -> Features:
-    """Model inputs of type `dtype` on `device` from the inputs of `Images.load`.
+class AugmentedImages(Images):
+    """Training images, of which a seed decides the view: a stored one, or without a store a new one."""
+
+    def __init__(self, views: Views, *arguments: Any) -> None:
+        """arguments: those of `Images`."""
+        self.views = views
+        super().__init__(*arguments)
+
+    def _locate(self, store: FeatureStore, content_keys: pa.ChunkedArray) -> np.ndarray:
+        import pyarrow.compute as pc
+
+        columns = [
+            store.locate(pc.binary_join_element_wise(content_keys, suffix, "")) for suffix in self.views.suffixes
+        ]
+        return np.stack(columns, axis=1)
+
+    def _positions_at(self, rows: np.ndarray, seeds: np.ndarray | None) -> np.ndarray:
+        assert self.positions is not None and seeds is not None
+        return self.positions[rows, (seeds % np.uint64(self.views.count)).astype(np.int64)]
+
+    def _pixels(self, row: int, seed: int | None) -> Tensor:
+        assert self.transform is not None and seed is not None
+        pixels = augmented(self._decoded(row), self.views.augmentation, seed, self.transform.resize)
+        return torch.from_numpy(pixels.copy())
+
+
+def on_device(
+    features: Features,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    transform: ImageTransform | None = None,
+) -> Features:
+    """Model inputs of type `dtype` on `device` from the inputs of `Images.load`; pixels need its transform.
 
     The inputs are copied as they are stored, which is half the bytes for float16 features and a quarter for pixels, and
     converted on the device. From pinned memory the copy does not wait for the device. Pixels become normalized images
     (B, 3, H, W).
     """
     moved = map_tensors(features, lambda tensor: tensor.to(device, non_blocking=True))
-    tokens = normalize(moved.tokens).contiguous() if moved.tokens.dtype == torch.uint8 else moved.tokens
+    tokens = moved.tokens
+    if tokens.dtype == torch.uint8:
+        assert transform is not None
+        tokens = transform.normalize(tokens).contiguous()
     return replace(moved, tokens=tokens.to(dtype))

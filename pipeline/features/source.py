@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
+
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
@@ -43,8 +46,9 @@ def extract_features(
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
-    weights: the file of the backbone's weights; None without a backbone. start_ray: see `extract`. unreadable:
-    {URI: reason} of images without a content key, which the quarantine lists.
+    With `features.views`, an image of a training split has features of its views, and of the image itself only if its
+    split is used otherwise, too. weights: the file of the backbone's weights; None without a backbone. start_ray: see
+    `extract`. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
@@ -53,7 +57,29 @@ def extract_features(
     dtype = extraction_precision(backbone, config.features, config.storage_place / "precision", start_ray)
     settings = config.features.model_copy(update={"compute_dtype": dtype})
     extractor = Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options)
-    return Extracted(*extract(dataset, config.storage_place / "features", extractor, start_ray, unreadable))
+    rows = with_views(dataset, config)
+    return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
+
+
+def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
+    """The rows of an extraction: the images, and in place of training images their views if the configuration has any.
+
+    With views, the result has only the columns key and uri. The driver needs memory for `features.views` rows of them
+    per training image.
+    """
+    views = config.features.training_views
+    if views is None:
+        return dataset
+    data = config.data
+    unchanged = {data.val_split, *data.test_splits}
+    keys = [
+        ([] if split in data.train_splits and split not in unchanged else [key])
+        + (views.keys(key) if split in data.train_splits and key is not None else [])
+        for key, split in zip(dataset.column("key"), dataset.column("split"), strict=True)
+    ]
+    rows = dataset.table.select(["uri", "key"])
+    rows = rows.take(pa.array(np.repeat(np.arange(len(keys)), [len(each) for each in keys])))
+    return Dataset(rows).with_column("key", pa.array([key for each in keys for key in each], pa.string()))
 
 
 def features_for_bundles(config: RunConfig, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:

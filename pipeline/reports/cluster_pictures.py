@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from models.cluster_groups import Clusters
+from pipeline.reports.fonts import drawable
 
 SIDE, MARGIN, TITLE = 288, 12, 26  # pixels: side of an image, margin, height of a title
 LINE = 28  # pixels: height of a line of words
@@ -107,7 +108,7 @@ def _find_neighbors(labels: np.ndarray) -> dict[int, set[int]]:
 def cluster_picture(image: Image.Image, words: Sequence[str], clusters: Clusters) -> Image.Image:
     """One tile per layer: the image and the caption's words in the colors of their clusters."""
     layers = layer_colors(clusters)
-    font, small = ImageFont.load_default(18), ImageFont.load_default(15)
+    (words, font), small = drawable(words, 18), ImageFont.load_default(15)
     boxes = _lay_out_words(words, font)
     num_lines = max((line for line, _, _ in boxes), default=0) + 1
     columns = min(COLUMNS, max(1, len(layers)))

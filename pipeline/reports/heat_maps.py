@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from pipeline.reports.fonts import drawable
+
 SIDE, MARGIN, LABEL = 224, 8, 26  # pixels: side of an image, margin, height of a label
 COLUMNS = 6
 RASTER = 24  # region features are drawn on a grid with this many cells per side
@@ -66,6 +68,7 @@ def caption_picture(
     num_lines = math.ceil((1 + len(words)) / columns)  # the image is the first tile
     sheet = Image.new("RGB", (LABEL + columns * tile + MARGIN, num_lines * height + MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
+    words, word_font = drawable(words, 18)
     sheet.paste(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC), (LABEL + MARGIN, MARGIN))
     note_font = ImageFont.load_default(15)
     draw.multiline_text((LABEL + MARGIN, 2 * MARGIN + SIDE), NOTE, "dimgray", note_font, spacing=6)
@@ -79,7 +82,7 @@ def caption_picture(
             sheet.paste(heat_map(image, weights), (left, top + row * tile))
     for number, word in enumerate(words, 1):
         center = LABEL + MARGIN + number % columns * tile + SIDE / 2
-        while draw.textlength(word, font) > SIDE:  # shortens a word that is wider than its tile
+        while draw.textlength(word, word_font) > SIDE:  # shortens a word that is wider than its tile
             word = word.removesuffix("…")[:-1] + "…"
-        draw.text((center, (number // columns + 1) * height - LABEL + 2), word, "black", font, anchor="ma")
+        draw.text((center, (number // columns + 1) * height - LABEL + 2), word, "black", word_font, anchor="ma")
     return sheet

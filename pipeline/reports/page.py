@@ -18,10 +18,11 @@ import numpy as np
 from PIL import Image
 
 from pipeline.data.images import BadImage, decode_image, read_image_file
-from pipeline.data.vocabulary import tokenize
+from pipeline.language.languages import ENGLISH
 from pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
 from pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
 from pipeline.reports.text_table import UNAVAILABLE
+from pipeline.scoring.metric_words import metric_words
 from pipeline.storage.atomic import write_text
 from pipeline.storage.path import StoragePath, storage_path
 
@@ -39,7 +40,8 @@ class ReportImage:
     """One picture of the gallery.
 
     path: the picture's file (on S3 a StoragePath) or its bytes. score: CIDEr-D of the caption, or None. alternatives:
-    other captions by name, for example those of earlier stages or of another model. attention (words, N): the attention
+    other captions by name, for example those of earlier stages or of another model. parts: the caption's text by token,
+    with the spaces between them; by default its words. attention (words, N): the attention
     of each word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each
     token to the word's log-probability. clusters: the clusters of patches and words in each layer.
     """
@@ -54,6 +56,7 @@ class ReportImage:
     attention: np.ndarray | None = None
     attribution: np.ndarray | None = None
     clusters: Sequence[LayerColors] = ()
+    parts: Sequence[str] = ()
 
     @property
     def finite_score(self) -> float | None:
@@ -74,9 +77,9 @@ class ReportStage:
 class Report:
     """The content of the page.
 
-    score_rows: (label, one cell per column). The part of a label after a newline is a note in small type
-    ("ExpansionNet v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained
-    below the table. metadata: short texts about the run, by name.
+    score_rows: (label, one cell per column). The part of a label after a newline is a note in small type ("ExpansionNet
+    v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained below the table.
+    metadata: short texts about the run, by name. language: of the captions.
     """
 
     title: str
@@ -87,6 +90,7 @@ class Report:
     stages: list[ReportStage]
     images: list[ReportImage]
     metadata: dict[str, str]
+    language: str = ENGLISH
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -109,7 +113,7 @@ def report_html(report: Report) -> str:
             )
     reasons = [_reason(cell) for _, cells in report.score_rows for cell in cells]
     images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
-    cards = _cards(images, seed=report.run_id)
+    cards = _cards(images, report.language, seed=report.run_id)
     html = render_template(
         TEMPLATE,
         report=report,
@@ -191,15 +195,15 @@ def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
     return [make_histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
 
 
-def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:
+def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[dict[str, Any]]:
     """The template's values for each picture, lowest score first. Pictures without a score are last."""
     positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
         thumbnails = list(pool.map(_thumbnail, (image.path for image in images)))
     cards = []
     for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
-        words = tokenize(image.caption)
-        pairs = [(set(words), set(tokenize(caption))) for caption in image.alternatives.values()]
+        words = metric_words(image.caption, language)
+        pairs = [(set(words), set(metric_words(caption, language))) for caption in image.alternatives.values()]
         # the share of words that only one of two captions has
         differences = [len(one ^ other) / len(one | other) for one, other in pairs if one | other]
         cards.append(
@@ -223,7 +227,8 @@ def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
 
     The result is "" without maps, or when the maps are not one square grid per word.
     """
-    if maps is None or len(maps) != len(image.caption.split()) or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
+    num_tokens = len(image.parts or image.caption.split())
+    if maps is None or len(maps) != num_tokens or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
         return ""
     low, high = maps.min(1, keepdims=True), maps.max(1, keepdims=True)
     levels = (maps - low) / np.where(high > low, high - low, 1.0)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.annotations.location import PARTS
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import Section
 from pipeline.data.dataset import Dataset
@@ -57,6 +58,7 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
     """How many files differ from the previous listing; without one every file is new."""
     if before is None:
         return Change(added=now.num_rows, changed=0, gone=0)
+    before = before.filter(pc.is_valid(before["size"]))
     rows = pc.index_in(now["name"], value_set=before["name"])  # null for a new file
     previous = before.take(rows)
     same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
@@ -67,12 +69,19 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
 
 
 def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:
-    """The listing with the content keys of the data set's images, by which a later retraining recognizes images."""
+    """The listing with the content keys of the data set's images, by which a later retraining recognizes images.
+
+    Images in an archive or table are further rows without a size, which `compare` leaves out.
+    """
+    is_in_file = pc.or_(*(pc.starts_with(dataset.table["uri"], begin) for begin in PARTS))
+    parts = dataset.table.filter(is_in_file)
+    rows = [parts["uri"], *(pa.nulls(len(parts), LISTING.field(name).type) for name in ("size", "tag")), parts["key"]]
     prefix, uris = f"{root.rstrip('/')}/", dataset.table["uri"]
     # an image's name in the listing is relative to the root, or its URI if it is outside of the root
     names = pc.if_else(pc.starts_with(uris, prefix), pc.utf8_slice_codeunits(uris, len(prefix)), uris)
     keys = dataset.table["key"].take(pc.index_in(listing["name"], value_set=names))
-    return listing.set_column(LISTING.get_field_index("key"), "key", keys)
+    listed = listing.set_column(LISTING.get_field_index("key"), "key", keys)
+    return pa.concat_tables([listed, pa.table(rows, LISTING)]) if len(parts) else listed
 
 
 def new_keys(dataset: Dataset, before: pa.Table | None) -> int:

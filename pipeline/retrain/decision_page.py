@@ -35,6 +35,7 @@ def decision_page(
         stages=[],
         images=[] if part is None else _images(config, part, captions or {}, scores or {}),
         metadata=_metadata(decision),
+        language=config.data.language,
     )
     with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
         path = Path(scratch) / "page.html"

@@ -80,9 +80,7 @@ def retrain(config: RunConfig, work: Work) -> int:
 def rollback(config: RunConfig) -> int:
     """Restores the previous champion; returns the exit code. It takes the lease from a running retraining by force."""
     if not ChampionStore(config.storage_place, config.name).read().before:
-        raise UserError(
-            f"--rollback: {config.name} has no champion before the present one in {config.storage.uri}; nothing changed"
-        )
+        raise UserError(f"--rollback: {config.name} has no earlier champion in {config.storage.uri}; nothing changed")
     return _act_under_lease(config, _Retraining.roll_back, by_force=True)
 
 
@@ -315,7 +313,7 @@ class _Retraining:
         """Makes the former champion the champion again; returns the exit code."""
         state = self.state
         if not state.before or state.champion is None:
-            raise UserError(f"--rollback: {self.config.name} has no champion before the present one; nothing changed")
+            raise UserError(f"--rollback: {self.config.name} has no earlier champion; nothing changed")
         former, run_id = state.before[-1], state.champion.run_id
         self.store.require_intact(former)
         reason = f"requested; the champion of run {run_id} is replaced by that of {former.run_id}"
@@ -333,7 +331,7 @@ def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, di
         raise OSError("some held-out images could be read for one model and not for the other; call again")
     references = {image: texts for image, texts in part.references().items() if image in images}
     results = {
-        model: score_captions(references, texts, metrics=("CIDEr-D",)).by_name["CIDEr-D"]
+        model: score_captions(references, texts, metrics=("CIDEr-D",), language=config.data.language).by_name["CIDEr-D"]
         for model, texts in captions.items()
     }
     values = {model: float(result.value or 0) for model, result in results.items()}

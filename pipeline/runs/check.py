@@ -22,12 +22,14 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, require_splits
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.data.loading import data_root, snapshot_of
-from pipeline.data.vocabulary import tokenize
+from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.features.regions import missing_regions
+from pipeline.language.caption_problems import CaptionProblems
+from pipeline.language.tokenizers import SUBWORD, caption_words
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StoragePath
-from pipeline.untrusted.names import shown
+from pipeline.untrusted.names import quoted, shown
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CI
 MIN_ORIGINAL_SIDE = 400
 SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
+# the share of words of validation captions outside of the vocabulary, above which there is a warning
+MAX_UNKNOWN = 0.05
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
@@ -82,9 +86,12 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     require_splits(dataset, config.data)
     logger.info(f"reading {len(dataset)} images")
     dataset, missing = snapshot_of(dataset, config)
-    _check_captions(result, dataset, problems)
+    _check_captions(result, dataset, problems, config.data.tokenizer)
+    fitting = _check_tokenizer(result, dataset, config.data.tokenizer)
     try:
-        result.statistics["vocabulary"] = len(build_vocabulary(dataset, config.data))
+        vocabulary = build_vocabulary(dataset, config.data)
+        result.statistics["vocabulary"] = len(vocabulary)
+        _check_unknown(result, dataset.split(config.data.val_split), vocabulary, fitting)
     except UserError as error:  # the captions give no vocabulary
         result.error(str(error))
     unchecked = dataset
@@ -103,13 +110,13 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     return result
 
 
-def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> None:
+def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
     """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
     # Each list holds an image URI per finding; an image can appear more than once.
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     for uri, split, captions in zip(*(dataset.column(name) for name in ("uri", "split", "captions")), strict=True):
-        words = [tokenize(caption) for caption in captions]
+        words = [caption_words(tokenizer, caption) for caption in captions]
         counts[split][len(captions)] += 1
         empty += [uri for tokens in words if not tokens]
         long += [uri for tokens in words if len(tokens) > MAX_WORDS]
@@ -141,6 +148,33 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str]) -> 
     if single_caption_splits := [split for split, counter in counts.items() if max(counter) == 1]:
         splits = ", ".join(single_caption_splits)
         result.warn(f"one caption per image in {splits}: CIDEr-D is reliable only with several")
+
+
+def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
+    """Reports captions that the configured tokenizer does not split into words; returns the tokenizer that fits."""
+    problems = CaptionProblems(tokenizer)
+    for text, words in zip(dataset.texts(tokenizer), dataset.tokens(tokenizer), strict=True):
+        problems.add(text, words)
+    for warning in problems.warnings():
+        result.warn(warning)
+    is_split_wrongly = problems.cut.count or 2 * problems.one_word.count > problems.total
+    return problems.suggestion if is_split_wrongly else SUBWORD
+
+
+def _check_unknown(result: Findings, validation: Dataset, vocabulary: Vocabulary, fitting: str) -> None:
+    """Reports validation captions with many words outside of the vocabulary. fitting: the tokenizer to suggest."""
+    counts: Counter[str] = Counter()
+    for text in validation.texts(vocabulary.tokenizer):
+        counts.update(vocabulary.tokenize(text))
+    unknown = Counter({word: count for word, count in counts.items() if word not in vocabulary.ids})
+    share = unknown.total() / max(counts.total(), 1)
+    result.statistics["unknown_words"] = round(share, 4)
+    if share > MAX_UNKNOWN:
+        examples = _examples([quoted(word) for word, _ in unknown.most_common()])
+        result.warn(
+            f"{share:.1%} of the words of validation captions are not in the vocabulary, such as {examples}; set "
+            f"data.tokenizer to {fitting}, or lower data.min_count"
+        )
 
 
 def _is_text(caption: str) -> bool:

@@ -16,8 +16,16 @@ from pipeline.captioning.protocols import run_protocol
 from pipeline.data.dataset import Dataset
 from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import DamagedError, UserError
+from pipeline.language.languages import ENGLISH
 from pipeline.runs.folder import RunFolder
-from pipeline.scoring.metrics import JAVA_METRICS, METRICS, VALIDATION_METRICS, score_captions, why_unavailable
+from pipeline.scoring.metrics import (
+    JAVA_METRICS,
+    METRICS,
+    VALIDATION_METRICS,
+    has_meaning,
+    score_captions,
+    why_unavailable,
+)
 from pipeline.scoring.result_files import read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
 from pipeline.storage.atomic import read_json, write_json
@@ -34,6 +42,7 @@ class RunScores:
 
     splits: tuple[SplitResult, ...]
     validation_by_stage: dict[str, float]
+    language: str = ENGLISH  # of the captions
 
     def flat(self) -> dict[str, float]:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
@@ -43,7 +52,8 @@ class RunScores:
     def unavailable(self) -> dict[str, str]:
         """{metric: reason} of the metrics that could not be computed now, but may be later or on another machine."""
         scores = [score for result in self.splits if result.scores for score in result.scores.by_name.items()]
-        return {name: score.unavailable for name, score in scores if score.unavailable and name in JAVA_METRICS}
+        names = [name for name in JAVA_METRICS if has_meaning(name, self.language)]
+        return {name: score.unavailable for name, score in scores if score.unavailable and name in names}
 
 
 def split_result(
@@ -107,20 +117,21 @@ def _read_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) ->
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
     """Scores the splits of a run and writes scores.json. Test splits get all metrics."""
     test_splits = folder.config.data.test_splits
+    language = folder.config.data.language
     is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
         """The result of a split with its scores added."""
         references = dataset.split(result.split).references()
-        accuracy = main_object_accuracy(result.captions, references) if is_synthetic else None
+        accuracy = main_object_accuracy(result.captions, references, language) if is_synthetic else None
         metrics = METRICS if result.split in test_splits else VALIDATION_METRICS
-        scores = score_captions(references, result.captions, metrics=metrics)
+        scores = score_captions(references, result.captions, metrics=metrics, language=language)
         return replace(result, scores=scores, main_object=accuracy)
 
     # each process of SPICE takes half of the free memory, so that there must be one at a time
     max_workers = 1 if why_unavailable("SPICE") is None else None
     with ThreadPoolExecutor(max_workers) as pool:  # threads suffice: most of the work runs in Java processes
-        run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset))
+        run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset), language)
     splits = {result.split: result.to_json() for result in run_scores.splits}
     protocol = run_protocol(folder.config, folder.last_kept())
     content = {"protocol": asdict(protocol), "signature": protocol.signature, "splits": splits}
@@ -134,7 +145,9 @@ def _validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float
     values = {}
     for stage in folder.config.stages:
         path = folder.stage(stage.name) / "predictions-val.json"
-        scores = score_captions(references, read_predictions(path), metrics=("CIDEr-D",)) if path.is_file() else None
-        if scores is not None and (value := scores.by_name["CIDEr-D"].value) is not None:
-            values[stage.name] = value
+        if path.is_file():
+            language = folder.config.data.language
+            scores = score_captions(references, read_predictions(path), metrics=("CIDEr-D",), language=language)
+            if (value := scores.by_name["CIDEr-D"].value) is not None:
+                values[stage.name] = value
     return values

@@ -23,10 +23,12 @@ from pipeline.version import project_root
 # Sources that decide a result. A change in one of them gives new run ids, a change elsewhere (as in reports) does not.
 RESULT_SOURCES = (
     "models",
+    "pipeline/annotations",
     "pipeline/captioning",
     "pipeline/config",
     "pipeline/data",
     "pipeline/features",
+    "pipeline/language",
     "pipeline/runs",
     "pipeline/runtime",
     "pipeline/scoring",
@@ -75,7 +77,15 @@ def _relevant_values(value: Any, config: RunConfig) -> Any:
         key: _relevant_values(_value_or_digest(getattr(value, key), mark, config), config)
         for key, mark in identity_marks(section).items()
         if mark not in ignored
+        and not (mark is Identity.UNLESS_DEFAULT and getattr(value, key) == _default(section, key))
     }
+
+
+def _default(section: Any, key: str) -> Any:
+    """The default of a section's key."""
+    if issubclass(section, BaseModel):
+        return section.model_fields[key].default
+    return next(field.default for field in fields(section) if field.name == key)
 
 
 @cache

@@ -34,9 +34,10 @@ def check_before_writing(config: RunConfig) -> None:
     if dataset is not None:
         from pipeline.runs.prepare import check_constraints, max_positions
 
-        max_positions(config, dataset)
+        vocabulary = build_vocabulary(dataset, config.data)
+        max_positions(config, dataset, vocabulary)
         if config.init_from is None:  # a bundle brings more words
-            check_constraints(config, dataset, build_vocabulary(dataset, config.data))
+            check_constraints(config, dataset, vocabulary)
     require_possible(config)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from models.backbone import Backbone
+from models.backbone import Backbone, image_transform
 from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
@@ -106,6 +106,7 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
     while True:
         torch.manual_seed(config.seed)
         try:
+            image_transform(config.backbone)  # refuses a transform that cannot be computed
             return Backbone(config.backbone, with_weights=with_weights)
         except ConnectionError as error:
             if not pauses:
@@ -121,9 +122,10 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     """Draws the weights of the backbone and then of the model from the seed, and writes the files of a new run."""
     start = warm_start(config)
     vocabulary = build_vocabulary(dataset, config.data)
-    num_positions = max_positions(config, dataset)
     if start is not None:
         vocabulary = start.extend_vocabulary(vocabulary)
+    num_positions = max_positions(config, dataset, vocabulary)
+    if start is not None:
         num_positions = max(num_positions, start.bundle.captioner.model.sizes.max_positions)
     backbone = None
     if config.has_backbone:
@@ -171,12 +173,12 @@ def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabular
         load_automata(Path(config.evaluation.constraints), images, vocabulary)
 
 
-def max_positions(config: RunConfig, dataset: Dataset) -> int:
+def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> int:
     """The number of token positions that is enough for training captions, SCST samples and evaluation.
 
     Raises UserError if the configured number is too small for the longest training caption.
     """
-    longest = longest_caption(dataset.split(*config.data.train_splits), config.data.tokenizer)
+    longest = longest_caption(dataset.split(*config.data.train_splits), vocabulary)
     configured = config.model.max_positions
     if configured is not None and configured < longest:
         raise UserError(

@@ -9,6 +9,7 @@ from pipeline.comparison.published import FinalRow, published_rows
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.features.source import describe_features
+from pipeline.language.languages import metric_tokenizer
 from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
 from pipeline.runs.evaluation import RunScores
 from pipeline.runs.folder import RunFolder
@@ -71,16 +72,17 @@ def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]
 def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
     """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy.
 
-    These scores use PTB tokens, like the score table. During training, validation uses the vocabulary's tokens.
+    These scores use the metrics' words, like the score table. During training, validation uses the vocabulary's tokens.
     """
-    yield "validation CIDEr-D (PTB tokens)  " + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+    label = f"validation CIDEr-D ({metric_tokenizer(config.data.language)} tokens)  "
+    yield label + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
     objectives = {stage.name: stage.objective for stage in config.stages}
     ascending = sorted(by_stage.items(), key=lambda item: item[1])
     # The highest value of each objective: in ascending order, a later value replaces an earlier one.
     best = {objectives[name]: value for name, value in ascending}
     if best.keys() == {"cross_entropy", "scst"}:
         gain = best["scst"] - best["cross_entropy"]
-        yield f"{'':33}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
+        yield f"{'':{len(label)}}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
 
 def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -> list[ReportImage]:
@@ -130,6 +132,7 @@ def make_report(
             "data fingerprint": metadata.data_fingerprint[:16],
             "versions": ", ".join(f"{name} {version}" for name, version in metadata.versions.items()),
         },
+        language=config.data.language,
     )
     write_report(folder.path / "report.html", report)
 

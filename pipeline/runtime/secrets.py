@@ -37,7 +37,8 @@ _USERINFO_OF_WEB = re.compile(r"[^:/]*(?::(?!\d{1,5}/)[^@]*)?@")  # the same, bu
 _USERINFO_IN_TEXT = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
 _LOGIN = re.compile(r"[^\s:/@]+:[^\s/@]+@[\w.-]+(:\d{1,5})?/?")  # user:password@host, as of a proxy
 _OPTION = re.compile(r"""(?<![^\s?&;#,"'])([\w.-]+)=([^\s&;,"']+)""")
-_COUNT = re.compile(r"\d{1,7}|true|false", re.IGNORECASE)  # the value of an option such as max_tokens
+# the value of an option such as max_tokens or backbone.prefix_tokens
+_COUNT = re.compile(r"\d{1,7}|true|false|drop|keep", re.IGNORECASE)
 _OPTION_OF_ADDRESS = re.compile(
     r"""((?:[?&;#]|;\s+(?=pwd=)|%3B|%26)([\w.-]+)(?:=|%3D))((?:[^\s&;"'%]|%(?!3B|26))+)""", re.IGNORECASE
 )
@@ -73,7 +74,7 @@ def holds_secret(text: str) -> bool:
     A user beside a password that is a `${VARIABLE}` is no secret; a user alone may be a token.
     """
     plain = _REFERENCE.sub("", text)
-    has_option = any(_is_secret_option(*option.groups()) for option in _OPTION.finditer(unquote(plain)))
+    has_option = any(is_secret_option(*option.groups()) for option in _OPTION.finditer(unquote(plain)))
     if has_option or _SECRETS_IN_TEXT.search(text) or _LOGIN.fullmatch(plain.strip()):
         return True
     found = [split_userinfo(text)[0], *(match[0][:-1] for match in _USERINFO_IN_TEXT.finditer(text))]
@@ -84,8 +85,8 @@ def holds_secret(text: str) -> bool:
     return False
 
 
-def _is_secret_option(name: str, value: str) -> bool:
-    """Whether NAME=VALUE is a secret by its name. A small number is one only as a password."""
+def is_secret_option(name: str, value: str) -> bool:
+    """Whether NAME=VALUE is a secret by its name. A small number or a switch is one only as a password."""
     is_count = _COUNT.fullmatch(value) and re.search(r"(token|key)s?$", name, re.IGNORECASE)
     return is_secret_name(name) and not is_count
 
@@ -172,7 +173,7 @@ def without_secrets(text: str) -> str:
     text = _SECRETS_IN_TEXT.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
     # lower case: in an address, PWD is not the shell's folder
     return _OPTION_OF_ADDRESS.sub(
-        lambda found: f"{found[1]}{MASK}" if _is_secret_option(found[2].lower(), found[3]) else found[0], text
+        lambda found: f"{found[1]}{MASK}" if is_secret_option(found[2].lower(), found[3]) else found[0], text
     )
 
 

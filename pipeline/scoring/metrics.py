@@ -1,6 +1,6 @@
 """Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
 
-BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on tokens from `ptb.py`), METEOR and SPICE in Java
+BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on words from `metric_words.py`), METEOR and SPICE in Java
 (`java_metrics.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
 """
 
@@ -13,9 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.scoring import java_metrics, ngrams, ptb
+from pipeline.language.languages import ENGLISH
+from pipeline.scoring import java_metrics, ngrams
 from pipeline.scoring.diagnostics import caption_stats
 from pipeline.scoring.java import JavaError
+from pipeline.scoring.metric_words import words_of_all, words_signature
 from pipeline.scoring.result_files import shorten
 
 BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
@@ -57,6 +59,7 @@ class Metric:
     test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
     jar: str | None = None  # the name of the Java program in the signature
+    english_only: bool = False  # whether the metric has no meaning for captions in other languages
     check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
 
 
@@ -88,10 +91,12 @@ def _spice(captions: TokenizedCaptions) -> list[Score]:
 
 TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
-    Metric(("METEOR",), _meteor, jar="meteor-1.5", check=java_metrics.check_meteor),
+    Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java_metrics.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
     Metric(("CIDEr-D",), _cider_d),
-    Metric(("SPICE",), _spice, test_only=True, jar="spice-1.0", check=java_metrics.check_spice),  # slow, needs 3 GB
+    Metric(  # slow, needs 3 GB
+        ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java_metrics.check_spice
+    ),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 VALIDATION_METRICS = tuple(name for metric in TABLE if not metric.test_only for name in metric.names)
@@ -130,26 +135,31 @@ def score_captions(
     metrics: Iterable[str] = METRICS,
     java_deadline_s: float | None = None,
     training_captions: Iterable[str] | None = None,
+    language: str = ENGLISH,
 ) -> Scores:
     """Scores of one raw caption per image against that image's raw reference captions.
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
     java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
-    `java_metrics.py`. training_captions: see `caption_stats`.
+    `java_metrics.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
+    English only are unavailable for others.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """
     metrics = tuple(metrics)
     _check_input(references, predictions, metrics)
     image_ids = [image for image in references if image in predictions]
-    predicted = ptb.tokenize_all([predictions[image] for image in image_ids])
-    lines = iter(ptb.tokenize_all([caption for image in image_ids for caption in references[image]]))
+    predicted = words_of_all([predictions[image] for image in image_ids], language)
+    lines = iter(words_of_all([caption for image in image_ids for caption in references[image]], language))
     tokenized_references = [[next(lines) for _ in references[image]] for image in image_ids]
     captions = TokenizedCaptions(predicted, tokenized_references, java_deadline_s)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
+            if reason := _other_language(metric, language):
+                by_name |= dict.fromkeys(metric.names, Score(unavailable=reason))
+                continue
             try:
                 by_name |= zip(metric.names, metric.compute(captions), strict=True)
             except Exception as error:
@@ -160,8 +170,9 @@ def score_captions(
     extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
     if "SPICE" in by_name and by_name["SPICE"].categories is not None:
         extras["spice_categories"] = by_name["SPICE"].categories
-    extras |= caption_stats(predicted, training_captions)
-    return Scores({name: by_name[name] for name in metrics}, image_ids, _signature(by_name, captions), extras)
+    extras |= caption_stats(predicted, training_captions, language)
+    signature = _signature(by_name, captions, language)
+    return Scores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
 
 
 def _check_input(
@@ -181,8 +192,11 @@ def _check_input(
         raise UserError(f"{problem} (image ids {shorten(unpaired)}){hint}; {remedy}")
 
 
-def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
-    """A text that two scores must share to be comparable: tokenizer, document frequencies, EOS rule, data, versions."""
+def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, language: str) -> str:
+    """A text that two scores must share to be comparable.
+
+    It names tokenizer, language, document frequencies, EOS rule, data and versions.
+    """
     counts = {len(image) for image in captions.references}
     try:
         version = importlib.metadata.version("raycap")
@@ -192,16 +206,33 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions) -> str:
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
     refs = "-".join(map(str, sorted({min(counts), max(counts)})))
     return (
-        f"tok:{ptb.SIGNATURE}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
+        f"{words_signature(language)}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
         f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}|raycap:{version}"
     )
 
 
-def why_unavailable(name: str) -> str | None:
-    """The reason why this machine cannot compute a score or a cost such as macs; None when nothing is missing."""
+def _other_language(metric: Metric, language: str) -> str | None:
+    """Why a metric has no value for captions in a language; None if it has one."""
+    if not metric.english_only or language == ENGLISH:
+        return None
+    return f"{' and '.join(metric.names)} is defined for English captions only, and the language is {language}"
+
+
+def has_meaning(name: str, language: str) -> bool:
+    """Whether a metric of `METRICS` is defined for captions in a language."""
+    return not any(_other_language(metric, language) for metric in TABLE if name in metric.names)
+
+
+def why_unavailable(name: str, language: str = ENGLISH) -> str | None:
+    """The reason why a score or a cost such as macs cannot be computed on this machine or for captions in a language.
+
+    None when nothing is missing.
+    """
     try:
         for metric in TABLE:
             if name in metric.names:
+                if reason := _other_language(metric, language):
+                    return reason
                 metric.check()
     except JavaError as error:
         return str(error)

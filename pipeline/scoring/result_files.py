@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
-from pipeline.untrusted.documents import gunzip, parse_json
+from pipeline.untrusted.documents import gunzip, kind_of, parse_json
 from pipeline.untrusted.files import read_document
 from pipeline.untrusted.names import quoted, shown
 
@@ -98,7 +98,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     """Raw caption by image id from a COCO result file. Raises UserError."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
-        content_name = "an empty list" if data == [] else f"a JSON {type(data).__name__}"
+        content_name = "an empty list" if data == [] else kind_of(data)
         expected = "a list of objects with image_id and caption"
         raise UserError(f"{path} is no result file: expected {expected}, found {content_name}")
     rows = []

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from pipeline.captioning.protocols import searched
+from pipeline.captioning.protocols import in_language, searched
 from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import dump_config, parse_config
 from pipeline.reports.text_table import format_table
@@ -143,7 +143,7 @@ def selection_note(search: Search) -> str:
     if search.reports_validation:
         return f"Chosen and reported on {val}: {chosen}. The best of many scores is too high; score_split avoids it."
     evaluation = search.trial_config(search.space.first(), search.config.seeds[0]).evaluation
-    how = searched(Protocol(), evaluation).signature
+    how = searched(in_language(Protocol(), search.base.data.language), evaluation).signature
     if any(key.startswith("evaluation") for key in search.space.keys):
         how = "each point's evaluation"
     return (

@@ -370,6 +370,9 @@ class Search:
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.space.points():
                 self._check_point(point, shown(self.space.describe(point)), model=False)
+        for key in flatten(self.config.trial.set):
+            if key.split(".")[0] == "features":  # the trials read the features that the search has extracted
+                raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS['features']}")
         self._check_score_split()
 
     def _check_score_split(self) -> None:

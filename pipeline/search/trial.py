@@ -361,19 +361,22 @@ def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, 
     scores = {}
     if metrics:
         validated = read_predictions(run.stage(_kept_result(run)[0]) / "predictions-val.json")
-        scores = _scores(dataset.split(run.config.data.val_split), validated, metrics)
+        scores = _scores(dataset.split(run.config.data.val_split), validated, metrics, run.config.data.language)
     if not search.reports_validation:
         captions = split_captions(run, search.score_split, excluded)
         if captions is None:
             raise RuntimeError(f"{run.run_id} has no captions of {search.score_split}")
-        values = _scores(dataset.split(search.score_split), captions, tuple(dict.fromkeys((SCORE, *metrics))))
+        names = tuple(dict.fromkeys((SCORE, *metrics)))
+        values = _scores(dataset.split(search.score_split), captions, names, run.config.data.language)
         scores |= {search.reported(name): value for name, value in values.items()}
     return scores
 
 
-def _scores(images: Dataset, captions: Mapping[ImageId, str], metrics: Sequence[str]) -> dict[str, float]:
+def _scores(
+    images: Dataset, captions: Mapping[ImageId, str], metrics: Sequence[str], language: str
+) -> dict[str, float]:
     """The scores by metric, without those that cannot be computed here."""
-    scores = score_captions(images.references(), captions, metrics=metrics).by_name
+    scores = score_captions(images.references(), captions, metrics=metrics, language=language).by_name
     return {name: score.value for name, score in scores.items() if score.value is not None}
 
 

@@ -17,6 +17,7 @@ import re
 import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.cache import cache_folder, cache_limit, cached_files, free_bytes, used_bytes
@@ -31,6 +32,13 @@ NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest
 
 class ChangedError(StorageError):
     """A stored file does not have its digest: it is damaged, or was replaced."""
+
+
+class Readable(Protocol):
+    """A file, or a part of one. Its text names it in errors."""
+
+    def read_bytes(self, max_bytes: int | None = None) -> bytes:
+        """The content. Raises OSError for more than `max_bytes` bytes."""
 
 
 class ShardCache:
@@ -56,7 +64,7 @@ class ShardCache:
                 return path if self._add(path, _fetch(source, sha256)) else None
         return path
 
-    def read(self, source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
+    def read(self, source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
         """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
         path = self.folder / _require_digest(sha256, source)
         with suppress(FileNotFoundError):  # not cached, or removed by another process to free space
@@ -104,7 +112,7 @@ class ImageCache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
-    def read(self, source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
+    def read(self, source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
         """The content of an image file. Raises StorageError when it no longer has the digest.
 
         Raises OSError when it has more than `max_bytes` bytes.
@@ -125,7 +133,7 @@ def image_cache(most: int | None) -> ImageCache:
     return ImageCache(folder, cache_limit(folder, COUNT_EVERY * used_bytes(counted), most))
 
 
-def _require_digest(text: str, source: StoragePath) -> str:
+def _require_digest(text: str, source: Readable) -> str:
     """Returns the digest of a file, which becomes a local file's name. Raises StorageError for any other text."""
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise StorageError(f"{source}: the digest recorded for it is {printable(text)[:80]!r}, not a SHA-256")
@@ -145,7 +153,7 @@ def _touch(path: Path) -> None:
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def _fetch(source: StoragePath, sha256: str, max_bytes: int | None = None) -> bytes:
+def _fetch(source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
     """Downloads a file, and a second time if its digest is wrong. Raises ChangedError if it is wrong again."""
     for _ in range(2):
         data = source.read_bytes(max_bytes)

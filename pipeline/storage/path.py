@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import shutil
 import uuid
@@ -15,13 +16,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 from pipeline.errors import UserError
 from pipeline.storage.atomic import file_lock, write_bytes
 from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
-from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.files import open_regular_file, read_regular_file
 from pipeline.untrusted.names import expanded_path
 
+REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3: a request takes as long as the transfer of about so much
 MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
 
 
@@ -70,9 +73,17 @@ class StoragePath:
         """`length` bytes from offset `start`, or fewer at the end of the file."""
         if self.is_remote:
             return self._object.get(Range=f"bytes={start}-{start + length - 1}")[0]
-        with self.path.open("rb") as file:
-            file.seek(start)
-            return file.read(length)
+        with open_regular_file(self.path) as file:
+            return os.pread(file.fileno(), length, start)
+
+    def open(self) -> BinaryIO:
+        """Opens a file for reading from any place. On S3 each read outside of the buffer is one ranged request.
+
+        Raises OSError for folders, pipes and devices.
+        """
+        if not self.is_remote:
+            return open_regular_file(self.path)
+        return cast("BinaryIO", io.BufferedReader(_RemoteFile(self), REMOTE_BUFFER_BYTES))
 
     def read_tagged(self) -> tuple[bytes, str]:
         """The content of a small file and the tag of this content, for `write_if`.
@@ -135,13 +146,19 @@ class StoragePath:
         return dict(self.walk())
 
     def walk(self) -> Iterator[tuple[str, Entry]]:
-        """Yields the items of `list` one by one, in no order."""
+        """Yields the items of `list` one by one, in no order.
+
+        Raises OSError for a folder that exists and cannot be listed. Files and folders below it that cannot be read,
+        such as a link to itself, are left out.
+        """
         if self.is_remote:
             yield from self._object.list()
             return
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path):
+            pass  # os.walk ignores errors
         for folder, _, names in os.walk(self.path):
             for path in (Path(folder) / name for name in names):
-                with suppress(FileNotFoundError):  # renamed or removed since it was listed
+                with suppress(OSError):  # renamed or removed since it was listed, or a link to itself
                     yield path.relative_to(self.path).as_posix(), _local_entry(path)
 
     def delete(self) -> None:
@@ -164,11 +181,44 @@ class StoragePath:
         return S3Object(self.uri, self.options)
 
 
+class _RemoteFile(io.RawIOBase):
+    """An object on S3 as a file without a buffer."""
+
+    def __init__(self, source: StoragePath) -> None:
+        self.source, self.size, self.place = source, source.stat().size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
+        self.place = max(0, start + offset)
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), self.size - self.place)
+        if length <= 0:
+            return 0
+        data = self.source.read_range(self.place, length)
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
+
+
 def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
-    """A StoragePath from a local path, which is made absolute, or from an s3:// URI. Raises UserError for ~nobody."""
+    """A StoragePath from a local path, which is made absolute and without "..", or from an s3:// URI.
+
+    Raises UserError for ~nobody.
+    """
     if isinstance(path, StoragePath):
         return path
-    uri = str(path).rstrip("/") if is_remote(str(path)) else str(expanded_path(path).absolute())
+    uri = str(path).rstrip("/") if is_remote(str(path)) else os.path.abspath(expanded_path(path))  # noqa: PTH100 (it keeps "..")
     return StoragePath(uri, options)
 
 

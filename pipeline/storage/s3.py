@@ -229,6 +229,8 @@ class S3Object:
             if _status(error) == HTTPStatus.NOT_FOUND:
                 kind = "bucket" if code == "NoSuchBucket" else "object"
                 raise FileNotFoundError(errno.ENOENT, f"no such {kind}", self.uri) from error
+            if _status(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise OSError(errno.EIO, "the object ends before this range", self.uri) from error
             is_repeated = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
             raise self._failure(error, is_repeated) from error
         except (BotoCoreError, Boto3Error) as error:

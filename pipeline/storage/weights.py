@@ -59,7 +59,7 @@ def export_backbone(source: Path, target: Path) -> None:
     """Writes a run's backbone file with timm's parameter names, for the key `backbone.weights`."""
     from safetensors.torch import load_file, save_file
 
-    tensors = {name.removeprefix("swin."): tensor for name, tensor in load_file(source).items()}
+    tensors = {name.partition(".")[2]: tensor for name, tensor in load_file(source).items()}
     with atomic_path(target) as temporary:
         save_file(tensors, temporary)
 

@@ -21,6 +21,7 @@ from pipeline.tracking.run_sync import SentRecord
 from pipeline.version import project_root
 
 SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
 
 
 def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:
@@ -35,7 +36,8 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
     import mlflow
 
     name = config.tracking.registered_name or config.name
-    packages = [*SERVING_PACKAGES, *(["boto3"] if is_remote(config.storage.uri) else [])]
+    tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
+    packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
     # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
     with (

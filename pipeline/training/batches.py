@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.base import Features, map_tensors
-from pipeline.data.vocabulary import text_column
 from pipeline.features.model_inputs import on_device
-from pipeline.training.sample_order import samples_at, seed_of
+from pipeline.language.tokenizers import text_column
+from pipeline.training.sample_order import samples_at, seed_of, view_seeds
 
 if TYPE_CHECKING:
+    from models.transform import ImageTransform
     from pipeline.config.sections import StageSection
     from pipeline.data.dataset import Dataset
     from pipeline.data.vocabulary import Vocabulary
-    from pipeline.features.model_inputs import Images
+from pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 
@@ -80,10 +81,11 @@ class Batch:
     images: Tensor  # (B,) rows of the data set, int64
     global_targets: int  # target tokens of the whole optimizer step, over all workers
     global_images: int  # images of the whole optimizer step
+    transform: ImageTransform | None = None  # that of the pixels, where the features are pixels
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
         """The batch on `device`, with features of type `dtype` (see `on_device`), and pixels channels-last."""
-        features = on_device(self.features, device, dtype)
+        features = on_device(self.features, device, dtype, self.transform)
         if features.tokens.ndim == 4:
             features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
         return self._mapped(features, lambda tensor: tensor.to(device, non_blocking=True))
@@ -147,6 +149,7 @@ class Batches:
         stage = self.stage
         positions = np.arange(stage.batch_size) + step * stage.batch_size
         images, captions = self._rows(samples_at(positions, self.num_samples, self.seed), step)
+        seeds = view_seeds(images, positions // self.num_samples, self.seed)
         targets = int(self.captions.target_counts(captions).sum())
         num_shares = self.world_size * stage.gradient_accumulation_steps
         batches = []
@@ -154,12 +157,13 @@ class Batches:
             samples = share(stage.batch_size, part * self.world_size + self.rank, num_shares)
             rows, tokens = images[samples], self.captions.padded(captions[samples].reshape(-1))
             batch = Batch(
-                features=self.images.load(rows),
+                features=self.images.load(rows, seeds[samples]),
                 tokens=tokens,
                 target_positions=target_positions(tokens, self.captions.pad),
                 images=torch.from_numpy(rows),
                 global_targets=targets,
                 global_images=stage.batch_size,
+                transform=self.images.transform,
             )
             batches.append(batch.pinned() if self.pins else batch)
         return batches

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from models.backbone import image_transform
 from models.base import Features
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
@@ -101,7 +102,7 @@ def _one_step(
     captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
-    objective, reward = make_objective(stage, train, folder.vocabulary, device)
+    objective, reward = make_objective(stage, train, folder.vocabulary, folder.config.data.language, device)
     if reward is not None:
         check_reward(stage, reward)
     batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))
@@ -128,6 +129,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.image_of[rows[:: stage.captions_per_image]]
     side, width = config.backbone.image_size, folder.sizes.feature_width
+    transform = image_transform(config.backbone) if stage.train_backbone else None
     if stage.train_backbone:
         features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
     else:
@@ -135,4 +137,5 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     if not config.has_backbone:  # regions: every image has the largest number
         features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
     tokens, targets = captions.padded(rows), int(counts[rows].sum())
-    return Batch(features, tokens, target_positions(tokens, captions.pad), torch.from_numpy(images), targets, size)
+    positions = target_positions(tokens, captions.pad)
+    return Batch(features, tokens, positions, torch.from_numpy(images), targets, size, transform)

@@ -171,14 +171,15 @@ class StageRun:
             store = open_store(job.store, config.features)
         seed, captions = seed_of(config.seed, self.number), CaptionTokens(train, self.vocabulary)
         rank, world_size = context.world_rank, context.world_size
-        images = model_inputs(folder, train, store)
+        images = model_inputs(folder, train, store, config.features.training_views)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(folder, validation, store)
         references = validation.references(self.vocabulary.tokenizer)
-        self.validation_reward = CaptionReward(references, self.vocabulary, eos=False)
-        self.objective, self.reward = make_objective(stage, train, self.vocabulary, context.device)
+        language = config.data.language
+        self.validation_reward = CaptionReward(references, self.vocabulary, eos=False, language=language)
+        self.objective, self.reward = make_objective(stage, train, self.vocabulary, language, context.device)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.base import CaptionModel, Memory, evaluating
-from models.caption_masks import CaptionMasks
+from models.caption_masks import CaptionMasks, new_masks
 from models.captioner import Captioner
 from models.decoding import Beams, Decoder, greedy, sample, search
+from pipeline.language.languages import ENGLISH
 from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.storage.cache import cache_folder
 from pipeline.training.batches import Batch
@@ -61,9 +62,12 @@ Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
 def make_objective(
-    stage: StageSection, train: Dataset, vocabulary: Vocabulary, device: torch.device
+    stage: StageSection, train: Dataset, vocabulary: Vocabulary, language: str, device: torch.device
 ) -> tuple[Objective, CaptionReward | None]:
-    """The objective of a stage over its training images, and its reward (None for cross entropy)."""
+    """The objective of a stage over its training images, and its reward (None for cross entropy).
+
+    language: of the captions.
+    """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
     reward = CaptionReward(
@@ -73,9 +77,11 @@ def make_objective(
         caption_documents=stage.sampling.document_frequency == "captions",
         device=device,
         cache=cache_folder(),
+        language=language,
     )
     indices = reward.indices_of(train.column("image_id"))
-    return scst_objective(stage, reward, indices, vocabulary.pad, vocabulary.words), reward
+    words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
+    return scst_objective(stage, reward, indices, vocabulary.pad, words), reward
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -226,7 +232,8 @@ def _draw_and_score(
     model: CaptionModel, memory: Memory, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Token ids (B * n, T) of captions that are sampled in training mode, and the logits of tokens[:, :-1]."""
-    masks = CaptionMasks(memory.batch_size * section.num_samples, section.max_length - 1, memory.states.device)
+    rows = memory.batch_size * section.num_samples
+    masks = new_masks(model, rows, section.max_length - 1, memory.states.device)
     with masks.in_use(model):
         tokens = _draw(model, memory, section, generator, masks)
         return tokens, model.decode(memory, tokens[:, :-1])

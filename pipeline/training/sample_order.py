@@ -41,6 +41,16 @@ def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray
     return result
 
 
+def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
+    """The seeds (S,) uint64 that decide the views of images in epochs, both (S,) whole numbers."""
+    seeds = np.empty(len(images), np.uint64)
+    for epoch in np.unique(epochs):
+        mask = epochs == epoch
+        # 2: unlike the seeds of `samples_at`
+        seeds[mask] = mix(images[mask].astype(np.uint64) ^ np.uint64(seed_of(seed, int(epoch), 2)))
+    return seeds
+
+
 def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
     """The number to which a permutation of 0 to size - 1 maps each of the values. The seed decides the permutation."""
     half_bits = max(1, (int(size - 1).bit_length() + 1) // 2)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from models.backbone import Backbone
+from models.backbone import Backbone, image_transform
 from models.captioner import Captioner
 from models.registry import build_model
-from models.transform import ImageTransform
+from models.views import Views
 from pipeline.captioning.captioning import caption_images
 from pipeline.captioning.protocols import run_protocol
 from pipeline.data.dataset import Dataset
-from pipeline.features.model_inputs import Images
+from pipeline.features.model_inputs import AugmentedImages, Images
 from pipeline.features.store import FeatureStore, open_store
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import Context
@@ -29,12 +29,17 @@ from pipeline.training.stage_output import StageOutput
 REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
 
 
-def model_inputs(folder: RunFolder, part: Dataset, store: FeatureStore | None) -> Images:
-    """The model inputs of some images of a run: stored features, or pixels when `store` is None."""
+def model_inputs(folder: RunFolder, part: Dataset, store: FeatureStore | None, views: Views | None = None) -> Images:
+    """The model inputs of some images of a run: stored features, or pixels when `store` is None.
+
+    views: those of training images; None for the images as they are.
+    """
     config = folder.config
-    transform, cache = ImageTransform(config.backbone.image_size), image_cache(config.features.cache_bytes)
+    transform = image_transform(config.backbone) if store is None else None
+    cache = image_cache(config.features.cache_bytes)
     threads, options = config.workers.num_decode_threads, config.storage.options
-    return Images(part, store, transform, config.data.max_pixels, threads, options, cache)
+    arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
+    return Images(*arguments) if views is None else AugmentedImages(views, *arguments)
 
 
 def caption_split(

@@ -1,4 +1,4 @@
-"""Parses JSON, YAML, gzip and Parquet from elsewhere.
+"""Parses JSON, YAML and gzip from elsewhere.
 
 Every failure is a UserError that begins with the document's name. Depth, aliases and the size of what comes out are
 limited, because a few hundred bytes of nested lists, YAML aliases or gzip can fill the memory.
@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.untrusted.names import one_line, printable, quoted
-from pipeline.untrusted.parquet_pages import sum_pages
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     import yaml
 
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
@@ -29,7 +26,6 @@ MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, with each a
 MAX_YAML_DEPTH = 50
 MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
 MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
-MIN_LIMIT_VALUES = 1_000_000  # what any column of a Parquet file may hold; a larger file may hold one value per byte
 YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -187,71 +183,23 @@ def gunzip(data: bytes, name: str) -> bytes:
     return b"".join(parts)
 
 
-def parquet_rows(data: bytes, name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file in memory, with bounded memory for each of its batches.
-
-    columns: the names of the columns to read; only the first must exist. A repeated text is stored once and would be
-    decoded for each row. Columns of text are therefore read as dictionaries, and the size of their text is added up
-    before it is decoded.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        metadata, top_names = file.metadata, file.schema_arrow.names
-        if columns[0] not in top_names:
-            found = printable(", ".join(dict.fromkeys(top_names)))[:500]
-            raise UserError(f"{name} has no column {columns[0]}; its columns are {found}")
-        columns = [each for each in columns if each in top_names]
-        leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
-        names = [leaf.path.partition(".")[0] for leaf in leaves]  # Arrow reads a column "a.b" where "a" is asked for
-        _require_small(data, name, metadata, [index for index, each in enumerate(names) if each in columns])
-        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts)
-        for batch in file.iter_batches(8192, columns=columns):
-            left -= sum(map(_decoded_bytes, batch.columns))
-            if left < 0:
-                raise UserError(f"{name} has more than {limit} bytes of text in {len(data)} bytes")
-            yield from batch.to_pylist()
-    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-        raise UserError(f"{name} is not a readable Parquet file: {one_line(error)}") from error
-
-
-def _require_small(data: bytes, name: str, metadata: pq.FileMetaData, columns: Sequence[int]) -> None:
-    """Raises UserError if leaf columns of a Parquet file have too many values, or bytes when they are decompressed."""
-    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
-    max_values = max(MIN_LIMIT_VALUES, len(data))
-    try:
-        num_bytes, num_values = sum_pages(data, metadata, columns, limit)
-    except ValueError as error:
-        raise UserError(f"{name} is not a readable Parquet file: {one_line(error)}") from error
-    if num_bytes > limit:
-        raise UserError(f"{name} decompresses to more than {limit} bytes; write it again without compression")
-    if num_values > max_values:
-        raise UserError(f"{name} has a column of {num_values} values in {len(data)} bytes; the limit is {max_values}")
-
-
-def _decoded_bytes(array: pa.Array) -> int:
-    """The size of an array in which each text is stored where it is used."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if isinstance(array, pa.DictionaryArray):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0)
-    if isinstance(array, pa.StructArray):
-        return sum(map(_decoded_bytes, array.flatten()))
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
-        return _decoded_bytes(array.flatten())
-    return int(array.nbytes)
+def kind_of(value: Any) -> str:
+    """What a value of JSON or YAML is, in words."""
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
     """Returns `value` if it is a mapping with text as keys; else raises UserError."""
     if not isinstance(value, dict):
-        raise UserError(f"{name} must hold a mapping of keys, found {type(value).__name__}")
+        raise UserError(f"{name} must hold a mapping of keys, found {kind_of(value)}")
     if strange := [key for key in value if not isinstance(key, str)]:
         raise UserError(f"{name} has the key {quoted(strange[0])}, which is not text")
     return value

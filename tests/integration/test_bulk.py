@@ -16,6 +16,7 @@ import ray.data
 import jobs.caption
 from jobs.caption import caption
 from jobs.cli import main
+from models.transform import ImageTransform
 from pipeline.captioning import ray_data
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.captioning.ray_data import CaptionPool, caption_stream
@@ -86,24 +87,24 @@ def test_an_outage_of_the_storage_ends_the_captioning_with_its_own_message(
     names, bundle = [f"s3://data/images/{number}.png" for number in range(3)], make_bundle(tmp_path / "bundle")
     monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
     monkeypatch.setattr(ray_data, "_decode", failing_decode)
-    rows = caption_stream(names, StoredBundle(storage_path(bundle)), 32, {}, 1)
+    rows = caption_stream(names, StoredBundle(storage_path(bundle)), ImageTransform(32), {}, 1)
     with pytest.raises(OutageError, match=r"^s3://data/images/0.png: storage failed for 600 s: 503$") as raised:
         next(rows)
     assert "\n" not in str(raised.value)
 
 
-def failing_decode(batch: dict[str, np.ndarray], image_size: int) -> dict[str, Any]:
+def failing_decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
     raise OutageError(f"{batch['name'][0].decode()}: storage failed for 600 s: 503")
 
 
 def test_a_task_raises_a_failure_of_the_storage_and_records_a_missing_image(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"name": np.array([b"s3://data/1.png"])}
     monkeypatch.setattr(StoragePath, "read_bytes", missing)
-    assert ray_data._decode(batch, image_size=8)["reason"][0] == "cannot be read: no such object"
+    assert ray_data._decode(batch, ImageTransform(8))["reason"][0] == "cannot be read: no such object"
     for method, error in ((refused, StorageError), (out_of_order, OutageError)):
         monkeypatch.setattr(StoragePath, "read_bytes", method)
         with pytest.raises(error):
-            ray_data._decode(batch, image_size=8)
+            ray_data._decode(batch, ImageTransform(8))
 
 
 def missing(path: StoragePath, max_bytes: int | None = None) -> bytes:

@@ -29,12 +29,14 @@ from pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
 
+VIEWS = {"views": 2, "compute_dtype": "float32"}
+
 
 def prepare_stages(storage: Path) -> tuple[RunFolder, StoragePath]:
-    """A run of all stages; the last one samples with dropout."""
+    """A run of all stages with views of the training images; the last one samples with dropout."""
     stages = small_config(storage)["stages"]
     stages[-1] |= {"dropout": 0.3, "drop_path": 0.2, "scst": stages[-1]["scst"] | {"sampling_dropout": True}}
-    return prepare_run(storage, stages=stages)
+    return prepare_run(storage, stages=stages, features=VIEWS)
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +333,7 @@ def noticed_steps(folder: RunFolder) -> list[int]:
 def test_after_a_notice_the_next_step_is_saved(tmp_path: Path, undisturbed: RunFolder) -> None:
     """The stage saves no other checkpoint before it is killed, and resumes from that one."""
     stages = [stage | {"checkpoint_every_steps": 500} for stage in small_config(tmp_path)["stages"]]
-    folder, store = prepare_run(tmp_path, stages=stages)
+    folder, store = prepare_run(tmp_path, stages=stages, features=VIEWS)
     job = StageJob(folder, STAGES[:1], store)
     run_until(StageRun(NoticedContext(notice_at=1), folder, folder.config.stages[0], job), last=4)
     assert [path.name for path in folder.stage(STAGES[0]).glob("step-*")] == ["step-2"]
@@ -355,7 +357,7 @@ class StoppedContext(LocalContext):
 def test_a_stop_saves_the_step_and_ends(tmp_path: Path, undisturbed: RunFolder) -> None:
     """In the middle of a stage; at its last step, which is validated, so that the next stage stops; then to the end."""
     stages = [stage | {"checkpoint_every_steps": 500} for stage in small_config(tmp_path)["stages"]]
-    folder, store = prepare_run(tmp_path, stages=stages)
+    folder, store = prepare_run(tmp_path, stages=stages, features=VIEWS)
     job = StageJob(folder, STAGES[:2], store)
     train_stages(StoppedContext(1), job)
     assert [path.name for path in folder.stage(STAGES[0]).glob("step-*")] == ["step-2"]

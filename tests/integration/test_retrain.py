@@ -215,7 +215,7 @@ def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: p
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "no champion before the present one" in refused("--rollback")
+    assert "no earlier champion" in refused("--rollback")
     assert "is one of data.train_splits" in refused("--set", "retrain.split=train")
     assert "retrain.split = gone has 0 images" in refused("--set", "retrain.split=gone")
     assert "retrain.confidence = 1.0" in refused("--set", "retrain.confidence=1.0")

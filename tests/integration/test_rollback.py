@@ -14,7 +14,7 @@ from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, so
 
 def test_a_rollback_restores_the_previous_champion(world: World) -> None:
     first(world)
-    with pytest.raises(UserError, match="no champion before the present one"):
+    with pytest.raises(UserError, match="no earlier champion"):
         rollback(world.config)
     champion = world.store.read().champion
     world.add("train", 20, range(3, 8))

@@ -162,7 +162,7 @@ def test_a_snapshot_of_s3_reads_only_new_objects(
     there, troubles = take_snapshot(dataset, StoragePath("s3://data/manifest.parquet", options), options)
     assert not troubles and there.column("key") == here.column("key") and there.fingerprint() == here.fingerprint()
     batch = {name: np.array(there.column(name)) for name in ("key", "uri")}
-    assert set(decode_batch(batch, 16, 10**6, options)["reason"]) == {""}
+    assert set(decode_batch(batch, ImageTransform(16), 10**6, options)["reason"]) == {""}
 
     reads: list[str] = []
     original = StoragePath.read_bytes
@@ -173,5 +173,5 @@ def test_a_snapshot_of_s3_reads_only_new_objects(
     assert sorted(reads) == ["1.png", "manifest.parquet"] and list(troubles) == ["s3://data/set/images/2.png"]
     assert again.column("key")[1] == again.column("key")[0]
     monkeypatch.undo()
-    reasons = decode_batch(batch, 16, 10**6, options)["reason"]
+    reasons = decode_batch(batch, ImageTransform(16), 10**6, options)["reason"]
     assert reasons[1].startswith(UNREADABLE) and "changed" in reasons[1] and reasons[2].startswith(UNREADABLE)

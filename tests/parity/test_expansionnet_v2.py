@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.backbone import Backbone, load_swin
+from models.backbone import Backbone, load_tensors
 from models.base import CaptionModel, Features
 from models.config import BackboneConfig
 from models.convert import upstream_names
@@ -161,7 +161,7 @@ def test_swin_in_the_original_naming(recorded: dict[str, Any]) -> None:
             window_size=sizes["window"],
         )
     ).eval()
-    load_swin(backbone, read_tensors(GOLDEN / "swin_microsoft_format.pth"))
+    load_tensors(backbone, read_tensors(GOLDEN / "swin_microsoft_format.pth"))
     close(backbone(torch.from_numpy(arrays["images"])), torch.from_numpy(arrays["swin_features"]))
 
 

@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -22,16 +24,21 @@ import yaml
 
 from jobs.constraints import constraints
 from jobs.score import score
+from pipeline.annotations.location import forget_pages
 from pipeline.captioning.constraints import load_automata
 from pipeline.config.load import dump_config, load_config, parse_config, parse_section, read_file, referenced_files
 from pipeline.config.sections import DataSection
-from pipeline.data.dataset import build_vocabulary, read_dataset
+from pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
+from pipeline.data.images import read_image_file
 from pipeline.data.word_vectors import read_word_vectors
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runs.check import check_data
 from pipeline.search.spec import load_search
+from pipeline.setup.survey import survey
+from pipeline.storage.path import StoragePath
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
+from tests.support.forms import scenes, write_parquet_shards, write_tars
 from tests.support.fuzzing import Case
 from tests.support.mutations import (
     RAW_JSON,
@@ -255,6 +262,36 @@ def annotations(bomb: bytes, case: Case) -> Callable[[], object]:
     def read() -> None:
         section = parse_section(DataSection, values, "data")
         build_vocabulary(read_dataset(section, case.folder), section)
+
+    return read
+
+
+def archive_files(folder: Path) -> list[tuple[str, bytes]]:
+    """Tars and Parquet files with images, by name."""
+    images = scenes(folder / "scenes", 30)[:6]
+    files: list[tuple[str, bytes]] = []
+    formats = (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT)
+    for number, compression in enumerate(("snappy", "none", "zstd")):
+        write_tars(folder / f"tars-{number}", images, formats[number])
+        write_parquet_shards(folder / f"parquet-{number}", images, compression=compression, use_dictionary=number == 0)
+        files += [("a.tar", (folder / f"tars-{number}" / "shard-000.tar").read_bytes())]
+        files += [("a.parquet", (folder / f"parquet-{number}" / "part-0.parquet").read_bytes())]
+    return files
+
+
+def archive(files: list[tuple[str, bytes]], case: Case) -> Callable[[], object]:
+    """The images in a damaged tar or Parquet file are listed and read, and `raycap init` looks at it."""
+    name, data = files[case.number % len(files)]
+    write_hostile(case.folder / name, data, case.random, share=0.9)
+
+    def read() -> None:
+        section = DataSection(root=str(case.folder), annotations=name)
+        dataset, _ = read_annotations(section, case.folder)
+        for uri in dataset.column("uri"):
+            with suppress(OSError):
+                read_image_file(StoragePath(uri))
+        forget_pages()
+        survey(str(case.folder))
 
     return read
 

@@ -13,6 +13,7 @@ TARGETS: dict[str, Target] = {
         documents.small_inputs, documents.command_line, 100, writes=("results",), starts_programs=True
     ),
     "annotations": Target(documents.gzip_bomb, documents.annotations, 1_800),
+    "archives": Target(documents.archive_files, documents.archive, 1_500),
     "data_sets": Target(documents.small_inputs, documents.data_set, 300, writes=("storage",)),
     "result_files": Target(models.nothing, documents.result_files, 800),
     "detections": Target(documents.small_inputs, documents.detections, 1_000),

@@ -14,13 +14,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from models.augmentation import augmented
 from models.backbone import Backbone
-from models.transform import ImageTransform
+from models.views import seed_of_key
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
-from pipeline.data.images import decode_image
+from pipeline.data.images import decode_image, read_image_file
 from pipeline.features.extraction import Extractor, feature_key
 from pipeline.features.regions import import_regions
+from pipeline.features.source import with_views
 from pipeline.features.store import write_shard
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
@@ -60,11 +62,14 @@ def with_features(config: RunConfig) -> tuple[RunFolder, StoragePath]:
     weights = folder.path / "init" / "backbone.safetensors"
     extractor = Extractor(config.backbone, weights, config.features, config.data.max_pixels)
     store, options = config.storage_place / "features" / feature_key(extractor.describe()), config.storage.options
-    backbone, transform = Backbone(config.backbone).eval(), ImageTransform(config.backbone.image_size)
+    backbone, transform = Backbone(config.backbone).eval(), extractor.transform
     load_weights(backbone, weights)
-    dataset = folder.dataset
-    files = [StoragePath(uri, options).read_bytes() for uri in dataset.column("uri")]
-    pixels = torch.stack([transform(decode_image(file, 10**6)) for file in files])
+    dataset, images = with_views(folder.dataset, config), []
+    for uri, key in zip(dataset.column("uri"), dataset.column("key"), strict=True):
+        image, seed = decode_image(read_image_file(StoragePath(uri, options)), 10**6), seed_of_key(key)
+        augmentation, resize = config.features.augmentation, transform.resize
+        images.append(resize(image) if seed is None else augmented(image, augmentation, seed, resize))
+    pixels = transform.normalize(torch.from_numpy(np.stack(images))).contiguous()
     with torch.inference_mode():
         write_shard(store, dataset.column("key"), backbone(pixels).numpy().astype(np.float16))
     return folder, store

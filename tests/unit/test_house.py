@@ -24,9 +24,11 @@ ORDER = (
     ("training",),
     ("runs",),
     ("captioning",),
-    ("features", "reports"),
+    ("features", "reports", "setup"),
     ("data",),
+    ("annotations",),
     ("config", "scoring", "comparison"),
+    ("language",),
     ("storage",),
     ("runtime",),
     ("untrusted",),
@@ -36,7 +38,7 @@ LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # Every heavy dependency and the files that may name it; jobs/ are the Ray drivers.
 HOMES = {
-    "timm": {"models/backbone.py", "jobs/bench/gpu/parts.py"},
+    "timm": {"models/backbone.py"},
     "ray.train": {"pipeline/runtime/context.py", "jobs/train.py"},
     "ray.data": {
         "pipeline/features/extraction.py",
@@ -44,6 +46,8 @@ HOMES = {
         "pipeline/captioning/ray_data.py",
     },
     "ray.tune": {"jobs/tune/adapter.py", "jobs/tune/schedulers.py", "jobs/tune/workers.py"},
+    "regex": {"pipeline/language/words.py"},
+    "tokenizers": {"pipeline/language/subwords.py"},
     "optuna": {"pipeline/search/samplers.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
     "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "local_database", "run_sync", "registry")},
@@ -63,8 +67,8 @@ FORBIDDEN = {
 # imported inside a function.
 HEAVY = {
     "PIL", "aiohttp", "boto3", "botocore", "cryptography", "h5py", "jinja2", "matplotlib", "mlflow", "numpy",
-    "optuna", "pandas", "psutil", "pyarrow", "pycocoevalcap", "ray", "rich", "s3transfer", "safetensors", "scipy",
-    "sklearn", "timm", "torch", "torchvision", "urllib3", "yaml",
+    "optuna", "pandas", "psutil", "pyarrow", "pycocoevalcap", "ray", "regex", "rich", "s3transfer", "safetensors",
+    "scipy", "sklearn", "timm", "tokenizers", "torch", "torchvision", "urllib3", "yaml",
 }  # fmt: skip
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {

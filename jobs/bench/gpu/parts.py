@@ -7,24 +7,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import timm
 import torch
-from torch import nn
 
 from jobs.bench.gpu.device import Measured, measure
 from jobs.bench.gpu.training_step import Case, Scale, training_step
 from jobs.bench.measuring import noise_jpegs
-from models.backbone import Backbone
+from models.backbone import Backbone, image_transform
 from models.base import CaptionModel, Features
 from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig
 from models.decoding import beam_search, sample
 from models.graphed_search import GraphedSearch
 from models.registry import build_model
-from models.transform import ImageTransform, normalize
 from pipeline.data.images import decode_image
 from pipeline.runtime.precision import float32_products
 
@@ -126,37 +123,24 @@ def training(plan: Plan, device: torch.device) -> Rows:
 
 def extraction(plan: Plan, device: torch.device) -> Rows:
     """Features of Swin and ViT-B from pixels on the processor's side."""
-
-    def swin() -> nn.Module:
-        return Backbone(plan.scale.backbone, with_weights=False)
-
-    def vit() -> nn.Module:
-        model: Any = timm.create_model(plan.vit, pretrained=False, img_size=plan.vit_size, num_classes=0)
-        model.forward = model.forward_features
-        return cast(nn.Module, model)
-
-    sizes = {plan.scale.backbone.name: (swin, plan.scale.backbone.image_size), plan.vit: (vit, plan.vit_size)}
-    for name, (make, side) in sizes.items():
+    for config in (plan.scale.backbone, BackboneConfig(name=plan.vit, image_size=plan.vit_size)):
+        name = config.name
         for batch in plan.extraction_batches:
             for precision in PRECISIONS:
 
-                def row(
-                    name: str = name,
-                    make: Callable[[], nn.Module] = make,
-                    side: int = side,
-                    batch: int = batch,
-                    precision: str = precision,
-                ) -> Row:
-                    backbone = make().eval().to(device)
+                def row(config: BackboneConfig = config, batch: int = batch, precision: str = precision) -> Row:
+                    backbone = Backbone(config, with_weights=False).eval().to(device)
+                    transform, side = image_transform(config), config.image_size
                     pixels = pinned(torch.randint(256, (batch, side, side, 3), dtype=torch.uint8), device)
 
                     def run() -> torch.Tensor:
-                        images = normalize(pixels.to(device, non_blocking=True)).contiguous()
+                        images = transform.normalize(pixels.to(device, non_blocking=True)).contiguous()
                         features: torch.Tensor = backbone(images)
                         return features.half()
 
                     with torch.no_grad(), products(precision, device):
-                        return Row("extraction", f"{name}, {batch} images", precision, measure(run, device), batch)
+                        case = f"{config.name}, {batch} images"
+                        return Row("extraction", case, precision, measure(run, device), batch)
 
                 yield f"{name} {batch} {precision}", row
 
@@ -198,7 +182,7 @@ def captions(plan: Plan, device: torch.device) -> Rows:
             model = endless_model(plan.scale, device)
             captioner = Captioner(model, Backbone(plan.scale.backbone, with_weights=False)).eval().to(device)
             files = list(noise_jpegs(plan.num_files, rows=30, columns=40))
-            transform, size = ImageTransform(plan.scale.backbone.image_size), max(1, plan.num_files // 8)
+            transform, size = image_transform(plan.scale.backbone), max(1, plan.num_files // 8)
 
             def decoded(data: bytes) -> torch.Tensor:
                 return torch.from_numpy(np.array(transform.resize(decode_image(data, MAX_PIXELS))))
@@ -208,7 +192,7 @@ def captions(plan: Plan, device: torch.device) -> Rows:
                     pixels = pool.map(decoded, files)
                     for first in range(0, len(files), size):
                         stacked = torch.stack([next(pixels) for _ in files[first : first + size]])
-                        images = normalize(pinned(stacked, device).to(device, non_blocking=True))
+                        images = transform.normalize(pinned(stacked, device).to(device, non_blocking=True))
                         memory = captioner.encode(Features(images))
                         beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
 

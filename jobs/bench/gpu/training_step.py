@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.backbone import Backbone
+from models.backbone import Backbone, image_transform
 from models.base import Features
 from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
@@ -141,6 +141,7 @@ def _random_batch(case: Case, scale: Scale) -> Batch:
         images=torch.arange(case.images),
         global_targets=tokens[:, 1:].numel(),
         global_images=case.images,
+        transform=image_transform(scale.backbone),
     )
 
 

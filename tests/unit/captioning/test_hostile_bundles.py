@@ -95,6 +95,11 @@ def text(name: str, content: str | bytes) -> Craft:
     return craft
 
 
+def transform(key: str, value: Any) -> Craft:
+    """Sets a key of preprocessing.json."""
+    return text("preprocessing.json", json.dumps(ImageTransform(32).describe() | {key: value}))
+
+
 def both(*crafts: Craft) -> Craft:
     def craft(folder: Path) -> None:
         for each in crafts:
@@ -234,7 +239,21 @@ CASES: dict[str, tuple[Craft, str]] = {
     "half a character": (text("vocabulary.json", '{"words": ["\\ud800"]}'), "vocabulary.json cannot be read"),
     "a large vocabulary": (text("vocabulary.json", " " * (16 * 2**20 + 1)), "larger than 16777216 bytes"),
     "deep preprocessing": (text("preprocessing.json", '{"a":' * DEEP), "nested too deeply"),
-    "another transform": (text("preprocessing.json", "{}"), "a transform that this version does not have"),
+    "no transform": (text("preprocessing.json", "{}"), "describes no image transform"),
+    "a list of transforms": (text("preprocessing.json", "[1]"), "describes no image transform"),
+    **{
+        f"a transform of {key} {value}": (transform(key, value), "transform|interpolation|must|expected 3")
+        for key, value in {
+            "interpolation": "magic", "resize": [10**9, 10**9], "mean": [0.5, 0.5], "std": [0.2, 0.0, 0.2],
+            "crop": [16, 16], "antialias": False, "more": 1,
+        }.items()
+    },
+    "a transform of a huge side": (transform("resize", 10**9), "transform"),
+    "a scaled side of 10**9": (
+        text("preprocessing.json", json.dumps(ImageTransform(32).describe() | {"resize": 10**9, "crop": [32, 32]})),
+        "must be",
+    ),
+    "a transform of no side": (transform("resize", True), "must be|describes"),
     # files that are none
     "a pipe of weights": (pipe("model.safetensors"), "lacks model.safetensors"),
     "a pipe of a configuration": (pipe("config.yaml"), "lacks config.yaml"),

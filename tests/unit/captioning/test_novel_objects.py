@@ -205,7 +205,7 @@ class FewImages(Images):
     """Features in memory, in place of a store."""
 
     def __init__(self, features: torch.Tensor) -> None:
-        self.store = self.positions = None
+        self.store = self.positions = self.transform = None
         self.features, self.image_ids = features, np.arange(len(features)) + 1
         self.uris = [""] * len(features)
         self.unreadable: set[int] = set()  # rows

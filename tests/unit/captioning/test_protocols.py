@@ -52,7 +52,12 @@ def test_every_field_of_a_protocol_has_words_and_can_differ() -> None:
     others: dict[str, Any] = {"system": "b", "features": "regions", "objective": "scst", "ranking": "sum"}
     others |= {"precision": "bfloat16", "num_models": 2, "beam_size": 3, "max_length": 30}
     others |= {"attend_padding": True, "collapse_repeats": True, "constrained": True}
-    others |= {"tokenizer": "words", "document_frequencies": "training captions", "eos_in_reward": True}
+    others |= {
+        "language": "de",
+        "tokenizer": "unicode",
+        "document_frequencies": "training captions",
+        "eos_in_reward": True,
+    }
     printed = Protocol("a", "grid", False, "scst", False, 1, 5, 20, "mean", False, "float32")
     assert others.keys() == WORDS.keys() == asdict(printed).keys() and USUAL.keys() <= WORDS.keys()
     for key, value in others.items():
@@ -133,6 +138,8 @@ def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
         ({"max_length": 10**9}, "max_length"),
         ({"ranking": "worst"}, "protocol.ranking"),
         ({"tokenizer": "x" * 10**4}, "protocol.tokenizer"),
+        ({"language": "x" * 10**4}, "protocol.language"),
+        ({"language": "de\n"}, "protocol.language"),
         ({"unknown": 1}, "unknown key protocol.unknown"),
         ([1], "protocol"),
         ("text", "protocol"),

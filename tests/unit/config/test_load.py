@@ -75,7 +75,7 @@ def test_a_section_with_another_name_replaces_the_extended_one() -> None:
         ({"a.yaml": "extends: ../b.yaml", "../b.yaml": "x: 1"}, r"extends names ../b.yaml, which is outside of"),
         ({"a.yaml": "extends: /etc/hostname"}, "extends names /etc/hostname, which is outside of"),
         ({"a.yaml": "extends: [b.yaml, c.yaml]"}, r"extends must be the path of one YAML file, found \['b.yaml'"),
-        ({"a.yaml": "extends: b.yaml", "b.yaml": "[1]"}, "b.yaml must hold a mapping of keys, found list"),
+        ({"a.yaml": "extends: b.yaml", "b.yaml": "[1]"}, "b.yaml must hold a mapping of keys, found a list"),
     ],
 )
 def test_what_cannot_be_extended_is_answered_in_one_sentence(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -12,6 +12,7 @@ from pipeline.config.load import dump_config, load_config, parse_config, parse_s
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import DataSection, FeatureSection
 from pipeline.errors import UserError
+from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.runs.identity import config_identity
 from pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
@@ -193,8 +194,27 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
             "set the other to null",
         ),
         (["stages.xe_frozen.max_grad_value=0"], "stages.xe_frozen.max_grad_value = 0", "greater than 0"),
+        (["data.language=De"], "'De' is not a language code", "such as en"),
+        (["data.language=pt-BR"], "'pt-BR' is not a language code", "primary code"),
+        (["data.language=de"], "data.synthetic.language = en and data.language = de", "set the same"),
+        (["data.synthetic.language=fr"], "data.synthetic.language = 'fr'", "'zh'"),
+        (["data.subword_vocabulary=200"], "data.subword_vocabulary = 200", "300"),
+        (
+            ["data.tokenizer=characters", "evaluation.collapse_repeats=true"],
+            "evaluation.collapse_repeats is true, and with data.tokenizer = characters",
+            "set it to false",
+        ),
         (["data.tokenizer=token"], "data.tokenizer = 'token'", "'tokens'"),
         (["seed=abc"], "seed = 'abc'", "integer"),
+        (["backbone.name=hf-hub:a/b"], "backbone.name is 'hf-hub:a/b'", "expected a timm name"),
+        (["backbone.transform=crop"], "backbone.transform = 'crop'", "'squash'"),
+        (["backbone.pool=0"], "pool 0", "1 or more"),
+        (["backbone.patch_size=8"], "backbone.patch_size is 8; a Swin has 4", "leave it out"),
+        (
+            ["model={name: clustformer}", "backbone.prefix_tokens=keep"],
+            "backbone.prefix_tokens is keep",
+            "set it to drop",
+        ),
         (["data.synthetic=null"], "exactly one of data.synthetic and data.root", "data.root"),
         (["name=a/b"], "name 'a/b'", "letters"),
         (["name=.."], "name '..'", "letters"),
@@ -241,8 +261,10 @@ def test_keys_at_their_defaults_are_the_same_run() -> None:
         "model.cross_attention_dropout=false",
         "stages.xe_frozen.max_grad_value=null",
         "data.tokenizer=expansionnet",
+        *("backbone.patch_size=null", "backbone.prefix_tokens=drop", "backbone.pool=1", "backbone.transform=auto"),
     ]
     others = ["model.decoder=mask_token", "model.activation=gelu", "model.input_dropout=0.5"]
+    others += ["backbone.pool=2", "backbone.transform=squash", "model.encoder_clusters=none"]
     others += ["model.cross_attention_dropout=true", "stages.xe_frozen.max_grad_value=0.1", "data.tokenizer=tokens"]
     base = config_identity(load_config(path))
     assert config_identity(load_config(path, defaults)) == base
@@ -302,3 +324,7 @@ def test_workers_cannot_share_a_gpu(tmp_path: Path) -> None:
     ResourceSection(gpus=0.25)
     with pytest.raises(ValueError, match=r"resources.gpus = 0.25 gives two of 3 workers the same GPU"):
         ResourceSection(gpus=0.25, workers=3)
+
+
+def test_tokenizers_are_those_of_the_languages() -> None:
+    assert get_args(DataSection.model_fields["tokenizer"].annotation) == tuple(TOKENIZERS)

@@ -17,8 +17,9 @@ import pytest
 from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from pipeline.data.vocabulary import Vocabulary, tokenize
+from pipeline.data.vocabulary import SPECIALS, Vocabulary
 from pipeline.errors import UserError
+from pipeline.language.english import tokenize
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import Entry, OutageError, StorageError
 from pipeline.training.batches import CaptionTokens
@@ -41,7 +42,7 @@ def test_karpathy_is_read_with_restval_as_training(tmp_path: Path) -> None:
     assert dataset.column("image_id")[:2] == [100, 101]
     dataset.save(tmp_path / "data.arrow")
     assert Dataset.load(tmp_path / "data.arrow").table.equals(dataset.table)
-    assert longest_caption(dataset) == 9  # seven words, SOS and EOS
+    assert longest_caption(dataset, Vocabulary(SPECIALS)) == 9  # seven words, SOS and EOS
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
     assert list(dataset.tokens("tokens"))[:4] == [["train", "t-shirt", "A"], ["a"], ["a"], ["a"]]
     assert dataset.references()[100] == [f"A picture of color 0 number {number}." for number in range(4)]
     assert dataset.references("tokens")[100] == ["train t-shirt A", "a", "a", "a"]
-    assert longest_caption(dataset, "tokens") == 5
+    assert longest_caption(dataset, Vocabulary(SPECIALS, "tokens")) == 5
     vocabulary = build_vocabulary(dataset, config)
     words_of_file = {"train", "test", "t-shirt", "A", "a", "EOS", "PAD", "SOS", "UNK"}
     assert vocabulary.words == tuple(sorted(words_of_file))

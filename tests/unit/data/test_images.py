@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, features
 
+from models.transform import ImageTransform
 from pipeline.data import images
 from pipeline.data.images import (
     FORMATS,
@@ -239,8 +240,10 @@ def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch
     (tmp_path / "folder.png").mkdir()
     code = (
         "import resource, sys; from pathlib import Path; from pipeline.data.images import decode_batch\n"
+        "from models.transform import ImageTransform\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))\n"
-        "print(*decode_batch({'uri': sys.argv[1:], 'key': sys.argv[1:]}, 8, 100)['reason'], sep='\\n')\n"
+        "batch = {'uri': sys.argv[1:], 'key': sys.argv[1:]}\n"
+        "print(*decode_batch(batch, ImageTransform(8), 100)['reason'], sep='\\n')\n"
     )
     names = [str(tmp_path / f"{name}.png") for name in ("pipe", "zero", "folder")]
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, cwd=ROOT, timeout=120)
@@ -252,4 +255,4 @@ def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="larger than 100 bytes"):
         read_image_file(StoragePath(str(tmp_path / "large.png")))
     batch = {"uri": np.array([str(tmp_path / "large.png")]), "key": np.array(["key"])}
-    assert decode_batch(batch, 8, 100)["reason"].tolist() == [f"{UNREADABLE}: larger than 100 bytes"]
+    assert decode_batch(batch, ImageTransform(8), 100)["reason"].tolist() == [f"{UNREADABLE}: larger than 100 bytes"]

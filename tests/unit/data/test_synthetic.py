@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.config.sections import SceneConfig
 from pipeline.data import synthetic
 from pipeline.data.synthetic import NOVEL, main_object, main_object_accuracy, make_scene, write_dataset
-from pipeline.data.vocabulary import tokenize
+from pipeline.language.english import tokenize
 
 SCENES = [make_scene(0, index) for index in range(1500)]
 SIDES = {

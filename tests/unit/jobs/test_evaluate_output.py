@@ -29,6 +29,20 @@ def test_the_output_folder(storage: str) -> None:
     assert folder.is_absolute() and folder != output_folder(config, "a+b", "s3://bucket/out")[1]
 
 
+def test_bundles_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
+    config = parse_config(small_config({"uri": str(tmp_path / "results")}))
+
+    def folder_of(*bundles: Path) -> Path:
+        made = Evaluation.__new__(Evaluation)
+        made.config, made.bundles, made.data_suffix, made.labels = config, [*map(storage_path, bundles)], "", []
+        made.choose_place(None)
+        return made.folder.relative_to(tmp_path / "results" / "evaluations")
+
+    assert folder_of(tmp_path / "results" / "models" / "demo" / "demo-1") == Path("demo-1")
+    first, second = folder_of(tmp_path / "one" / "best"), folder_of(tmp_path / "two" / "best")
+    assert first != second and first.match("best-??????????") and first == folder_of(tmp_path / "one" / "best")
+
+
 def evaluation(place: StoragePath, folder: Path, bundle: Path) -> Evaluation:
     made = Evaluation.__new__(Evaluation)
     made.bundles, made.place, made.folder = [storage_path(bundle)], place, folder

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.backbone import Backbone, load_swin, set_drop_path
+from models.backbone import Backbone, load_tensors, set_drop_path
 from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from models.registry import build_model
@@ -101,7 +101,7 @@ def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"name": "swin_enormous"}, "which timm does not know; known: .*swin_base"),
+        ({"name": "swin_enormous"}, "which timm does not know; close names: .*swin_"),
         ({"image_size": 30}, "multiple of the patches' 4 px"),
         ({"weights": "pretrained"}, "make it another model"),
         ({"weights": "nowhere.safetensors"}, "nowhere.safetensors"),
@@ -115,7 +115,7 @@ def test_backbones_that_do_not_fit_are_refused(values: dict[str, Any], words: st
 def test_a_swin_of_another_shape_is_refused() -> None:
     other = Backbone(BackboneConfig(**(vars(SMALL_SWIN) | {"embed_dim": 16}))).swin.state_dict()
     with pytest.raises(ValueError, match=r"with shape \(.*this configuration needs"):
-        load_swin(Backbone(SMALL_SWIN), other)
+        load_tensors(Backbone(SMALL_SWIN), other)
     other.pop("norm.weight")
     with pytest.raises(ValueError, match="lacks 'norm.weight'"):
-        load_swin(Backbone(SMALL_SWIN), other)
+        load_tensors(Backbone(SMALL_SWIN), other)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.base import CaptionModel, Features, Memory
-from models.caption_masks import CaptionMasks
+from models.caption_masks import CaptionMasks, PrefixMasks, new_masks
 from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from models.decoding import Beams, Captions, Decoder, sample, search
 from models.encoder_decoder import EncoderDecoder
@@ -36,6 +36,15 @@ CONFIGS: dict[str, ModelConfig] = {
     "literal": ClustFormerConfig(**SMALL, attention="literal"),  # type: ignore[arg-type]
     "on_attention": MeshedMemoryConfig(**SMALL, attention="on_attention", gates="softmax"),  # type: ignore[arg-type]
 }
+MASK_TOKEN = {
+    "mask_token": ClustFormerConfig(
+        **SMALL,
+        decoder="mask_token",
+        input_dropout=0.5,
+        cross_attention_dropout=True,  # type: ignore[arg-type]
+    ),
+    "mask_token_conditional": ClustFormerConfig(**SMALL, decoder="mask_token", stacking="conditional"),  # type: ignore[arg-type]
+}
 
 
 def training_model(config: ModelConfig, images: int = 3) -> tuple[CaptionModel, Memory]:
@@ -57,11 +66,12 @@ def sampled(model: CaptionModel, memory: Memory, masks: CaptionMasks, sampler: s
 
 
 @pytest.mark.parametrize("sampler", ["multinomial", "beam"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *MASK_TOKEN])
 @torch.no_grad()
 def test_steps_and_pass_give_the_same_log_probabilities(name: str, sampler: str) -> None:
-    model, memory = training_model(CONFIGS[name])
-    masks = CaptionMasks(memory.batch_size * SAMPLES, LENGTH - 1, CPU)
+    model, memory = training_model((CONFIGS | MASK_TOKEN)[name])
+    masks = new_masks(model, memory.batch_size * SAMPLES, LENGTH - 1, CPU)
+    assert isinstance(masks, PrefixMasks) == (name in MASK_TOKEN)
     with masks.in_use(model):
         captions = sampled(model, memory, masks, sampler)
         tokens = captions.tokens.flatten(0, 1)

@@ -20,6 +20,7 @@ from PIL import Image
 from pipeline.reports import charts
 from pipeline.reports import page as report
 from pipeline.reports.cluster_pictures import LayerColors
+from pipeline.reports.fonts import drawable
 from pipeline.reports.page import Report, ReportImage, ReportStage, choose_images, write_report
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
@@ -359,3 +360,28 @@ def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
     plain = ReportImage(1, _picture(), "a cat", [], 0.5, "test")
     write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [plain], {}))
     assert "data-clusters=" not in (tmp_path / "r.html").read_text()
+
+
+def test_captions_of_other_scripts_have_their_language_and_tokens(tmp_path: Path) -> None:
+    """Maps are shown for tokens that are no words, and each text has the direction of its script."""
+    maps = np.arange(12.0).reshape(3, 4)
+    parts = ["一", "个<", " t"]
+    images = [
+        _image(1, caption="一个< t", parts=parts, attention=maps),
+        _image(2, caption="دائرة حمراء كبيرة", attention=maps),
+    ]
+    _, page = _written(tmp_path, _report(images=images, language="zh"))
+    captions = [attributes for attributes in page.all("p") if "data-caption" in attributes]
+    assert {(each["lang"], each["dir"]) for each in captions} == {("zh", "auto")}
+    assert sorted(str(each.get("data-parts")) for each in captions) == sorted(
+        [json.dumps(parts).replace("<", "\\u003c"), "None"]
+    )
+    cards = [attributes for attributes in page.all("li") if attributes.get("class") == "card"]
+    assert all(card.get("data-attention") for card in cards) and len(cards) == 2
+    assert all(each["dir"] == "auto" for each in page.all("li") if "data-reference" in each)
+
+
+def test_words_without_a_font_are_numbered() -> None:
+    words, font = drawable(["ein", "grüner", "Stern"], 18)
+    assert words == ["ein", "grüner", "Stern"] and font.getbbox("ü") != font.getbbox("\uffff")
+    assert drawable(["a\U00017000", "b"], 18)[0] == ["word 1", "word 2"]  # none of the fonts has Tangut

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config.load import parse_config
-from pipeline.data.dataset import SCHEMA, Dataset
+from pipeline.data.dataset import SCHEMA, Dataset, read_annotations
+from pipeline.data.loading import data_root
 from pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import from_bytes, to_bytes
@@ -62,3 +63,34 @@ def test_new_images_are_new_content_not_new_names(tmp_path: Path) -> None:
     assert (
         new_keys(dataset, snapshot.filter(pa.array([name != names[1] for name in snapshot["name"].to_pylist()]))) == 1
     )
+
+
+def test_images_in_an_archive_are_known_by_their_content(tmp_path: Path) -> None:
+    """The listing has the archive; the keys of its images are further rows, which are no files."""
+    root = tmp_path / "set"
+    write(root, ["a.tar", "b.png"])
+    uris = [f"tar:{512 * n}+9+{len(str(root)) + 6}:{root}/a.tar/{n}.jpg" for n in range(3)] + [f"{root}/b.png"]
+    rows = [range(4), ["train"] * 4, uris, [["A."]] * 4, ["k0", "k1", "k2", "k3"]]
+    dataset = Dataset(pa.table([pa.array(row, field.type) for row, field in zip(rows, SCHEMA, strict=True)], SCHEMA))
+    listing = listed(root, tmp_path / "results")
+    snapshot = from_bytes(to_bytes(with_keys(listing, dataset, str(root))), LISTING)
+    assert listing.num_rows == 2 and snapshot.num_rows == 5
+    assert new_keys(dataset, snapshot) == 0 and compare(listing, snapshot) == Change(added=0, changed=0, gone=0)
+    (root / "a.tar").write_text("replaced")
+    assert compare(listed(root, tmp_path / "results"), snapshot) == Change(added=0, changed=1, gone=0)
+    new = dataset.with_column("key", pa.array(["k0", "k1", "new", "k3"]))
+    assert new_keys(new, snapshot) == 1
+
+
+def test_keys_are_found_below_a_root_with_dots(tmp_path: Path) -> None:
+    write(tmp_path / "set", ["images/a.png"])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "set/t.jsonl").write_text('{"image": "images/a.png", "text": "a cat"}\n')
+    data = {"root": f"{tmp_path}/other/../set", "annotations": "t.jsonl", "train_splits": ["train"]}
+    config = parse_config(small_config(tmp_path / "results", data=data))
+    root = data_root(config)
+    dataset = read_annotations(config.data, root)[0]
+    dataset = dataset.with_column("key", pa.array(["k0"]))
+    snapshot = with_keys(list_data(config, root), dataset, root)
+    keys = dict(zip(snapshot["name"].to_pylist(), snapshot["key"].to_pylist(), strict=True))
+    assert keys == {"t.jsonl": None, "images/a.png": "k0"}

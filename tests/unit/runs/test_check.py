@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import yaml
 from PIL import Image
 
 from jobs.cli import main
+from models.transform import ImageTransform
 from pipeline.data.images import decode_batch, decode_image
 from tests.conftest import ROOT, small_config, write_karpathy
 
@@ -76,7 +79,7 @@ def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.
     found = (tmp_path / "found.json").read_text()
     assert "http://host/x?X-Amz-Signature=*** is refused" in found and "secret-word" not in found
     batch = {"key": np.array(["k"]), "uri": np.array([str(root / "images" / "1.png")])}
-    (reason,) = decode_batch(batch, 8, 100)["reason"]
+    (reason,) = decode_batch(batch, ImageTransform(8), 100)["reason"]
     assert "is refused" in reason and "secret-word" not in reason
 
 
@@ -151,3 +154,50 @@ def test_a_split_of_one_image_is_an_error_and_an_empty_one_a_mistake(tmp_path: P
     config = small_config(tmp_path / "storage", data={"root": str(root), "test_splits": ["novel"], "min_count": 1})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     assert main(["check", str(tmp_path / "run.yaml")]) == 2
+
+
+def with_captions(tmp_path: Path, splits: dict[str, list[str]]) -> Path:
+    """A data set in which all images of a split have these captions."""
+    root = write_karpathy(tmp_path / "set", {"train": 4, "val": 2, "test": 2})
+    data = json.loads((root / "dataset.json").read_text())
+    for entry in data["images"]:
+        entry["sentences"] = [{"raw": caption} for caption in splits[entry["split"]]]
+    (root / "dataset.json").write_text(json.dumps(data))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("captions", "tokenizer", "warning"),
+    [
+        (["一个红色圆形", "a red circle"], "expansionnet", "8 captions are one word .* set data.tokenizer to "),
+        (["एक बड़ा लाल वृत्त"], "expansionnet", "splits letters from their marks in 8 captions.* to unicode"),
+        (["วงกลมทำสีแดง"], "unicode", "splits letters from their marks in 8 captions.* to characters"),
+        (
+            ["một hình tròn", unicodedata.normalize("NFD", "một hình")],
+            "expansionnet",
+            "8 captions are not in the normal",
+        ),
+    ],
+)
+def test_captions_that_the_tokenizer_does_not_fit(
+    tmp_path: Path, captions: list[str], tokenizer: str, warning: str
+) -> None:
+    root = with_captions(tmp_path, dict.fromkeys(("train", "val", "test"), captions))
+    _, found = check(tmp_path, root, tokenizer=tokenizer)
+    assert re.search(warning, texts(found, "warning"))
+
+
+def test_unknown_words_of_validation_captions(tmp_path: Path) -> None:
+    captions = {"train": ["a red circle", "a red star"], "val": ["a red cross", "a red star"], "test": ["a star"]}
+    _, found = check(tmp_path, with_captions(tmp_path, captions))
+    assert "16.7% of the words of validation captions are not in the vocabulary, such as 'cross'" in texts(
+        found, "warning"
+    )
+    assert found["unknown_words"] == 0.1667
+    known = captions | {"val": ["a red star"]}
+    (tmp_path / "known").mkdir()
+    _, found = check(tmp_path / "known", with_captions(tmp_path / "known", known))
+    assert "vocabulary" not in texts(found, "warning")
+    (tmp_path / "subword").mkdir()
+    _, found = check(tmp_path / "subword", with_captions(tmp_path / "subword", captions), tokenizer="subword")
+    assert found["unknown_words"] == 0.0

@@ -17,6 +17,7 @@ from pipeline.runtime.secrets import (
     forget_all,
     holds_secret,
     is_secret_name,
+    is_secret_option,
     remember_address,
     remember_variable,
     split_userinfo,
@@ -237,3 +238,8 @@ def test_common_words_of_the_environment_are_not_masked(monkeypatch: pytest.Monk
     text = "training and validation of data on 2024-10-21"
     assert without_secrets(text) == text
     assert without_secrets("login with results1 failed") == "login with ${MY_PASSWORD} failed", "a folder has its name"
+
+
+def test_a_switch_of_tokens_is_no_secret() -> None:
+    assert not holds_secret("--set backbone.prefix_tokens=keep") and not is_secret_option("prefix_tokens", "drop")
+    assert holds_secret("--token=keepsake") and is_secret_option("password", "keep")

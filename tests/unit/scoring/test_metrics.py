@@ -238,7 +238,7 @@ def test_malformed_references_are_refused(content: Any, words: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"a": 1}, "found a JSON dict"),
+        ({"a": 1}, "found an object"),
         ([], "an empty list"),
         (["a caption"], r"entry 0 has no image_id.*'?a caption"),
         ([{"image_id": 1}], "entry 0 has no caption"),

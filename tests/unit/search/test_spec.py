@@ -182,6 +182,7 @@ def test_points_and_labels() -> None:
         ({"algorithm": "pbt", "space": {"stages.xe_frozen.ema": [0.9, 0.99]}}, ["ema: algorithm pbt copies averages"]),
         ({"scheduler": {"name": "asha", "grace_epochs": 9}}, ["grace_epochs = 9 is more than the 0.7 epochs"]),
         ({"trial": {"set": {"model.dropout": 0.2}}, "space": {"model.dropout": [0.1, 0.3]}}, ["trial.set gives"]),
+        ({"trial": {"set": {"features.views": 3}}}, ["trial.set: features.views cannot be set", "extracted once"]),
         ({"trial": {"epochs": 2}, "space": {"stages.xe_frozen.epochs": [1, 2]}}, ["trial.epochs gives all trials"]),
         ({"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid"}, ["the space is infinite"]),
         ({"bse": "x"}, ["unknown key bse", "did you mean base"]),

@@ -100,6 +100,9 @@ def test_a_batch_moves_as_a_whole() -> None:
     assert moved.features.tokens.dtype == torch.float64 and moved.tokens.dtype == torch.int64
     assert (moved.global_targets, moved.global_images) == (8, 2)
     assert moved.target_positions.shape == (8,) and moved.target_positions.device == moved.images.device
-    pixels = replace(batch, features=Features(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))).to(torch.device("cpu"))
+    zeros = Features(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
+    transform = ImageTransform(8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    pixels = replace(batch, features=zeros, transform=transform).to(torch.device("cpu"))
+    assert (pixels.features.tokens == -1).all(), "normalized by the transform of the images"
     assert pixels.features.tokens.shape == (2, 3, 8, 8)
     assert pixels.features.tokens.is_contiguous(memory_format=torch.channels_last)

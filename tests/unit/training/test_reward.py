@@ -10,11 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
 from jobs.bench.reference_cider import PlainCiderD
-from pipeline.data.vocabulary import SPECIALS, Vocabulary, tokenize
+from pipeline.data.synthetic import make_scene
+from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
+from pipeline.language.english import tokenize
+from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.scoring import ngram_keys
 from pipeline.scoring.cider import CiderD
+from pipeline.scoring.metric_words import metric_words
+from pipeline.scoring.metrics import score_captions
 from pipeline.training import reward as rewards
 from pipeline.training.reward import CaptionReward
 from tests.support.damage import cut, empty, flip_any
@@ -125,3 +131,53 @@ def test_the_index_is_built_once_a_machine(
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 2
     (tmp_path / "file").write_text("")
     assert score(cache=tmp_path / "file") == first  # no folder can be there
+
+
+@pytest.mark.parametrize("language", ["en", "de", "zh"])
+@pytest.mark.parametrize("eos", [False, True])
+def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool, tmp_path: Path) -> None:
+    """Also for words that no reference has, for repeated captions, and for an index from the cache."""
+    references = {index: make_scene(5, index, language)[1] for index in range(12)}
+    texts = [caption for captions in references.values() for caption in captions]
+    vocabulary = Vocabulary.train_subwords(texts, 400, 2)
+    captions = [make_scene(5, 1 + index % 15, language)[1][0] for index in range(24)] + [
+        "xyz xyz zyx",
+        "",
+        texts[0],
+        f"{texts[12]} xyz zyx zyx",
+    ]
+    images = [index % 12 for index in range(len(captions))]
+    rows = [torch.tensor(vocabulary.encode(vocabulary.tokenize(caption))) for caption in captions]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=vocabulary.pad)
+    if not eos:
+        scores = score_captions(
+            references, {image: captions[image] for image in range(12)}, metrics=("CIDEr-D",), language=language
+        )
+    for cache in (None, tmp_path, tmp_path):
+        reward = CaptionReward(references, vocabulary, eos=eos, language=language, cache=cache)
+        found = reward(tokens, reward.indices_of(images)).tolist()
+        words = [[[*metric_words(c, language), *[EOS] * eos] for c in image] for image in references.values()]
+        plain = PlainCiderD(words)
+        slow = [
+            plain.score([*metric_words(caption, language), *[EOS] * eos], words[image])
+            for caption, image in zip(captions, images, strict=True)
+        ]
+        assert found == pytest.approx(slow, rel=1e-9, abs=1e-12)
+        if not eos:
+            assert found[:12] == pytest.approx(scores.by_name["CIDEr-D"].per_image, rel=1e-9)
+
+
+def test_the_reward_of_words_does_not_depend_on_the_language() -> None:
+    references = {index: make_scene(5, index, "de")[1] for index in range(12)}
+    split = TOKENIZERS["unicode"].split
+    vocabulary = Vocabulary.build([split(text) for texts in references.values() for text in texts], 1, "unicode")
+    tokens = pad_sequence(
+        [torch.tensor(vocabulary.encode(split(texts[0]))) for texts in references.values()],
+        batch_first=True,
+        padding_value=vocabulary.pad,
+    )
+    values = []
+    for language in ("en", "de"):
+        reward = CaptionReward(references, vocabulary, eos=True, language=language)
+        values.append(reward(tokens, reward.indices_of(list(references))))
+    assert torch.equal(*values)

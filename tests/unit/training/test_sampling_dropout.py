@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.backbone import Backbone
 from models.base import Features, Memory, ModelSizes
-from models.caption_masks import CaptionMasks
+from models.caption_masks import CaptionMasks, PrefixMasks, new_masks
 from models.captioner import Captioner
 from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from models.decoding import greedy
@@ -39,10 +39,11 @@ SYSTEMS: dict[str, ModelConfig] = {
     "meshed_memory": MeshedMemoryConfig(**SMALL, dropout=0.3, num_memory_slots=2),
     "clustformer": ClustFormerConfig(**SMALL, dropout=0.3),
     "cross_attention_dropout": ClustFormerConfig(**SMALL, dropout=0.3, input_dropout=0.5, cross_attention_dropout=True),
+    "mask_token": ClustFormerConfig(**SMALL, decoder="mask_token", dropout=0.3, cross_attention_dropout=True),
 }
 # with these, some images end early, and others have long captions
 SEEDS = {"expansionnet_v2": 6, "factorized": 2, "transformer": 1, "meshed_memory": 6, "clustformer": 7}
-SEEDS["cross_attention_dropout"] = 7
+SEEDS |= {"cross_attention_dropout": 7, "mask_token": 7}
 SWIN = BackboneConfig(image_size=32, embed_dim=4, depths=(1, 2), num_heads=(1, 2), window_size=4, drop_path=0.5)
 
 
@@ -94,17 +95,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[CaptionMasks]:
     """The masks of the steps of SCST."""
     made: list[CaptionMasks] = []
 
-    class Recorded(CaptionMasks):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
+    def recording(*arguments: Any) -> CaptionMasks:
+        made.append(new_masks(*arguments))
+        return made[-1]
 
-    monkeypatch.setattr(objectives, "CaptionMasks", Recorded)
+    monkeypatch.setattr(objectives, "new_masks", recording)
     return made
 
 
-class PrefixMasks:
-    """The same masks for passes over prefixes, looked up element by element.
+class SlowMasks:
+    """The same masks for teacher-forced passes over prefixes, looked up element by element.
 
     sources[r][t] is the row that had the caption of row r at position t.
     """
@@ -133,7 +133,19 @@ class PrefixMasks:
         return self.drawn[self.calls - 1]
 
 
-def prefix_log_probs(model: EncoderDecoder, memory: Memory, masks: PrefixMasks, prefixes: Sequence[Any]) -> Tensor:
+class SlowPrefixMasks(SlowMasks):
+    """Those of a decoder that computes the tokens so far and a mask token in every step."""
+
+    def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
+        mask, size = self._next(), len(self.sources[0]) + 1
+        return torch.stack([mask[t, source, :size] for row in self.sources for t, source in enumerate(row)])
+
+    def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
+        mask, size = self._next(), len(self.sources[0]) + 1
+        return torch.stack([mask[t, source, :size, :size] for row in self.sources for t, source in enumerate(row)])
+
+
+def prefix_log_probs(model: EncoderDecoder, memory: Memory, masks: SlowMasks, prefixes: Sequence[Any]) -> Tensor:
     """Log-probabilities (R, V) of the word after each prefix, with the graph. A row is (tokens, sources, ...)."""
     masks.sources = [row[1] for row in prefixes]
     return model.decode(memory, torch.tensor([row[0] for row in prefixes])).log_softmax(-1)[:, -1]
@@ -179,8 +191,9 @@ def slow_beams(step: Callable[[list[Row]], Tensor]) -> list[Row]:
 
 def slow_loss(captioner: Captioner, batch: Batch, drawn: list[Tensor], section: ScstSection) -> tuple[Tensor, Tensor]:
     """The loss of sampling that keeps the graph, and its captions (R, MAX_LENGTH)."""
-    model, masks = captioner.model, PrefixMasks(drawn)
+    model = captioner.model
     assert isinstance(model, EncoderDecoder)
+    masks = (SlowPrefixMasks if model.steps_compute_prefix else SlowMasks)(drawn)
     torch.manual_seed(5)
     memory = captioner.encode(batch.features)
     decoder = [module for module in model.modules() if isinstance(module, Dropout | EncoderDecoder)]
@@ -209,6 +222,7 @@ def test_the_gradient_is_that_of_sampling_with_the_graph(
     ours = gradients(captioner)
     captioner.zero_grad()
     loss, tokens = slow_loss(captioner, batch, recorded[0].drawn, ScstSection(**settings))
+    assert isinstance(recorded[0], PrefixMasks) == (system == "mask_token")
     loss.backward()
     assert len(recorded[0].rows) < len(tokens), "no image left sampling early"
     assert bool((tokens[:, 3] != PAD).any()) and len(set(map(tuple, tokens.tolist()))) > IMAGES

@@ -50,12 +50,13 @@ def test_shares_cover_a_batch(size: int, count: int) -> None:
 class FakeImages:
     """Images whose features depend on their numbers only."""
 
+    transform = None
     features = torch.randn(NUM_IMAGES, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return NUM_IMAGES
 
-    def load(self, rows: np.ndarray) -> Features:
+    def load(self, rows: np.ndarray, seeds: np.ndarray) -> Features:
         return Features(self.features[torch.from_numpy(rows)])
 
 

@@ -25,7 +25,7 @@ from pipeline.data.dataset import Dataset, read_annotations
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import read_word_vectors
 from pipeline.errors import UserError
-from pipeline.untrusted import documents
+from pipeline.untrusted import documents, parquet_files
 
 DEEP = "[" * 100_000
 NESTED = "[" * 700 + "]" * 700  # the parser accepts this, and `repr` may fail at it
@@ -136,7 +136,7 @@ def test_small_files_that_become_large_are_refused(tmp_path: Path, monkeypatch: 
         assert len(content) < 10**5
         with pytest.raises(UserError, match=r"a.parquet has more than \d+ bytes of text"):
             annotations(tmp_path, "a.parquet", content)
-    monkeypatch.setattr(documents, "MIN_LIMIT_VALUES", 1000)
+    monkeypatch.setattr(parquet_files, "MIN_LIMIT_VALUES", 1000)
     with pytest.raises(UserError, match="a column of 100000 values"):
         annotations(tmp_path, "a.parquet", parquet(image=pa.nulls(100_000, pa.string())))
     monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 1000)

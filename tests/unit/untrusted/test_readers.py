@@ -25,6 +25,7 @@ BUNDLE = "a bundle's weights, which are checked against its configuration"
 ALLOWED = {
     ("jobs/evaluation.py", "zipfile.ZipFile"): "writes an archive",
     ("jobs/tune/workers.py", "json.loads"): OWN,
+    ("pipeline/language/subwords.py", "json.loads"): "a model that the package tokenizers has just trained",
     ("models/tensor_files.py", "load_file"): "a checkpoint: safetensors holds numbers only",
     ("models/tensor_files.py", "safe_open"): "the header of safetensors, checked before anything is read",
     ("models/tensor_files.py", "torch.load"): "a checkpoint, with weights_only, after its records were measured",

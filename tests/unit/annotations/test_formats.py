@@ -6,6 +6,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
@@ -14,11 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.annotations.formats import FORMATS
+from pipeline.annotations.rows import as_list
+from pipeline.annotations.splits import id_of_name
 from pipeline.config.sections import DataSection
-from pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
-from pipeline.data.formats import FORMATS
-from pipeline.data.vocabulary import Vocabulary, tokenize_like_spacy
+from pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, read_dataset
+from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.language.english import tokenize_like_spacy
 
 ROWS: list[dict[str, Any]] = [
     {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},
@@ -67,7 +71,7 @@ def test_a_table_may_name_objects_below_the_prefix_of_the_images(tmp_path: Path)
                 read_annotations(config, tmp_path)
 
 
-def test_rows_without_ids_are_numbered_and_malformed_rows_are_named(tmp_path: Path) -> None:
+def test_rows_without_ids_get_those_of_their_names_and_malformed_rows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     config = DataSection(root=str(tmp_path), annotations="t.jsonl")
 
@@ -76,11 +80,22 @@ def test_rows_without_ids_are_numbered_and_malformed_rows_are_named(tmp_path: Pa
         return read_annotations(config, tmp_path)
 
     dataset, problems = read({"image": "1.png", "caption": "one"}, {"image": "2.png", "captions": [3, ""]})
-    assert dataset.column("image_id") == [0, 1] and dataset.column("captions") == [["one"], [""]]
+    assert dataset.column("image_id") == [id_of_name("1.png"), id_of_name("2.png")]
+    assert dataset.column("captions") == [
+        ["one"],
+        [""],
+    ]
     assert len(problems) == 1 and "row 2" in problems[0]
     for rows, message in [
         ([{"id": 1}], "no text in the column image"),
-        ([{"image": "1.png", "id": "x"}], "not a whole number"),
+        ([{"image": "1.png", "id": 1.5}], "id 1.5 is not a whole number"),
+        ([{"image": "1.png", "id": True}], "id True is not a whole number"),
+        ([{"image": "1.png", "split": False}], "split False is not text"),
+        (
+            [{"image": "1.png", "split": "val"}, {"image": "./1.png", "split": 0}],
+            "has the split 'val' and in this row 0",
+        ),
+        ([{"image": "1.png", "split": 0}, {"image": "1.png", "split": "val"}], "has the split 0 and in this row 'val'"),
         ([{"image": "../1.png"}], "is outside of"),
         ([{"image": "s3://bucket/private.png"}], "set data.images to the images' prefix"),
         ([{"image": "1.png", "id": 4}, {"image": "2.png", "id": 4}], "repeats the image id 4"),
@@ -89,6 +104,99 @@ def test_rows_without_ids_are_numbered_and_malformed_rows_are_named(tmp_path: Pa
     ]:
         with pytest.raises(UserError, match=message):
             read(*rows)
+
+
+def table(folder: Path, *rows: dict[str, Any], **keys: Any) -> Dataset:
+    """The data set of a table in JSON lines."""
+    (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_annotations(DataSection(root=str(folder), annotations="t.jsonl", **keys), folder)[0]
+
+
+def test_ids_that_are_text_are_hashes_of_names_unless_the_column_is_configured(tmp_path: Path) -> None:
+    rows = [{"image": f"{n}.png", "id": value} for n, value in enumerate(["u0", "17", 18.0, None, ""])]
+    dataset = table(tmp_path, *rows)
+    assert dataset.column("image_id") == [id_of_name("0.png"), 17, 18, id_of_name("3.png"), id_of_name("4.png")]
+    (tmp_path / "val.txt").write_text("0.png u0\n")
+    assert table(tmp_path, *rows, split_lists={"val": "val.txt"}).column("split") == ["val"] + ["train"] * 4
+    with pytest.raises(UserError, match="row 1: id 'u0' is not a whole number"):
+        table(tmp_path, *rows, columns={"id": "id"})
+
+
+def test_the_split_zero_is_a_split(tmp_path: Path) -> None:
+    rows = [{"image": f"{n}.png", "split": split} for n, split in enumerate([0, "0", "", None, 1])]
+    assert table(tmp_path, *rows).column("split") == ["0", "0", "train", "train", "1"]
+
+
+def test_rows_of_the_same_file_are_one_image(tmp_path: Path) -> None:
+    names = ["000.jpg", "./000.jpg", "a/../000.jpg", f"{tmp_path}/000.jpg", "001.jpg"]
+    dataset = table(tmp_path, *({"image": name, "caption": name[-5:], "split": "val"} for name in names[:3]))
+    assert dataset.column("captions") == [["0.jpg"] * 3]
+    splits = ["val", "", None, "val"]
+    dataset = table(tmp_path, *({"image": "000.jpg", "caption": "a", "split": split} for split in splits))
+    assert dataset.column("split") == ["val"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "captions"),
+    [
+        ("[1]", ["[1]"]),
+        ('["a", 1]', ['["a", 1]']),
+        ('["a", "b"]', ["a", "b"]),
+        ("[]", []),
+        ("[sic] a cat", ["[sic] a cat"]),
+        ("", [""]),
+    ],
+)
+def test_a_cell_is_a_list_only_if_all_its_items_are_text(cell: str, captions: list[str]) -> None:
+    assert as_list(cell) == captions
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("captions_latest.json", "train"),
+        ("captions_val2014.json", "val"),
+        ("captions-validation.json", "val"),
+        ("image_info_test-dev2017.json", "test"),
+        ("Captions_Test.json", "test"),
+        ("retrained.json", "train"),
+        ("interval.json", "train"),
+    ],
+)
+def test_the_split_is_a_word_of_the_name_of_cocos_file(tmp_path: Path, name: str, split: str) -> None:
+    content = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1, "caption": "a cat"}]}
+    (tmp_path / name).write_text(json.dumps(content))
+    config = DataSection(root=str(tmp_path), annotations=name)
+    assert read_annotations(config, tmp_path)[0].column("split") == [split]
+
+
+def test_endings_of_text_files_may_have_capitals(tmp_path: Path) -> None:
+    for name in ("A.JPG", "b.jpg", "C.jpg"):
+        (tmp_path / name).write_bytes(b"")
+    for name in ("A.TXT", "b.Txt", "C.TXT", "C.txt", "a.txt"):
+        (tmp_path / name).write_text(name)
+    dataset, _ = read_annotations(DataSection(root=str(tmp_path), annotations="."), tmp_path)
+    assert dataset.column("captions") == [["A.TXT"], ["C.txt"], ["b.Txt"]]
+
+
+@pytest.mark.parametrize("keys", [{}, {"split_fractions": {"train": 0.5, "val": 0.5}}])
+def test_a_name_that_is_not_utf8_is_named(tmp_path: Path, keys: dict[str, Any]) -> None:
+    Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jpg")).write_bytes(b"")
+    with pytest.raises(UserError, match="is not text in UTF-8; rename the file") as caught:
+        read_annotations(DataSection(root=str(tmp_path), annotations=".", **keys), tmp_path)
+    assert str(caught.value).isprintable()
+
+
+def test_a_parquet_file_with_a_row_per_caption_and_image_is_refused(tmp_path: Path) -> None:
+    images = [{"bytes": b"x", "path": path} for path in ("", "", None, "a.jpg", "b.jpg", "a.jpg")]
+    for count in (5, 6):
+        pq.write_table(pa.table({"image": images[:count], "text": ["a cat"] * count}), tmp_path / "t.parquet")
+        config = DataSection(root=str(tmp_path), annotations="t.parquet")
+        if count == 5:
+            assert len(read_annotations(config, tmp_path)[0]) == 5
+        else:
+            with pytest.raises(UserError, match="row 6 repeats the image 'a.jpg'; give one row with a list"):
+                read_annotations(config, tmp_path)
 
 
 def coco(tmp_path: Path, images: list[dict[str, Any]], annotations: list[dict[str, Any]], **config: Any) -> Any:

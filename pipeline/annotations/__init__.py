@@ -1,0 +1,1 @@
+"""Annotation files: the forms in which captioned images are exchanged, and where each image is."""

@@ -1,0 +1,54 @@
+"""A folder of images, each with a text file of the same name: dog.jpg and dog.txt, with one caption per line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple
+
+from pipeline.annotations.files import errors_named, is_image
+from pipeline.annotations.rows import Rows, Source, as_texts, lines_of
+from pipeline.errors import UserError
+
+MAX_TEXT_BYTES = 2**20  # of the captions of an image
+_NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
+
+
+class Captioned(NamedTuple):
+    """An image's path in the folder, and its captions; none without a text file."""
+
+    name: str
+    captions: list[str]
+
+
+def read_text_files(source: Source) -> Iterator[Captioned]:
+    """The images of a folder and of those in it, in the order of their names. Raises UserError."""
+    folder = source.annotations
+    with errors_named(folder):
+        names = {name for name, _ in folder.walk() if "/." not in f"/{name}"}
+    images = iter(sorted(filter(is_image, names)))
+    texts = {name[:-4]: name for name in sorted(names) if name.lower().endswith(".txt")}
+
+    def read(name: str) -> Captioned:
+        text = texts.get(name.rpartition(".")[0])
+        if text is None:
+            return Captioned(name, [])
+        with errors_named(folder / text):
+            return Captioned(name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text)))
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
+        while part := list(islice(images, _FILES_PER_SLICE)):
+            yield from pool.map(read, part)
+
+
+def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:
+    """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
+    count = len(rows.uri)
+    for image in images:
+        location = str(source.annotations / image.name)
+        name = source.member_prefix + image.name
+        image_id, split = source.id_and_split({}, (image.name, image.name.rsplit("/", 1)[-1]), name, location)
+        rows.add(image_id, split, location, as_texts(list(image.captions), location, rows), location)
+    if len(rows.uri) == count:
+        raise UserError(f"folder {source.annotations} contains no image; give the folder that holds them")

@@ -1,0 +1,179 @@
+"""`raycap init` recognizes every form, writes a configuration that `raycap check` accepts, and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from pipeline.config.load import load_config
+from pipeline.data.loading import find_data
+from pipeline.setup.survey import survey
+from tests.support.forms import FORMS, Captioned, scenes, write_images, write_tars
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[Captioned]:
+    """60 scenes in the splits that most data sets have."""
+    found = scenes(tmp_path_factory.mktemp("scenes") / "set")
+    return [image._replace(split=image.split.replace("novel", "test")) for image in found]
+
+
+def init(*words: str | Path) -> int:
+    return main(["init", *map(str, words)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_recognized(
+    tmp_path: Path, images: list[Captioned], form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config = tmp_path / "my set", tmp_path / "set.yaml"
+    FORMS[form](folder, images)
+    if form == "metadata.jsonl":  # with names of columns that init cannot know
+        lines = (folder / "metadata.jsonl").read_text()
+        (folder / "metadata.jsonl").write_text(lines.replace('"number"', '"id"').replace('"part"', '"split"'))
+    assert init(folder, "--out", config, "--no-pretrained") == 0
+    printed = capsys.readouterr().out
+    assert "images    60: train 48, test 8, val 4" in printed and "captions  300, 5 per image" in printed
+    assert "language  en (Latin), tokenizer expansionnet" in printed and "32 x 32" in printed
+    assert printed.endswith(f"next      raycap check {config}\n          raycap run {config}\n")
+    read = load_config(config, [f"storage={tmp_path / 'results'}"])
+    assert "language:" not in config.read_text()  # English is the default
+    dataset, unreadable = find_data(read)
+    assert len(dataset) == 60 and not unreadable and read.name == "my-set"
+    assert sorted(dataset.column("captions")) == sorted(image.captions for image in images)
+    assert main(["check", str(config), "--set", f"storage={tmp_path / 'results'}"]) == 0
+    assert "fit to train on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "caption", "tokenizer"),
+    [
+        ("zh", "一只狗在草地上奔跑", "characters"),
+        ("hi", "एक कुत्ता घास पर दौड़ रहा है", "unicode"),
+        ("de", "Ein Hund läuft mit einem Ball auf der Wiese", "unicode"),
+    ],
+)
+def test_the_language_is_written(
+    tmp_path: Path, images: list[Captioned], code: str, caption: str, tokenizer: str
+) -> None:
+    FORMS["table"](tmp_path / "set", [image._replace(captions=[caption]) for image in images])
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml", "--no-pretrained") == 0
+    data = load_config(tmp_path / "x.yaml").data
+    assert (data.language, data.tokenizer) == (code, tokenizer)
+
+
+def test_files_that_are_not_used_are_printed(
+    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
+) -> None:
+    FORMS["text"](tmp_path / "set", images)
+    for number in range(7):
+        write_images(tmp_path / "set" / "logo", [images[0]._replace(name=f"logo{number}.png")])
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml", "--no-pretrained") == 0
+    first = ", ".join(f"logo/logo{number}.png" for number in range(5))
+    assert f"left out  7 files: {first}, ...; add those that belong to the data" in capsys.readouterr().out
+
+
+def test_an_image_whose_captions_have_no_word_is_refused(
+    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
+) -> None:
+    FORMS["table"](tmp_path / "set", [images[0]._replace(captions=["!!!"]), *images[1:]])
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml", "--no-pretrained") == 2
+    assert "has no caption with a word in it; add one" in capsys.readouterr().err
+    assert not (tmp_path / "x.yaml").exists()
+
+
+def test_a_file_is_not_replaced_without_force(
+    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tars(tmp_path / "shards", images)
+    out = tmp_path / "x.yaml"
+    out.write_text("mine")
+    assert init(tmp_path / "shards", "--out", out) == 2
+    assert "exists; give another name, or --force to replace it" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert init(tmp_path / "shards", "--out", out, "--force") == 0
+    assert "weights: pretrained" in out.read_text() and load_config(out).backbone.weights == "pretrained"
+    assert [stage.name for stage in load_config(out).stages] == ["xe_frozen"]
+
+
+def test_one_annotation_file_is_read(tmp_path: Path, images: list[Captioned]) -> None:
+    FORMS["karpathy"](tmp_path / "set", images)
+    FORMS["metadata.csv"](tmp_path / "set", images)
+    assert init(tmp_path / "set" / "metadata.csv", "--out", tmp_path / "x.yaml") == 0
+    assert load_config(tmp_path / "x.yaml").data.annotations == "metadata.csv"
+
+
+def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captioned]) -> None:
+    write_images(tmp_path / "set" / "photos", images)
+    rows = [{"img": image.name, "description": image.captions[0]} for image in images]
+    (tmp_path / "set" / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = survey(str(tmp_path / "set"))
+    assert found.keys == {
+        "annotations": "all.jsonl",
+        "columns": {"image": "img", "captions": "description"},
+        "images": "photos",
+        "split_fractions": {"train": 0.8, "val": 0.1, "test": 0.1},
+    }
+    assert set(found.dataset.column("split")) == {"train", "val", "test"}
+
+
+def test_a_training_split_is_divided_beside_a_test_split(tmp_path: Path, images: list[Captioned]) -> None:
+    for split, part in (("train", images[:50]), ("test", images[50:])):
+        FORMS["text"](tmp_path / "other", [image._replace(split=split) for image in part])
+        shutil.copytree(tmp_path / "other" / split, tmp_path / "set" / split)
+    found = survey(str(tmp_path / "set"))
+    assert found.keys["sources"] == [{"annotations": "test", "split": "test"}, {"annotations": "train"}]
+    assert found.dataset.column("split").count("test") == 10 and found.dataset.column("split").count("val") > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "is empty; give a folder of images and captions"),
+        ({"a.jpg": b"x", "b/c.png": b"x"}, "has 2 images and no captions; add an annotation file"),
+        ({"notes.md": b"x"}, "has neither images nor annotations"),
+        ({"dataset.json": b"{"}, "is not valid JSON"),
+        ({"a.tar": b"x" * 600}, "is not a tar archive"),
+        ({"part.parquet": b"x" * 600}, "is not a readable Parquet file"),
+        ({"a.csv": b"image,caption\nx.jpg,a cat\n"}, "names images such as x.jpg, which are not below"),
+        ({"a.csv": b"image,caption\nx.jpg,\n", "x.jpg": b"x"}, "has 1 images and no captions (table (.csv)); add some"),
+        ({"a.csv": b"image,caption\nx.jpg,a cat\n", "x.jpg": b"x"}, "are too few to divide"),
+    ],
+)
+def test_what_is_no_data_set_is_named(
+    tmp_path: Path, files: dict[str, bytes], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "set").mkdir()
+    for name, content in files.items():
+        (tmp_path / "set" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(content)
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "x.yaml").exists()
+
+
+def test_images_that_cannot_be_read_are_named(
+    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [image._replace(content=b"broken") for image in images]
+    FORMS["table"](tmp_path / "set", broken)
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml") == 2
+    assert "none of 60 images" in capsys.readouterr().err
+    FORMS["table"](tmp_path / "set", [*broken[:10], *images[10:]])
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml") == 0
+    assert "10 cannot be read, the first because of: not an image in a known format" in capsys.readouterr().out
+
+
+def test_photographs_of_flickr8k(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shared / "data" / "flickr8k_subset"
+    if not folder.is_dir():
+        pytest.skip("no flickr8k_subset")
+    assert init(folder, "--out", tmp_path / "x.yaml", "--no-pretrained") == 0
+    print(text := capsys.readouterr().out)
+    assert "language  en (Latin)" in text
+    assert main(["check", str(tmp_path / "x.yaml"), "--set", f"storage={tmp_path / 'results'}"]) == 0

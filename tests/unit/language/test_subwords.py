@@ -1,0 +1,158 @@
+"""Models of subwords: deterministic, without unknown pieces, bounded, and safe to read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.vocabulary import SPECIALS, UNK, Vocabulary
+from pipeline.language.subwords import MAX_MERGES, SubwordModel
+from pipeline.language.words import normalized
+from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
+
+ALL = CAPTIONS | WITHOUT_SPACES
+TRAINING = [caption for caption in ALL.values() for _ in range(3)] + ["a red circle", "a big red circle"] * 5
+MODEL = Vocabulary.train_subwords(TRAINING, 600, 2)
+
+
+def plain_split(model: SubwordModel, word: str) -> list[str]:
+    """The pieces of a word by the definition: again and again, merge the pair that is first in the list of merges."""
+    ranks = {pair: rank for rank, pair in reversed(list(enumerate(model.merges)))}
+    pieces = list(word)
+    while present := [ranks[pair] for pair in pairwise(pieces) if pair in ranks]:
+        left, right = model.merges[min(present)]
+        merged: list[str] = []
+        for piece in pieces:
+            if merged and (merged[-1], piece) == (left, right):
+                merged[-1] = left + right
+            else:
+                merged.append(piece)
+        pieces = merged
+    return pieces
+
+
+def test_every_script_comes_back_without_unknown_pieces() -> None:
+    """Also scripts that the training captions do not have, in any normal form."""
+    vocabulary = Vocabulary.train_subwords(["a red circle", "a blue circle"] * 5, 300, 2)
+    for caption in ALL.values():
+        for form in ("NFC", "NFD"):
+            ids = vocabulary.encode(vocabulary.tokenize(unicodedata.normalize(form, caption)))
+            assert vocabulary.ids[UNK] not in ids
+            assert vocabulary.decode(ids) == normalized(caption)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_text_comes_back(caption: str) -> None:
+    tokens = MODEL.tokenize(caption)
+    decoded = MODEL.decode(MODEL.encode(tokens))
+    assert decoded == " ".join(normalized(caption).split())
+    assert MODEL.tokens_of(decoded) == tokens and "".join(MODEL.parts(decoded)) == decoded
+
+
+@pytest.mark.parametrize("word", ["a", "red", "circle", "rercircles", "bigcircle", "xylophone", "kreis", "größer"])
+def test_pieces_follow_the_merges(word: str) -> None:
+    assert MODEL.subwords is not None and len(MODEL.subwords.merges) > 100
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table of bytes
+    others = iter(range(256, 512))
+    char_of = {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}
+    assert MODEL.tokenize(word) == plain_split(MODEL.subwords, "".join(char_of[byte] for byte in f" {word}".encode()))
+
+
+def test_frequent_words_are_one_piece() -> None:
+    assert MODEL.tokenize("A big red circle") == ["Ġa", "Ġbig", "Ġred", "Ġcircle"]
+
+
+def test_training_is_deterministic_and_does_not_depend_on_the_order() -> None:
+    expected = MODEL.to_json()
+    assert Vocabulary.train_subwords(TRAINING, 600, 2).to_json() == expected
+    assert Vocabulary.train_subwords(sorted(TRAINING), 600, 2).to_json() == expected
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_threads_and_hash_seeds_make_no_difference(threads: str) -> None:
+    program = (
+        "import hashlib; from tests.unit.language.test_subwords import MODEL;"
+        "print(hashlib.sha256(MODEL.to_json().encode()).hexdigest())"
+    )
+    environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == hashlib.sha256(MODEL.to_json().encode()).hexdigest()
+
+
+@pytest.mark.parametrize("size", [260, 300, 500])
+def test_the_size_is_a_limit(size: int) -> None:
+    assert 260 <= len(Vocabulary.train_subwords(TRAINING, size, 1)) <= size
+    with pytest.raises(ValueError, match="the bytes alone are 256"):
+        Vocabulary.train_subwords(TRAINING, 259, 1)
+
+
+def test_rare_pairs_are_not_merged() -> None:
+    pieces = Vocabulary.train_subwords(["a red circle"] * 4 + ["xylophone"], 8000, 2).tokenize("xylophone")
+    assert {len(piece) for piece in pieces} == {1}  # bytes, and the one of the space before
+
+
+def test_the_file_holds_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.json"
+    MODEL.save(path)
+    loaded = Vocabulary.load(path)
+    assert loaded == MODEL and loaded.tokenize("a bigger वृत्त") == MODEL.tokenize("a bigger वृत्त")
+    assert json.loads(path.read_text()).keys() == {"tokenizer", "words", "merges"}
+
+
+def test_files_without_subwords_are_as_before(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", "é"), "spacy")
+    assert vocabulary.to_json() == ('{\n"tokenizer": "spacy",\n"words": [\n"EOS",\n"PAD",\n"SOS",\n"UNK",\n"é"\n]\n}')
+    (tmp_path / "old.json").write_text('{"words": ["EOS", "PAD", "SOS", "UNK", "cat"]}')
+    assert Vocabulary.load(tmp_path / "old.json").tokenizer == "expansionnet"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"merges": None}, "must be a list of two pieces"),
+        ({"merges": ["a"]}, "must be a list of two pieces"),
+        ({"merges": ["a b c"]}, "must be a list of two pieces"),
+        ({"merges": [["a", "b"]]}, "must be a list of two pieces"),
+        ({"merges": ["ab c"]}, "must be bytes or the results of earlier merges"),
+        ({"merges": ["日 a"]}, "must be bytes or the results of earlier merges"),
+        ({"merges": ["q x"]}, "lacks pieces"),
+        ({"merges": ["a b"] * (MAX_MERGES + 1)}, "is the limit"),
+        ({"tokenizer": "spacy"}, "no other tokenizer has one"),
+        ({"words": list(SPECIALS)}, "lacks pieces"),
+    ],
+    ids=str,
+)
+def test_models_of_strangers_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "vocabulary.json"
+    path.write_text(json.dumps(json.loads(MODEL.to_json()) | change))
+    with pytest.raises(ValueError, match=message):
+        Vocabulary.load(path)
+
+
+def test_a_model_needs_its_merges(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.json"
+    content = json.loads(MODEL.to_json())
+    del content["merges"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="needs a list of merges"):
+        Vocabulary.load(path)
+
+
+def test_pieces_are_bounded() -> None:
+    """Each merge doubles a piece."""
+    with pytest.raises(ValueError, match="at most 256 bytes"):
+        SubwordModel(tuple(("a" * 2**i, "a" * 2**i) for i in range(12)))

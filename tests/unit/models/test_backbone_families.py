@@ -1,0 +1,434 @@
+"""Backbones of other families than Swin: tokens, transforms, training, weights, bundles, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.data
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from jobs.caption import _draw_words
+from models.backbone import (
+    Backbone,
+    backbone_macs,
+    image_transform,
+    load_tensors,
+    set_drop_path,
+    with_one_block_per_stage,
+)
+from models.base import Features
+from models.captioner import Captioner
+from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from models.registry import build_model
+from models.transform import ImageTransform
+from pipeline.captioning.bundle import load_bundle, save_bundle
+from pipeline.captioning.service import CaptionService
+from pipeline.config.load import load_config
+from pipeline.storage.weights import export_backbone, save_weights
+from tests.support.backbones import FAMILIES
+from tests.support.bundles import WORDS, write_images
+
+ROOT = Path(__file__).resolve().parents[3]
+WITH_PREFIX = {"vit": 1, "vit with registers": 4, "clip": 1, "dinov2": 5, "dinov3": 5, "eva02": 1, "beit": 1, "deit": 2}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make(config: BackboneConfig, **changes: Any) -> Backbone:
+    """A backbone with random weights, also where timm starts with zeros, which would hide the blocks."""
+    torch.manual_seed(0)
+    backbone = Backbone(replace(config, **changes)).eval()
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            if parameter.ndim == 1 and parameter.abs().max() < 1e-3:
+                parameter.normal_(std=0.2)
+    return backbone
+
+
+def make_captioner(backbone: Backbone) -> Captioner:
+    sizes = ModelSizes(backbone.width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
+    config = ExpansionNetConfig(
+        d_model=16, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4,)
+    )
+    return Captioner(build_model(config, sizes), backbone)
+
+
+def images_for(backbone: Backbone, count: int = 2) -> Tensor:
+    side = backbone.config.image_size
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_tokens_come_row_by_row(family: str) -> None:
+    """When the pixels of one cell change, its own token changes most."""
+    backbone = make(FAMILIES[family])
+    images, (rows, columns) = images_for(backbone, 1), backbone.grid
+    tokens = backbone(images)
+    assert tokens.shape == (1, backbone.num_tokens, backbone.width) and backbone.num_tokens == rows * columns > 1
+    side = images.shape[-1] // rows
+    shift = side // 2 if family == "resnet" else 0  # whose padded convolutions look at the cell's upper left corner
+    for cell in range(rows * columns):
+        height, width = (
+            slice(max(0, side * index - shift), side * (index + 1) - shift) for index in divmod(cell, columns)
+        )
+        changed = images.clone()
+        changed[:, :, height, width] *= -3
+        change = (backbone(changed) - tokens)[0].norm(dim=1)
+        assert change.argmax() == cell, f"cell {cell} of {rows} x {columns}"
+
+
+@torch.no_grad()
+def test_features_are_timms_with_its_final_norm(family: str) -> None:
+    backbone = make(FAMILIES[family])
+    images = images_for(backbone)
+    tokens = backbone(images)
+    if not hasattr(backbone.network, "forward_intermediates") or family in ("coatnet", "maxvit", "pvt"):
+        return
+    (expected,) = backbone.network.forward_intermediates(images, indices=1, norm=True, intermediates_only=True)
+    expected = expected.flatten(2).mT
+    if backbone.layout.norm:
+        assert family in ("beit", "convnext", "eva02", "vit with registers")
+        norm = backbone.network.get_submodule(backbone.layout.norm)
+        expected = nn.functional.layer_norm(expected, expected.shape[-1:], norm.weight, norm.bias, norm.eps)
+    torch.testing.assert_close(tokens, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_each_family_has_timms_transform(family: str) -> None:
+    """Pixel by pixel, on images of several aspect ratios, sizes above and below the scaled one."""
+    config = FAMILIES[family]
+    if config.is_swin:
+        assert image_transform(config) == ImageTransform(config.image_size)
+        return
+    size = config.image_size
+    known = timm.get_pretrained_cfg(config.name).to_dict()  # type: ignore[union-attr]
+    data = timm.data.resolve_data_config({"input_size": (3, size, size)}, pretrained_cfg=known)
+    theirs, ours = timm.data.create_transform(**data), image_transform(config)
+    generator = np.random.default_rng(0)
+    for width, height in ((90, 90), (200, 71), (71, 200), (20, 31), (size, size + 1)):
+        image = Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
+        assert torch.equal(ours(image), theirs(image)), (width, height)
+    assert ImageTransform.from_description(json.loads(json.dumps(ours.describe())), size) == ours
+
+
+def test_transforms_differ_where_the_data_configurations_do() -> None:
+    names = ("swin_tiny_patch4_window7_224", "vit_base_patch16_clip_224", "vit_base_patch16_siglip_224", "resnet18",
+             "vit_small_patch14_dinov2")  # fmt: skip
+    described = {json.dumps(image_transform(BackboneConfig(name, image_size=112)).describe()) for name in names}
+    assert len(described) == len(names)
+    clip = BackboneConfig("vit_base_patch16_clip_224", image_size=224)
+    assert image_transform(clip) == ImageTransform(
+        224, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), "bicubic", 235, keep_aspect=True
+    )
+    squashed = image_transform(replace(clip, transform="squash"))
+    assert squashed == replace(image_transform(clip), resize_to=None, keep_aspect=False)
+    assert image_transform(replace(clip, transform="reference")) == ImageTransform(224)
+    assert ImageTransform(224).describe() == {
+        "resize": [224, 224], "interpolation": "bilinear", "antialias": True,
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+
+
+def test_a_very_long_image_takes_no_memory_of_its_length() -> None:
+    """The whole would have 32 * 2**20 pixels per row of the scaled image."""
+    transform = ImageTransform(32, resize_to=36, keep_aspect=True)
+    image = Image.new("RGB", (2**20, 2), "red")
+    image.paste("blue", (2**19 - 30, 0, 2**19 + 30, 2))
+    assert (transform.resize(image) == (0, 0, 255)).all()
+
+
+def step(captioner: Captioner, images: Tensor) -> Tensor:
+    """The loss of a training step on two captions, after the backward pass."""
+    tokens = torch.tensor([WORDS.encode(["a", "red", "cat"]), WORDS.encode(["the", "mat", "sits"])])
+    logits = captioner(Features(images), tokens[:, :-1])
+    loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss
+
+
+def test_end_to_end_and_frozen_steps(family: str) -> None:
+    """End to end, each weight gets a gradient (data-parallel workers wait for all); buffers do not change."""
+    backbone = make(FAMILIES[family])
+    captioner, images = make_captioner(backbone).train(), images_for(backbone)
+    buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}
+    first = step(captioner, images)
+    missing = [name for name, parameter in captioner.named_parameters() if parameter.grad is None]
+    if family == "beit":  # the bias of the keys is a buffer in some versions of timm
+        missing = [name for name in missing if not name.endswith("k_bias")]
+    assert not missing
+    torch.optim.SGD(captioner.parameters(), lr=0.05).step()
+    assert step(captioner, images) != first
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in backbone.named_buffers())
+    frozen = make_captioner(backbone.eval())
+    with torch.no_grad():
+        features = backbone(images)
+    stored = Captioner(frozen.model)
+    assert torch.isfinite(step(stored, features))
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(family: str) -> None:
+    plain, saving = make(FAMILIES[family]), make(FAMILIES[family], gradient_checkpointing=True)
+    saving.load_state_dict(plain.state_dict())
+    images = images_for(plain)
+    saved = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    numbers = []
+    for backbone in (plain.train(), saving.train()):
+        saved = 0
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = backbone(images).square().sum()
+        numbers.append(saved)
+        loss.backward()
+    assert numbers[1] < numbers[0], "no activations are saved"
+    for ours, theirs in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_stochastic_depth_can_be_set(family: str) -> None:
+    backbone = make(FAMILIES[family]).train()
+    images = images_for(backbone, 16)
+    before = backbone(images)
+    assert torch.equal(before, backbone(images)), "no drop path by default"
+    set_drop_path(backbone, 0.6)
+    rates = [module.drop_prob for module in backbone.modules() if isinstance(module, DropPath)]
+    assert rates == sorted(rates) and rates[-1] == pytest.approx(0.6) and min(rates) > 0
+    assert not torch.equal(backbone(images), backbone(images))
+    assert torch.equal(backbone.eval()(images), before)
+    set_drop_path(backbone, 0.0)
+    assert torch.equal(backbone.train()(images), before)
+
+
+def test_every_block_is_found_for_compilation(family: str) -> None:
+    """Blocks contain most of the weights, and no block contains another."""
+    backbone = make(FAMILIES[family])
+    inside = [id(module) for block in backbone.blocks for module in block.modules()]
+    assert len(backbone.blocks) >= 2 and len(inside) == len(set(inside))
+    weights = sum(parameter.numel() for block in backbone.blocks for parameter in block.parameters())
+    assert weights > 0.5 * sum(parameter.numel() for parameter in backbone.parameters())
+
+
+@torch.no_grad()
+def test_pooling_averages_neighbors(family: str) -> None:
+    config = FAMILIES[family]
+    plain, pooled = make(config), make(config, pool=2)
+    images, (rows, columns) = images_for(plain), plain.grid
+    grid = plain(images).numpy().reshape(2, rows, columns, -1)
+    expected = [
+        np.mean([grid[:, 2 * row + i, 2 * column + j] for i in (0, 1) for j in (0, 1)], axis=0)
+        for row in range(rows // 2)
+        for column in range(columns // 2)
+    ]
+    assert pooled.grid == (rows // 2, columns // 2) and pooled.num_tokens == rows * columns // 4
+    np.testing.assert_allclose(pooled(images).numpy(), np.stack(expected, 1), atol=1e-6)
+
+
+@torch.no_grad()
+def test_prefix_tokens_are_dropped_or_kept(family: str) -> None:
+    config = FAMILIES[family]
+    kept = make(config, prefix_tokens="keep", pool=2)
+    images, count = images_for(kept), WITH_PREFIX.get(family, 0)
+    dropped = make(config, pool=2)
+    assert kept.num_prefix_tokens == count and kept.num_tokens == dropped.num_tokens + count
+    assert kept(images).shape == (2, kept.num_tokens, kept.width)
+    assert torch.equal(kept(images)[:, count:], dropped(images))
+    if count:
+        own = kept.network.forward_features(images)[:, 0]
+        if kept.layout.norm:
+            own = kept.network.get_submodule(kept.layout.norm)(own)
+        assert torch.equal(kept(images)[:, 0], own)
+
+
+def test_a_bundle_captions_as_before(family: str, tmp_path: Path) -> None:
+    """Saved and loaded, with its transform; an exported file of the backbone has timm's names."""
+    backbone = make(FAMILIES[family], pool=2, prefix_tokens="keep")
+    captioner, images = make_captioner(backbone).eval(), images_for(backbone)
+    save_bundle(tmp_path / "bundle", captioner, WORDS, name="tiny", info={})
+    bundle = load_bundle(tmp_path / "bundle")
+    assert bundle.transform == image_transform(backbone.config)
+    with torch.no_grad():
+        memories = [each.encode(Features(images)).states for each in (captioner, bundle.captioner)]
+    assert torch.equal(*memories)
+    save_weights(backbone, tmp_path / "backbone.safetensors")
+    export_backbone(tmp_path / "backbone.safetensors", tmp_path / "timm.safetensors")
+    assert load_file(tmp_path / "timm.safetensors").keys() == backbone.network.state_dict().keys()
+    again = Backbone(replace(backbone.config, weights=str(tmp_path / "timm.safetensors"))).eval()
+    with torch.no_grad():
+        assert torch.equal(again(images), backbone(images))
+
+
+def test_a_timm_checkpoint_with_a_classifier_is_loaded_at_another_size(family: str, tmp_path: Path) -> None:
+    """The file has the classifier and modules for pooling, which are left out; timm resizes position tables."""
+    config = FAMILIES[family]
+    small = make(config)
+    larger = replace(config, image_size=2 * config.image_size, weights=str(tmp_path / "file.safetensors"))
+    state = {name: tensor.contiguous().clone() for name, tensor in small.network.state_dict().items()}
+    classifiers = small.network.pretrained_cfg["classifier"]
+    for name in (classifiers,) if isinstance(classifiers, str) else classifiers:
+        state |= {f"{name}.weight": torch.zeros(7, small.width), f"{name}.bias": torch.zeros(7)}
+    save_file(state, tmp_path / "file.safetensors")
+    backbone = Backbone(larger).eval()
+    assert backbone.num_tokens == 4 * small.num_tokens
+    tables = {name for name, tensor in backbone.network.state_dict().items() if state[name].shape != tensor.shape}
+    expected = {"beit": "relative_position", "maxvit": "relative_position", "coatnet": "relative_position"}
+    assert all(any(part in name for part in ("pos_embed", expected.get(family, "pos_embed"))) for name in tables)
+    assert torch.isfinite(backbone(images_for(backbone))).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "vit_bas_patch16_224"}, "which timm does not know; close names: .*vit_base_patch16_224"),
+        ({"name": "hf-hub:someone/vit"}, "expected a timm name"),
+        ({"name": "../vit"}, "expected a timm name"),
+        ({"name": "vit_base_patch16_clip_224.nobody"}, "whose tag timm does not know; known: .*openai"),
+        ({"name": "crossvit_9_240", "image_size": 240}, "gives neither a grid nor a sequence"),
+        ({"name": "pit_ti_224", "image_size": 224}, "1 tokens per image, and these form no square grid"),
+        ({"name": "vit_tiny_patch16_224", "image_size": 40}, "must be a multiple of the patches' 16 px"),
+        ({"name": "vit_tiny_patch16_224", "image_size": 48, "pool": 2}, "does not divide the grid of 3 x 3"),
+        ({"name": "maxvit_tiny_tf_224", "image_size": 80}, "maxvit_tiny_tf_224 .*at|at which maxvit_tiny_tf_224"),
+        ({"name": "vit_tiny_patch16_224", "window_size": 4}, "window_size does not apply to vit_tiny_patch16_224: it"),
+        ({"name": "pvt_v2_b0", "embed_dim": 4}, "embed_dim does not apply to pvt_v2_b0: its sizes are fixed"),
+        ({"name": "vit_tiny_patch16_224", "depths": (1, 1)}, "has no stages; give a list of one number"),
+        ({"name": "vit_tiny_patch16_224", "embed_dim": 25}, "cannot be made at 32 px with these sizes"),
+        ({"name": "vgg11", "drop_path": 0.1}, "vgg11 has no stochastic depth"),
+        ({"name": "resnet18", "weights": "pretrained", "embed_dim": 8}, "embed_dim make it another model"),
+    ],
+)
+def test_what_gives_no_backbone_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as raised:
+        Backbone(BackboneConfig(**({"image_size": 32} | values)))
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000
+
+
+def test_a_transform_without_an_equivalent_is_refused() -> None:
+    with pytest.raises(ValueError, match="the transform of volo_d5_512 is not supported .*; set backbone.transform to"):
+        image_transform(BackboneConfig("volo_d5_512", image_size=512))
+
+
+def test_a_thin_backbone_has_one_block_per_stage(family: str) -> None:
+    config = FAMILIES[family]
+    thin = Backbone(with_one_block_per_stage(replace(config, weights="nowhere")), with_weights=False)
+    assert thin.num_tokens == make(config).num_tokens
+    if family != "pvt":
+        assert len(thin.blocks) == len(config.depths or ()) if len(config.depths or ()) > 1 else 1
+
+
+def test_a_checkpoint_of_another_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="a checkpoint for vit_tiny_patch16_224"):
+        load_tensors(make(FAMILIES["vit"]), make(FAMILIES["convnext"]).network.state_dict())
+
+
+def test_macs_are_those_of_the_literature() -> None:
+    """timm's published GMACs count attention's products for these models, and no element-wise work."""
+    published = {
+        "vit_base_patch16_224": 17.58,
+        "resnet50": 4.11,
+        "convnext_base": 15.38,
+        "swin_tiny_patch4_window7_224": 4.51,
+    }
+    for name, expected in published.items():
+        assert backbone_macs(BackboneConfig(name, image_size=224)) / 1e9 == pytest.approx(expected, rel=0.01), name
+
+
+def test_a_family_has_macs_and_no_random_number_is_drawn(family: str) -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    assert backbone_macs(FAMILIES[family]) > 1e5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_demo_with_a_vit_has_the_costs_of_the_demo() -> None:
+    """configs/demo_vit.yaml: as many tokens of the same width, and parameters and MACs within a quarter."""
+    swin, vit = (load_config(ROOT / "configs" / name).backbone for name in ("demo.yaml", "demo_vit.yaml"))
+    one, other = Backbone(swin), Backbone(vit)
+    assert (one.grid, one.width) == (other.grid, other.width)
+    sizes = [sum(parameter.numel() for parameter in backbone.parameters()) for backbone in (one, other)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.25)
+    assert backbone_macs(vit) == pytest.approx(backbone_macs(swin), rel=0.25)
+
+
+def test_a_swins_bundle_has_the_keys_and_names_of_older_versions(tmp_path: Path) -> None:
+    save_bundle(tmp_path / "bundle", make_captioner(make(FAMILIES["swin"])), WORDS, name="tiny", info={})
+    config = yaml.safe_load((tmp_path / "bundle" / "config.yaml").read_text())
+    assert config["backbone"] == {
+        "name": "swin_tiny_patch4_window7_224", "weights": "none", "image_size": 32, "embed_dim": 8, "depths": [1, 1],
+        "num_heads": [1, 2], "window_size": 4, "drop_path": 0.0, "gradient_checkpointing": "auto",
+    }  # fmt: skip
+    names = load_file(tmp_path / "bundle" / "model.safetensors")
+    assert {name.split(".")[1] for name in names if name.startswith("backbone.")} == {"swin"}
+    assert json.loads((tmp_path / "bundle" / "preprocessing.json").read_text()) == ImageTransform(32).describe()
+
+
+def test_a_bundle_keeps_its_transform_when_timms_statistics_change(tmp_path: Path) -> None:
+    save_bundle(tmp_path / "bundle", make_captioner(make(FAMILIES["clip"])), WORDS, name="tiny", info={})
+    path = tmp_path / "bundle" / "preprocessing.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mean": [0.4, 0.5, 0.6]}))
+    (tmp_path / "bundle" / "digests.json").unlink()
+    assert load_bundle(tmp_path / "bundle").transform == replace(
+        image_transform(FAMILIES["clip"]), mean=(0.4, 0.5, 0.6)
+    )
+
+
+def test_new_keys_change_the_feature_settings_only_where_they_are_set() -> None:
+    swin = FAMILIES["swin"]
+    assert "pool" not in swin.feature_settings() and "weights" not in swin.feature_settings("weights")
+    described = {
+        json.dumps(config.feature_settings("weights"))
+        for config in (swin, replace(swin, pool=2), replace(swin, prefix_tokens="keep"), FAMILIES["vit"])
+    }
+    assert len(described) == 4
+
+
+def test_heat_maps_leave_prefix_tokens_out(tmp_path: Path) -> None:
+    """5 of 21 tokens are no cells of the grid of 4 x 4, so that a map with them would be refused."""
+    captioner = make_captioner(make(FAMILIES["dinov2"], prefix_tokens="keep"))
+    save_bundle(tmp_path / "bundle", captioner, WORDS, name="tiny", info={})
+    service = CaptionService(load_bundle(tmp_path / "bundle"), device="cpu")
+    (name,) = write_images(tmp_path / "images", 1)
+    pixels = service.pixels(Path(name).read_bytes())
+    assert service.attention(pixels, "a red cat").shape == (3, 21) and service.num_prefix_tokens == 5
+    row = _draw_words(tmp_path / "picture.png", name, service, pixels, "a red cat", None)
+    assert row["attribution"]["steps"] > 0 and (tmp_path / "picture.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext", "beit"])
+def test_ada_clustformer_takes_the_grid(name: str) -> None:
+    backbone = make(FAMILIES[name])
+    sizes = ModelSizes(backbone.width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
+    config = ClustFormerConfig(d_model=16, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+    assert torch.isfinite(step(Captioner(build_model(config, sizes), backbone).train(), images_for(backbone)))
+    assert config.needs_grid and not replace(config, encoder_clusters="none").needs_grid
+
+
+def test_decoding_tasks_import_neither_torch_nor_timm(tmp_path: Path) -> None:
+    """They unpickle the transform that the driver has chosen."""
+    (name,) = write_images(tmp_path, 1)
+    pickled = pickle.dumps(image_transform(FAMILIES["clip"]))
+    code = (
+        "import pickle, sys; from pipeline.data.images import decode_batch\n"
+        f"transform = pickle.loads({pickled!r})\n"
+        f"batch = decode_batch({{'uri': [{name!r}], 'key': ['']}}, transform, 10**6)\n"
+        "assert batch['pixels'].shape == (1, 32, 32, 3) and not {'torch', 'timm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)

@@ -1,0 +1,91 @@
+"""Scores of captions in other languages than English."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from jobs.bench.reference_cider import PlainCiderD
+from pipeline.captioning.protocols import in_language
+from pipeline.comparison.protocol import Protocol, differences
+from pipeline.data.synthetic import make_scene
+from pipeline.language.words import characters, unicode_words
+from pipeline.scoring import ptb
+from pipeline.scoring.diagnostics import caption_stats
+from pipeline.scoring.metrics import METRICS, has_meaning, score_captions, why_unavailable
+
+SPLIT = {"de": unicode_words, "hi": unicode_words, "ar": unicode_words, "zh": characters}
+
+
+def captions_of(language: str, count: int = 12) -> tuple[dict[int, list[str]], dict[int, str]]:
+    """References of scenes, and the captions of the scenes after them as predictions."""
+    scenes = [make_scene(3, index, language)[1] for index in range(count + 1)]
+    return dict(enumerate(scenes[:count])), {index: scenes[index + index % 2][0] for index in range(count)}
+
+
+@pytest.mark.parametrize("language", SPLIT)
+def test_cider_d_and_bleu_are_of_the_languages_words(language: str) -> None:
+    references, predictions = captions_of(language)
+    scores = score_captions(references, predictions, metrics=("BLEU-1", "CIDEr-D"), language=language)
+    split = SPLIT[language]
+    words = {image: [split(caption) for caption in captions] for image, captions in references.items()}
+    plain = PlainCiderD(list(words.values()))
+    expected = [plain.score(split(predictions[image]), words[image]) for image in references]
+    assert scores.by_name["CIDEr-D"].per_image == pytest.approx(expected, rel=1e-9)
+    assert 0.1 < sum(expected) / len(expected) < 10
+    assert scores.values["BLEU-1"] == pytest.approx(
+        plain_bleu_1(list(words.values()), [*map(split, predictions.values())])
+    )
+
+
+def plain_bleu_1(references: list[list[list[str]]], predictions: list[list[str]]) -> float:
+    """BLEU-1 by its definition, with the closest reference length."""
+    matches = guesses = closest = 0
+    for captions, prediction in zip(references, predictions, strict=True):
+        limits: Counter[str] = Counter()
+        for caption in captions:
+            limits |= Counter(caption)
+        matches += (Counter(prediction) & limits).total()
+        guesses += len(prediction)
+        closest += min((abs(len(caption) - len(prediction)), len(caption)) for caption in captions)[1]
+    return matches / guesses * min(1.0, math.exp(1 - closest / guesses))
+
+
+def test_english_metrics_are_unavailable_for_other_languages() -> None:
+    references, predictions = captions_of("de")
+    scores = score_captions(references, predictions, language="de")
+    for name in METRICS:
+        score = scores.by_name[name]
+        assert (score.value is None) == (name in ("METEOR", "SPICE")) == (not has_meaning(name, "de"))
+    reason = "METEOR is defined for English captions only, and the language is de"
+    assert scores.by_name["METEOR"].unavailable == reason == why_unavailable("METEOR", "de")
+    assert has_meaning("METEOR", "en")
+
+
+def test_signatures_name_the_tokenizer_and_the_language() -> None:
+    references, predictions = captions_of("de")
+    signatures = {
+        language: score_captions(references, predictions, metrics=("CIDEr-D",), language=language).signature
+        for language in ("en", "de", "fr", "zh")
+    }
+    assert signatures["en"].startswith(f"tok:{ptb.SIGNATURE}|df:corpus(12 images)|")
+    assert signatures["de"].startswith("tok:unicode-1|lang:de|df:corpus(12 images)|")
+    assert signatures["zh"].startswith("tok:characters-1|lang:zh|df:")
+    assert len(set(signatures.values())) == 4
+
+
+def test_protocols_of_other_languages_differ_and_the_difference_is_named() -> None:
+    english, german = Protocol("a"), in_language(Protocol("a"), "de")
+    assert differences(english, german) == [("captions in en", "captions in de"), ("PTB tokens", "unicode tokens")]
+    assert differences(german, in_language(Protocol("a"), "fr")) == [("captions in de", "captions in fr")]
+    assert german.signature == "a, captions in de, unicode tokens, document frequencies of the scored split"
+    assert "captions in" not in english.signature and in_language(english, "en") == english
+
+
+def test_statistics_of_other_languages() -> None:
+    captions = [["ein", "kreis"], ["a", "red", "red", "a"]]
+    stats = caption_stats(captions, ["Ein Kreis."], "de")
+    assert stats["broken_endings"] is None and stats["seen_in_training"] == 0.5
+    assert caption_stats(captions)["broken_endings"] == 0.5

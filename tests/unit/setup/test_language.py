@@ -1,0 +1,59 @@
+"""The script and language of captions, and the tokenizer that suits them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from pipeline.config.sections import DataSection
+from pipeline.setup.language import detect_language
+
+CAPTIONS = {
+    "en": ("LATIN", ["A dog runs on the grass.", "Two men with a ball in the park"]),
+    "de": ("LATIN", ["Ein Hund läuft auf der Wiese.", "Zwei Männer mit einem Ball sind im Park"]),
+    "fr": ("LATIN", ["Un chien court dans le parc.", "Deux hommes avec une balle sur la plage"]),
+    "es": ("LATIN", ["Un perro corre en el parque.", "Dos hombres con una pelota en la playa"]),
+    "vi": ("LATIN", ["Một con chó đang chạy trên cỏ", "Hai người đàn ông với một quả bóng"]),
+    "ru": ("CYRILLIC", ["Собака бежит по траве", "Двое мужчин с мячом"]),
+    "zh": ("CJK", ["一只狗在草地上奔跑", "两个男人在公园里踢球"]),
+    "ja": ("HIRAGANA", ["犬が草の上を走っている", "公園でボールで遊ぶ二人の男性"]),
+    "ko": ("HANGUL", ["개가 잔디 위를 달린다", "공을 가진 두 남자"]),
+    "th": ("THAI", ["สุนัขวิ่งบนหญ้า", "ผู้ชายสองคนกับลูกบอล"]),
+    "hi": ("DEVANAGARI", ["एक कुत्ता घास पर दौड़ रहा है"]),
+    "ar": ("ARABIC", ["كلب يركض على العشب"]),
+    "el": ("GREEK", ["Ένας σκύλος τρέχει στο γρασίδι"]),
+}
+
+
+@pytest.mark.parametrize("code", CAPTIONS)
+def test_languages_and_their_tokenizers(code: str) -> None:
+    script, captions = CAPTIONS[code]
+    language = detect_language(captions, ("expansionnet", "spacy", "unicode", "characters"))
+    assert (language.script, language.code, language.comment) == (script, code, "")
+    wanted = {"en": "expansionnet", "zh": "characters", "ja": "characters", "th": "characters"}
+    assert language.tokenizer == wanted.get(code, "unicode")
+
+
+def test_a_tokenizer_that_the_configuration_lacks_is_not_chosen() -> None:
+    for captions in (CAPTIONS["zh"][1], ["zzz qqq"], ["12 34"], [""], []):
+        language = detect_language(captions, ("expansionnet", "spacy"))
+        assert language.tokenizer == "expansionnet" and "its rules are for English" in language.comment
+    assert detect_language(["zzz qqq"], ()).code is None and detect_language(["3"], ()).script == "UNKNOWN"
+    known = get_args(DataSection.model_fields["tokenizer"].annotation)
+    assert all(detect_language(captions, known).tokenizer in known for _, captions in CAPTIONS.values())
+
+
+@pytest.mark.parametrize(
+    "captions",
+    [
+        ["En hund springer på gräset", "Två män med en boll i parken", "En kvinna sitter på en bänk"],  # Swedish
+        ["En hund løper på gresset", "To menn med en ball i parken"],  # Norwegian
+        ["Un câine aleargă pe iarbă", "Un om cu o minge"],  # Romanian
+        ["Seorang pria di taman", "Anjing berlari di rumput"],  # Indonesian
+        ["un con una"],  # Spanish and Italian
+        ["the xxx yyy zzz"],
+    ],
+)
+def test_a_language_without_a_clear_margin_is_unknown(captions: list[str]) -> None:
+    assert detect_language(captions, ("expansionnet", "unicode")).code is None

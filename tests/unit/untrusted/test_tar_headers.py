@@ -1,0 +1,167 @@
+"""Hostile tar archives are refused in one sentence and in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+import tracemalloc
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from pipeline.config.sections import DataSection
+from pipeline.data.dataset import read_annotations
+from pipeline.data.images import read_image_file
+from pipeline.errors import UserError
+from pipeline.storage.path import StoragePath
+from pipeline.untrusted import tar_headers
+from pipeline.untrusted.tar_headers import BLOCK, TarMember, tar_members
+from tests.support.forms import add_file
+
+
+def members(data: bytes) -> list[TarMember]:
+    return list(tar_members(io.BytesIO(data), "a.tar"))
+
+
+def header(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
+    """A header with a right checksum and any size."""
+    block = bytearray(name.ljust(100, b"\0") + b"0000644\0" * 3 + size.ljust(12, b"\0") + b"0" * 11 + b"\0" + b" " * 8)
+    block = (block + kind).ljust(BLOCK, b"\0")
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def packed(*files: tuple[str, bytes], format_: int = tarfile.PAX_FORMAT, **pax: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format_, pax_headers=pax) as archive:
+        for name, content in files:
+            add_file(archive, name, content)
+    return buffer.getvalue()
+
+
+def extended(**values: str) -> bytes:
+    """A file after an extended header with these values."""
+    member = tarfile.TarInfo("a.jpg")
+    member.pax_headers = {key.replace("__", "."): value for key, value in values.items()}
+    return member.tobuf(tarfile.PAX_FORMAT) + bytes(10 * BLOCK)
+
+
+BIG = 2**62
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(b"a.jpg", b"77777777777"), "ends within 'a.jpg'"),
+        (header(b"a.jpg", b"\x80" + BIG.to_bytes(11, "big")), "ends within 'a.jpg'"),
+        (header(b"a.jpg", b"\xff" * 12), "ends within 'a.jpg'"),
+        (header(b"a.jpg", b"-7"), "ends within 'a.jpg'"),
+        (header(b"x", b"77777777777", b"x"), r"has a header of \d+ bytes; the limit is 65536"),
+        (header(b"x", b"00000200001", b"L") + bytes(10**5), "has a header of 65537 bytes"),
+        (header(b"x", b"00000002000", b"g"), "ends within a header"),
+        (header(b"a.jpg", b"10", b"S"), "sparse file 'a.jpg'"),
+        (extended(GNU__sparse__map="0,1", GNU__sparse__size="9" * 15), "sparse file"),
+        (extended(size="9" * 18), "ends within 'a.jpg'"),
+        (extended(size="9" * 30), "states '9+' as a file's size"),
+        (extended(size="-1"), "states '-1' as a file's size"),
+        (header(b"x", b"12", b"x") + b"9999 a=b\n".ljust(BLOCK, b"\0"), "damaged extended header"),
+        (packed(("a.jpg", b"1"), ("a.jpg", b"2")), "has the file 'a.jpg' a second time"),
+        (header(b"\xff.jpg", b"0"), "name is not UTF-8"),
+        (b"\x1f\x8b" + bytes(1000), "is compressed by gzip"),
+        (b"(\xb5/\xfd" + bytes(1000), "is compressed by zstd"),
+        (b"x" * 600, "is not a tar archive, or is damaged at byte 0"),
+        (packed(("a.jpg", b"1"))[:700] + b"y" * 1000, "damaged at byte 1024"),
+        (b"x" * 100, "ends within a header"),
+    ],
+)
+def test_hostile_archives_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=f"^a.tar .*{message}"):
+        members(data)
+
+
+def test_headers_in_a_sparse_terabyte_are_read_without_the_contents(tmp_path: Path) -> None:
+    """The file has no blocks on the disk where the contents are."""
+    path, size = tmp_path / "a.tar", 2**38
+    with path.open("wb") as file:
+        for number in range(4):
+            file.seek(number * (size + BLOCK))
+            file.write(header(b"%d.jpg" % number, b"\x80" + size.to_bytes(11, "big")))
+        file.truncate(4 * (size + BLOCK))
+    tracemalloc.start()
+    with path.open("rb") as file:
+        found = list(tar_members(file, "a.tar"))
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert [member.length for member in found] == [size] * 4
+
+
+class CountedFile(io.BytesIO):
+    """A file that counts the bytes that are read from it."""
+
+    num_read = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.num_read += len(data)
+        return data
+
+
+def test_the_contents_are_not_read() -> None:
+    data = packed(*((f"{number}.jpg", bytes(100_000)) for number in range(20)), format_=tarfile.USTAR_FORMAT)
+    file: BinaryIO = CountedFile(data)
+    assert len(list(tar_members(file, "a.tar"))) == 20
+    assert isinstance(file, CountedFile) and file.num_read == 21 * BLOCK
+
+
+def test_very_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_headers, "MAX_MEMBERS", 5)
+    with pytest.raises(UserError, match="after 5 others"):
+        members(packed(*((f"{number}.jpg", b"") for number in range(7))))
+
+
+def test_damaged_archives_end_in_a_sentence_or_in_what_tarfile_finds() -> None:
+    random_ = random.Random(1)
+    whole = packed(*((f"{'n' * random_.choice((1, 120))}{n}.jpg", bytes(n)) for n in range(6)), comment="x" * 50)
+    found = 0
+    for _ in range(3_000):
+        data = bytearray(whole)
+        for _ in range(random_.choice((1, 1, 3))):
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        with suppress(UserError):
+            assert all(0 <= start <= start + length <= len(data) for _, start, length in members(bytes(data)))
+            found += 1
+    assert 0 < found < 3_000
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([("0.jpg", b""), ("0.png", b"")], "has two images of one sample"),
+        ([("0.jpg", b""), ("0.txt", b"\xff\xfe")], "is not text in UTF-8"),
+        ([("0.jpg", b""), ("0.txt", bytes(2**20 + 1))], r"has 1048577 bytes of captions in '0.txt'"),
+        ([("0.jpg", b""), ("0.json", b"[1]")], "must hold a mapping"),
+        ([("0.jpg", b""), ("0.json", b"[" * 10**5)], "nested too deeply"),
+        ([("0.jpg", b""), ("0.json", b'{"id": [1]}')], "id .1. is not a whole number"),
+        ([("0.jpg", b""), ("0.json", b'{"split": [1]}')], r"split \[1\] is not text"),
+        ([("0.txt", b"a cat")], "contains no image"),
+    ],
+)
+def test_hostile_samples_are_named(tmp_path: Path, files: list[tuple[str, bytes]], message: str) -> None:
+    (tmp_path / "a.tar").write_bytes(packed(*files))
+    with pytest.raises(UserError, match=message):
+        read_annotations(DataSection(root=str(tmp_path), annotations="a.tar"), tmp_path)
+
+
+def test_names_in_an_archive_lead_nowhere(tmp_path: Path) -> None:
+    """A member is a range of its archive; its name is never opened."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "secret.jpg").write_bytes(b"secret")
+    names = ("../../secret.jpg", "/etc/passwd.jpg", "a\x1b[2J.jpg", "s3://bucket/x.jpg", "tar:1+1+1:x.jpg")
+    files = [(name, b"mine") for name in names]
+    (tmp_path / "data" / "a.tar").write_bytes(packed(*files, *((f"{name[:-4]}.txt", b"a cat") for name in names)))
+    dataset, _ = read_annotations(DataSection(root=str(tmp_path), annotations="data/a.tar"), tmp_path)
+    assert len(dataset) == 5
+    assert {read_image_file(StoragePath(uri)) for uri in dataset.column("uri")} == {b"mine"}
