@@ -135,8 +135,10 @@ def _caption_shard(
     prepare_processor(workers.threads_per_worker)
     bundles = [model.load() for model in models]
     vocabulary = bundles[0].vocabulary
-    if any(bundle.vocabulary.words != vocabulary.words for bundle in bundles):
-        raise UserError("the models of an ensemble must share one vocabulary, word by word; these do not")
+    if any(bundle.vocabulary != vocabulary for bundle in bundles):
+        raise UserError(
+            "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
+        )
     for bundle in bundles:
         bundle.captioner.to(context.device)
     feature_store = None if store is None else open_store(store, config.features)

@@ -11,7 +11,7 @@ import typer
 
 from jobs.named_files import check_output_file
 from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH, is_language
+from pipeline.language.languages import ENGLISH, code_problem
 from pipeline.scoring.metrics import METRICS, Scores, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references, shorten
 from pipeline.storage.atomic import atomic_path, write_text
@@ -44,8 +44,8 @@ def score(
 
     Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
     """
-    if not is_language(language):
-        raise UserError(f"--language {shown(language)}: expected a language code in lower case, such as en, de or zh")
+    if problem := code_problem(language):
+        raise UserError(f"--language {shown(language)} {problem}")
     if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
         raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
     for option, path in (("--json", json_file), ("--per-image", per_image)):

@@ -29,7 +29,7 @@ from pipeline.config.load import parse_section
 from pipeline.config.sections import EvaluationSection, ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.language.languages import is_language
+from pipeline.language.languages import code_problem
 from pipeline.storage.atomic import atomic_folder
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file
@@ -196,8 +196,8 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
     protocol = parse_section(Protocol, {} if recorded is None else recorded, "protocol")
     if not 0 <= protocol.num_models <= MAX_MODELS:
         raise UserError(f"protocol.num_models is {protocol.num_models}; expected 0 to {MAX_MODELS}")
-    if not is_language(protocol.language):
-        raise UserError(f"protocol.language is {quoted(protocol.language)}; expected a language code such as en")
+    if problem := code_problem(protocol.language):
+        raise UserError(f"protocol.language: {quoted(protocol.language)} {problem}")
     attends_padding = model_protocol(model, regions=protocol.features == "regions").attend_padding
     return replace(protocol, system=model.name, attend_padding=attends_padding)
 

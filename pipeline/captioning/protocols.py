@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -45,11 +45,19 @@ def searched(protocol: Protocol, search: EvaluationSection) -> Protocol:
 
 
 def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
-    """What several protocols share, and None for a field in which they differ."""
-    first = protocols[0]
-    return Protocol(
-        **{key: value for key, value in vars(first).items() if all(getattr(each, key) == value for each in protocols)}
-    )
+    """What several protocols share, and None for a field in which they differ.
+
+    Raises UserError for protocols that differ in a field that is never None, such as the language.
+    """
+    shared: dict[str, Any] = {}
+    for field in fields(Protocol):
+        values = {getattr(each, field.name): None for each in protocols}
+        if len(values) == 1:
+            shared[field.name] = next(iter(values))
+        elif field.default is not None:
+            words = " and ".join(WORDS[field.name](value) for value in values)
+            raise UserError(f"these models cannot be taken together: {words}; give models of one protocol")
+    return Protocol(**shared)
 
 
 def ensemble_protocol(members: Sequence[Protocol]) -> Protocol:

@@ -14,7 +14,7 @@ from models.views import Augmentation, Views
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.config.variables import quoted_value
 from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH, is_language
+from pipeline.language.languages import ENGLISH, code_problem
 from pipeline.runtime.secrets import split_userinfo
 from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
@@ -52,11 +52,8 @@ def _check_place(uri: str) -> str:
 
 
 def _check_language(code: str) -> str:
-    if not is_language(code):
-        raise ValueError(
-            f"{quoted_value(code)} is not a language code; give the primary code of BCP 47 in lower case, such as en, "
-            "de, hi or zh"
-        )
+    if problem := code_problem(code):
+        raise ValueError(f"{quoted_value(code)} {problem}")
     return code
 
 

@@ -143,7 +143,8 @@ def extract(
     remove_damaged(folder, dataset.table["key"])
     total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
-    logger.info(f"features  {folder.name}: {total - count} of {total} images there, {count} to compute")
+    unit = "images and views" if extractor.settings.views else "images"
+    logger.info(f"features  {folder.name}: {total - count} of {total} {unit} there, {count} to compute")
     if count:
         watch = start_ray()
         begin, done = time.monotonic(), 0
@@ -156,9 +157,9 @@ def extract(
                 advance(len(keys))
                 progressed()
         seconds = time.monotonic() - begin
-        logger.info(f"features    {done} images in {seconds:.0f} s, {done / seconds:.0f} images/s")
+        logger.info(f"features    {done} {unit} in {seconds:.0f} s, {done / seconds:.0f} images/s")
         if done != count:
-            raise RuntimeError(f"Ray Data returned {done} of {count} images; run the extraction again")
+            raise RuntimeError(f"Ray Data returned {done} of {count} {unit}; run the extraction again")
         write_index(folder)
     write_quarantine(folder, dataset, unusable, unreadable or {})
     mark_complete(folder, description, len(FeatureStore(folder)))

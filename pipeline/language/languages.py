@@ -14,9 +14,20 @@ _CODE = re.compile("[a-z]{2,8}")
 WITHOUT_SPACES = frozenset(("zh", "cmn", "yue", "wuu", "ja", "th", "lo", "km", "my"))
 
 
-def is_language(code: str) -> bool:
-    """Whether a text is a well-formed language code. It need not be a registered one."""
-    return _CODE.fullmatch(code) is not None
+# Codes of three letters for languages of which the shorter code decides the metrics' words (ISO 639-2 and 639-3)
+SHORTER_CODES = {
+    **{"eng": ENGLISH, "zho": "zh", "chi": "zh", "jpn": "ja", "tha": "th"},
+    **{"lao": "lo", "khm": "km", "mya": "my", "bur": "my"},
+}
+
+
+def code_problem(code: str) -> str:
+    """What is wrong with a language code, as the end of a sentence; "" for a good one. It need not be registered."""
+    if _CODE.fullmatch(code) is None:
+        return "is not a language code; give the primary code of BCP 47 in lower case, such as en, de, hi or zh"
+    if code in SHORTER_CODES:
+        return f"is not the primary code of BCP 47; give {SHORTER_CODES[code]}"
+    return ""
 
 
 def metric_tokenizer(language: str) -> MetricTokenizer:

@@ -77,6 +77,8 @@ def test_an_ensemble_has_what_its_members_share() -> None:
     second = replace(first, objective="cross_entropy", eos_in_reward=None)
     assert ensemble_protocol([first, first, first]) == replace(first, num_models=3)
     assert ensemble_protocol([first, second]) == replace(second, objective=None, num_models=2)
+    with pytest.raises(UserError, match="taken together: captions in en and captions in de; give models of one"):
+        ensemble_protocol([first, replace(first, language="de")])
 
 
 def test_given_settings_come_before_those_of_the_bundles() -> None:
