@@ -79,6 +79,10 @@ def test_runs_of_latin_letters_and_digits_stay_words() -> None:
     assert vocabulary.decode(vocabulary.encode(characters(caption))) == "穿着blue 2024 t恤的iphoneทำcafé ๒๕"
 
 
+def test_the_narrow_space_of_french_punctuation_separates_words() -> None:
+    assert unicode_words("Un chat\u202f! Deux\u202fchats\u202f?") == ["un", "chat", "deux", "chats"]
+
+
 def test_marks_of_direction_do_not_make_other_words() -> None:
     assert unicode_words("\u200fدائرة\u200f \u202bحمراء\u202c") == ["دائرة", "حمراء"]
     assert unicode_words("re\u00adcycled") == ["recycled"]

@@ -303,6 +303,7 @@ def test_a_timm_checkpoint_with_a_classifier_is_loaded_at_another_size(family: s
         ({"name": "../vit"}, "expected a timm name"),
         ({"name": "vit_base_patch16_clip_224.nobody"}, "whose tag timm does not know; known: .*openai"),
         ({"name": "crossvit_9_240", "image_size": 240}, "gives neither a grid nor a sequence"),
+        ({"name": "sequencer2d_s", "image_size": 224}, "recurrent layers"),
         ({"name": "pit_ti_224", "image_size": 224}, "1 tokens per image, and these form no square grid"),
         ({"name": "vit_tiny_patch16_224", "image_size": 40}, "must be a multiple of the patches' 16 px"),
         ({"name": "vit_tiny_patch16_224", "image_size": 48, "pool": 2}, "does not divide the grid of 3 x 3"),
