@@ -274,6 +274,8 @@ class RunDriver:
         what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
         if stage.ema is not None:
             what += f", weights averaged with decay {stage.ema:g}"
+        if stage.freeze:
+            what += f", without training {', '.join(stage.freeze)}"
         if self.folder.result(stage.name):
             return f"{what}, done"
         return (

@@ -20,6 +20,7 @@ import timm
 import timm.data
 import torch
 from timm.layers import DropPath
+from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -106,6 +107,23 @@ class Backbone(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks of the timm model, from input to output."""
         return _blocks(self.network)
+
+    def num_layers_above(self) -> dict[str, int]:
+        """The number of layers between each parameter's own layer and the model's output, by the parameter's name.
+
+        The layers are timm's, of which the last one has the classifier: parameters of the last block have 1. Raises
+        ValueError for a model whose layers timm does not number.
+        """
+        with torch.device("meta"):
+            whole = _create(self.config, pretrained=False, num_classes=1)
+        if not hasattr(whole, "group_matcher"):
+            raise ValueError(
+                f"optimizer.layer_decay needs layers that timm numbers, and {self.config.name} has none; set it to 1"
+            )
+        layers = group_parameters(whole, whole.group_matcher(coarse=False), reverse=True)
+        last = max(layers.values())
+        names = (name for name, _ in self.network.named_parameters())
+        return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Whether a backward pass computes the blocks' activations again, which takes less memory and more time.
@@ -349,14 +367,17 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> dict[str, Any]:
     return {arguments[key]: value for key, value in given.items()}
 
 
-def _create(config: BackboneConfig, *, pretrained: bool) -> Any:
-    """timm's model for a configuration, whose weights are random unless `pretrained`. See `Backbone` for the errors."""
+def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -> Any:
+    """timm's model for a configuration, whose weights are random unless `pretrained`. See `Backbone` for the errors.
+
+    num_classes: of its classifier; 0 for none.
+    """
     arguments = _overrides(config, pretrained)
     known = timm.get_pretrained_cfg(config.name)
     if known is not None and known.fixed_input_size:  # the others compute images of any size
         arguments["img_size"] = config.image_size
     try:
-        return timm.create_model(config.name, pretrained=pretrained, num_classes=0, **arguments)
+        return timm.create_model(config.name, pretrained=pretrained, num_classes=num_classes, **arguments)
     except Exception as error:
         if not pretrained:
             raise ValueError(

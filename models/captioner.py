@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +35,30 @@ class Captioner(nn.Module):
             raise ValueError("this captioner has no backbone: it works on stored features (images, tokens, width) only")
         return replace(inputs, tokens=self.backbone(inputs.tokens))
 
+    def frozen_by(self, patterns: Sequence[str]) -> list[nn.Parameter]:
+        """The parameters that match one of the patterns.
+
+        A pattern is the name of a parameter or module, with `*` and `?` for any text. A module's name stands for all
+        parameters in it. Raises ValueError for a pattern that matches nothing, and if the patterns match all that can
+        be trained.
+        """
+        parameters = dict(self.named_parameters())
+        frozen: dict[str, nn.Parameter] = {}
+        for pattern in patterns:
+            found = {
+                name: each
+                for name, each in parameters.items()
+                if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+            }
+            if not found:
+                raise ValueError(
+                    f"freeze names {pattern!r}, which matches no parameter; {_close_names(pattern, parameters)}"
+                )
+            frozen |= found
+        if not any(each.requires_grad for name, each in parameters.items() if name not in frozen):
+            raise ValueError(f"freeze names {', '.join(patterns)}, and nothing is left to train; name fewer")
+        return list(frozen.values())
+
     def compile_layers(self) -> None:
         """Compiles every layer of the model and every block of the backbone in place, at their first use.
 
@@ -56,3 +83,10 @@ class Captioner(nn.Module):
         """
         memory = self.encode(inputs)
         return decoding(memory) if callable(decoding) else self.model.decode(memory, decoding)
+
+
+def _close_names(pattern: str, parameters: Iterable[str]) -> str:
+    """A hint with names of modules and parameters that are close to a pattern, or with the first ones."""
+    names = list(dict.fromkeys(prefix for each in parameters for prefix in accumulate(each.split("."), "{}.{}".format)))
+    close = difflib.get_close_matches(pattern, names, n=3)
+    return f"{'close names' if close else 'names'} are {', '.join(close or names[:5])}"

@@ -288,7 +288,7 @@ class FeatureSection(Section):
 class ScheduleSection(Section):
     """The learning rate by iteration. `pipeline.training.optimizer` has the formulae."""
 
-    name: Literal["hyperbolic", "linear", "inverse_sqrt"] = "hyperbolic"
+    name: Literal["hyperbolic", "linear", "inverse_sqrt", "cosine"] = "hyperbolic"
     warmup_iterations: Positive = 1
     decay: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
     decay_every_epochs: Positive = 1
@@ -302,6 +302,12 @@ class OptimizerSection(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     eps: PositiveFloat = 1e-9
     weight_decay: NonNegativeFloat = 0.0
+    # linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table
+    decayed_weights: Annotated[Literal["all", "linear"], Identity.UNLESS_DEFAULT] = "all"
+    # In end-to-end stages the backbone's rate is the stage's times this factor, and times layer_decay once for each of
+    # the layers from a parameter's own to the last one.
+    backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER, Identity.UNLESS_DEFAULT] = 1.0
+    layer_decay: Annotated[Share, Identity.UNLESS_DEFAULT] = 1.0
 
 
 class PlateauSection(Section):
@@ -341,6 +347,8 @@ class StageSection(Section):
     name: Name
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
+    # parameters that are not trained: names as in `model.encoder.0`, which include all below, with * and ? for any text
+    freeze: Annotated[tuple[Text, ...], Field(max_length=100), Identity.UNLESS_DEFAULT] = ()
     epochs: Epochs
     batch_size: BatchSize  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
     captions_per_image: Beams = 1
@@ -376,6 +384,17 @@ class StageSection(Section):
                 f"stage {self.name} has max_grad_norm = {self.max_grad_norm} and max_grad_value = "
                 f"{self.max_grad_value}; a gradient is clipped by one of them: set the other to null"
             )
+        if self.schedule.name == "cosine" and self.schedule.min_lr > self.lr:
+            raise ValueError(
+                f"stage {self.name} has schedule.min_lr = {self.schedule.min_lr:g} above lr = {self.lr:g}, and the "
+                "cosine falls from lr to min_lr; lower min_lr"
+            )
+        for key in ("backbone_lr_factor", "layer_decay"):
+            if not self.train_backbone and (value := getattr(self.optimizer, key)) != 1:
+                raise ValueError(
+                    f"stage {self.name} has optimizer.{key} = {value:g}, which is for the backbone, and train_backbone "
+                    "is false; leave it out"
+                )
 
     @property
     def samples_are_pairs(self) -> bool:

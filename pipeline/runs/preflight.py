@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.config import ModelSizes
 from pipeline.captioning.bundle import REQUIRED_FILES
@@ -21,6 +22,10 @@ from pipeline.errors import UserError
 from pipeline.storage.atomic import require_writable
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
+
+if TYPE_CHECKING:
+    from models.backbone import Backbone
+    from models.base import CaptionModel
 
 MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
 MAX_BATCH_BYTES = 2**44  # 16 TiB on one worker; the largest GPUs have 0.3
@@ -112,10 +117,10 @@ def _require_file(key: str, name: str | None) -> None:
 def require_possible(config: RunConfig) -> None:
     """Raises UserError for a model or a batch that needs more parameters or memory than any machine has.
 
-    The weights need no memory meanwhile.
+    It also refuses settings of a stage that do not fit the parameters. The weights need no memory meanwhile.
     """
     if not config.has_backbone:
-        require_possible_model(config, config.features.max_regions)
+        _require_trainable(config, require_possible_model(config, config.features.max_regions), None)
         return
     import torch
 
@@ -124,11 +129,14 @@ def require_possible(config: RunConfig) -> None:
     with torch.device("meta"):
         backbone = initial_backbone(config, with_weights=False)
     _require_parameters(f"backbone {config.backbone.name}", sum(each.numel() for each in backbone.parameters()))
-    require_possible_model(config, backbone.num_tokens, backbone.width)
+    _require_trainable(config, require_possible_model(config, backbone.num_tokens, backbone.width), backbone)
 
 
-def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_width: int = 64) -> None:
-    """The part of `require_possible` for the captioner. The data, which are not read yet, may make it larger."""
+def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_width: int = 64) -> CaptionModel:
+    """The part of `require_possible` for the captioning model, which is returned without memory for its weights.
+
+    The data, which are not read yet, may make it larger.
+    """
     from models.macs import model_on_meta
 
     positions = config.model.max_positions or 74
@@ -145,6 +153,21 @@ def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_wid
     images = search.images_at_a_time("cpu")  # on a GPU a batch that is too large becomes smaller
     tokens = images * search.beam_size * search.max_length
     _require_step("evaluation", config, images * image_tokens, tokens)
+    return model
+
+
+def _require_trainable(config: RunConfig, model: CaptionModel, backbone: Backbone | None) -> None:
+    """Raises UserError if `freeze` or `layer_decay` of a stage does not fit the parameters."""
+    from models.captioner import Captioner
+
+    for stage in config.stages:
+        trained = backbone if stage.train_backbone else None
+        try:
+            Captioner(model, trained).frozen_by(stage.freeze)
+            if trained is not None and stage.optimizer.layer_decay < 1:
+                trained.num_layers_above()
+        except ValueError as error:
+            raise UserError(f"stages.{stage.name}: {error}") from error
 
 
 def _require_parameters(name: str, count: int) -> None:

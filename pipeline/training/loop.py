@@ -38,7 +38,7 @@ from pipeline.storage.weights import load_weights
 from pipeline.training.batches import Batch, Batches, CaptionTokens
 from pipeline.training.finite import FiniteCheck
 from pipeline.training.objectives import check_reward, make_objective
-from pipeline.training.optimizer import learning_rate, make_optimizer
+from pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
 from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
 from pipeline.training.split_captions import caption_split, model_inputs
@@ -113,7 +113,7 @@ def _train_stage(stage: StageRun) -> bool:
 def stage_captioner(
     folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool | None = None
 ) -> Captioner:
-    """The captioner of a stage without a checkpoint: its initial weights, dropout, drop path and precision.
+    """The captioner of a stage without a checkpoint: its initial weights, frozen ones, dropout, drop path, precision.
 
     checkpointing: of the backbone's activations; None for what is configured, or what the dry run has decided. Without
     a decision, a GPU computes activations again and a CPU keeps them.
@@ -134,6 +134,8 @@ def stage_captioner(
         load_weights(backbone, folder.weights_before(stage, "backbone"))
         backbone = backbone.to(memory_format=torch.channels_last)
     captioner = Captioner(model, backbone).to(device)
+    for parameter in captioner.frozen_by(stage.freeze):
+        parameter.requires_grad_(False)
     return captioner.double() if stage.precision == "float64" else captioner
 
 
@@ -248,8 +250,7 @@ class StageRun:
 
         No operation here waits for a GPU, except those of the objective.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate(step)
+        set_rate(self.optimizer, self._rate(step))
         self.optimizer.zero_grad(set_to_none=True)
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
         metrics: dict[str, Tensor] = {}
@@ -296,9 +297,9 @@ class StageRun:
         return progress
 
     def _rate(self, step: int) -> float:
-        """The learning rate of a step, after the reductions on plateaus."""
-        steps_per_epoch = max(1, self.batches.num_samples // self.stage.batch_size)
-        rate = learning_rate(self.stage.schedule, self.stage.lr, step, steps_per_epoch=steps_per_epoch)
+        """The learning rate of a step, after the reductions on plateaus and before the factors of parameter groups."""
+        stage, steps_per_epoch = self.stage, max(1, self.batches.num_samples // self.stage.batch_size)
+        rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=steps_per_epoch, total_steps=self.total)
         plateau = self.stage.plateau
         return rate * plateau.factor**self.progress.reductions if plateau else rate
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from models.captioner import Captioner
 
 if TYPE_CHECKING:
     from pipeline.config.sections import OptimizerSection, ScheduleSection
 
 
-def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int) -> float:
-    """The learning rate of optimizer step `step`.
+def learning_rate(
+    schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int, total_steps: int
+) -> float:
+    """The learning rate of optimizer step `step` of a stage of `total_steps`.
 
     hyperbolic: base / max(warmup - step, 1) during the warm-up, then base x decay^(complete periods of
     `decay_every_epochs`), but at least min_lr, as in ExpansionNet v2's code.
     linear: a linear warm-up, then the decay of hyperbolic.
     inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, as in the Meshed-Memory
     Transformer. base is the highest rate.
+    cosine: a linear warm-up, then half a period of the cosine from base to min_lr in the last step, as equation 5 of
+    Loshchilov and Hutter (2017, SGDR) without restarts.
     """
     warmup = schedule.warmup_iterations
     if schedule.name == "inverse_sqrt":
@@ -27,23 +34,26 @@ def learning_rate(schedule: ScheduleSection, base: float, step: int, *, steps_pe
         return base * math.sqrt(warmup) * min(count**-0.5, count * warmup**-1.5)
     if step < warmup and schedule.name != "hyperbolic":
         return base * (step + 1) / warmup
+    if schedule.name == "cosine":
+        progress = (step + 1 - warmup) / (total_steps - warmup)
+        return schedule.min_lr + 0.5 * (base - schedule.min_lr) * (1 + math.cos(math.pi * progress))
     if step < warmup - 1:
         return base / (warmup - step)
     periods = step // (steps_per_epoch * schedule.decay_every_epochs)
     return max(base * schedule.decay**periods, schedule.min_lr)
 
 
-def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(captioner: Captioner, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
     """RAdam, Adam or AdamW over the trainable parameters.
 
     In the first five steps torch's RAdam updates by momentum, while that of ExpansionNet v2's code leaves the weights
     unchanged. From step 6 on both are the same.
     """
     optimizers = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    is_fused = section.name != "radam" and parameters[0].is_cuda  # one kernel for the update; RAdam has none
+    groups = _parameter_groups(captioner, section)
+    is_fused = section.name != "radam" and groups[0]["params"][0].is_cuda  # one kernel for the update; RAdam has none
     return optimizers[section.name](
-        parameters,
+        groups,
         lr=lr,
         betas=section.betas,
         eps=section.eps,
@@ -51,3 +61,35 @@ def make_optimizer(module: nn.Module, section: OptimizerSection, lr: float) -> t
         # By default torch updates tensor by tensor on the CPU: a fifth of a small model's step.
         **({"fused": True} if is_fused else {"foreach": True}),
     )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of each group to `rate` times the group's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_factor", 1.0)
+
+
+def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[dict[str, Any]]:
+    """The trainable parameters by their settings, which a group has only where they are not the optimizer's.
+
+    lr_factor: multiplies the rate. For the backbone it is backbone_lr_factor x layer_decay^(layers above), as in BEiT
+    (Bao et al. 2022), with the captioning model in place of the classifier.
+    """
+    factors: dict[str, float] = {}
+    if captioner.backbone is not None:
+        layers = captioner.backbone.num_layers_above() if section.layer_decay < 1 else {}
+        factors = {
+            f"backbone.{name}": section.backbone_lr_factor * section.layer_decay ** layers.get(name, 0)
+            for name, _ in captioner.backbone.named_parameters()
+        }
+    linear = {each.weight for each in captioner.modules() if isinstance(each, nn.Linear | _ConvNd)}
+    groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
+    for name, parameter in captioner.named_parameters():
+        if parameter.requires_grad:
+            settings = {}
+            if factors.get(name, 1.0) != 1.0:
+                settings["lr_factor"] = factors[name]
+            if section.decayed_weights == "linear" and parameter not in linear:
+                settings["weight_decay"] = 0.0
+            groups.setdefault(tuple(settings.items()), []).append(parameter)
+    return [{"params": parameters, **dict(settings)} for settings, parameters in groups.items()]

@@ -27,7 +27,15 @@ from pipeline.training.optimizer import make_optimizer
 from pipeline.training.reward import CaptionReward
 
 # the settings that objectives and optimizers read, with the configuration's defaults
-OPTIMIZER: Any = SimpleNamespace(name="radam", betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0)
+OPTIMIZER: Any = SimpleNamespace(
+    name="radam",
+    betas=(0.9, 0.98),
+    eps=1e-9,
+    weight_decay=0.0,
+    decayed_weights="all",
+    backbone_lr_factor=1.0,
+    layer_decay=1.0,
+)
 LABEL_SMOOTHING = 0.1
 DROP_PATH = 0.1  # of the recipe's stages
 SAMPLING: dict[str, Any] = {

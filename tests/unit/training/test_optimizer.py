@@ -1,16 +1,26 @@
-"""Learning rates against recorded values and the schedules' definitions."""
+"""Learning rates against recorded values and the schedules' definitions, and the groups of parameters."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from timm.optim import param_groups_layer_decay
+from torch import nn
 
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.config import ExpansionNetConfig, ModelSizes
+from models.registry import build_model
 from pipeline.config.load import load_config
-from pipeline.config.sections import ScheduleSection
-from pipeline.training.optimizer import learning_rate
+from pipeline.config.sections import OptimizerSection, ScheduleSection
+from pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
 from tests.conftest import ROOT
+from tests.support.backbones import FAMILIES
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
 
@@ -25,7 +35,13 @@ def test_learning_rates_of_the_four_stages() -> None:
             min_lr=record["min_lr"],
         )
         for iteration, expected in zip(record["iterations"], record["lr"], strict=True):
-            rate = learning_rate(schedule, record["base_lr"], iteration, steps_per_epoch=record["iterations_per_epoch"])
+            rate = learning_rate(
+                schedule,
+                record["base_lr"],
+                iteration,
+                steps_per_epoch=record["iterations_per_epoch"],
+                total_steps=10**6,
+            )
             assert rate == pytest.approx(expected, rel=1e-12)
 
 
@@ -36,12 +52,150 @@ def test_the_schedule_of_the_clustformers_code_is_noams(monkeypatch: pytest.Monk
     for step in (0, 1, 999, 19_998, 19_999, 20_000, 56_643):
         count = step + 1
         expected = 512**-0.5 * min(count**-0.5, count * 20_000**-1.5)
-        rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=2832)
+        rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=2832, total_steps=10**6)
         assert rate == pytest.approx(expected, rel=1e-12)
 
 
 def test_inverse_square_root_peaks_at_the_warm_ups_end() -> None:
     schedule = ScheduleSection(name="inverse_sqrt", warmup_iterations=100)
-    rates = [learning_rate(schedule, 2.0, step, steps_per_epoch=10) for step in range(400)]
+    rates = [learning_rate(schedule, 2.0, step, steps_per_epoch=10, total_steps=400) for step in range(400)]
     assert max(rates) == rates[99] == pytest.approx(2.0)
     assert rates[399] == pytest.approx(1.0) and rates[0] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(1, 1), (1, 2), (1, 40), (7, 40), (39, 40), (40, 40), (50, 40)])
+def test_the_cosine_falls_to_min_lr_in_the_last_step(warmup: int, total: int) -> None:
+    """Against torch's scheduler, which starts at the last step of the warm-up."""
+    schedule = ScheduleSection(name="cosine", warmup_iterations=warmup, min_lr=0.2)
+    rates = [learning_rate(schedule, 3.0, step, steps_per_epoch=10, total_steps=total) for step in range(total)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - warmup), eta_min=0.2)
+    expected = [3.0 * (step + 1) / warmup for step in range(min(warmup, total))]
+    for _ in range(total - warmup):
+        optimizer.step()
+        scheduler.step()
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx(expected, rel=1e-9)
+    if total > warmup:
+        assert rates[warmup - 1] == 3.0 and rates[-1] == pytest.approx(0.2)
+
+
+def make_captioner(family: str | None = None) -> Captioner:
+    torch.manual_seed(0)
+    backbone = None if family is None else Backbone(FAMILIES[family])
+    sizes = ModelSizes(8 if backbone is None else backbone.width, 12, 10, sos=0, eos=1, pad=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1,
+                                static_expansion=(4,), dynamic_expansion=2)  # fmt: skip
+    return Captioner(build_model(config, sizes), backbone)
+
+
+def settings_of(captioner: Captioner, key: str, **values: Any) -> dict[str, float]:
+    """The value of a key in the group of each parameter, by the parameter's name; 1 for a group without the key."""
+    optimizer = make_optimizer(captioner, OptimizerSection(**values), 0.1)
+    names = {parameter: name for name, parameter in captioner.named_parameters()}
+    found = {names[each]: group.get(key, 1.0) for group in optimizer.param_groups for each in group["params"]}
+    assert found.keys() == set(names.values())
+    return found
+
+
+@pytest.mark.parametrize("name", ["radam", "adam", "adamw"])
+def test_the_defaults_make_one_group_as_before(name: Any) -> None:
+    captioner = make_captioner("vit")
+    classes = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    ours = make_optimizer(captioner, OptimizerSection(name=name, weight_decay=0.1), 0.1)
+    plain = classes[name](captioner.parameters(), 0.1, (0.9, 0.98), 1e-9, 0.1, foreach=True)
+    assert ours.state_dict() == plain.state_dict()
+    ours.load_state_dict(plain.state_dict())
+    set_rate(ours, 0.3)
+    assert [group["lr"] for group in ours.param_groups] == [0.3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_have_timms_rates(family: str) -> None:
+    """A layer that timm does not know stands for the captioning model."""
+    captioner = make_captioner(family)
+    ours = settings_of(captioner, "lr_factor", layer_decay=0.7, backbone_lr_factor=0.5)
+    assert captioner.backbone is not None
+    network = captioner.backbone.network
+    network.add_module("captioning_model", nn.Linear(1, 1))
+    names = {parameter: name for name, parameter in captioner.named_parameters()}
+    theirs = {
+        names[each]: 0.5 * group["lr_scale"]
+        for group in param_groups_layer_decay(network, layer_decay=0.7)
+        for each in group["params"]
+        if "captioning_model" not in names[each]
+    }
+    assert {name: factor for name, factor in ours.items() if name.startswith("backbone.")} == pytest.approx(theirs)
+    assert all(factor == 1.0 for name, factor in ours.items() if name.startswith("model."))
+    assert len(set(theirs.values())) >= 3
+
+
+def test_rates_of_a_vit_layer_by_layer() -> None:
+    """Written down: two blocks, and the parameters before the first one."""
+    captioner = make_captioner("vit")
+    for factor, decay in ((0.3, 1.0), (1.0, 0.5), (0.3, 0.5)):
+        found = settings_of(captioner, "lr_factor", layer_decay=decay, backbone_lr_factor=factor)
+        layers = {r"blocks\.1|norm": 1, r"blocks\.0": 2, r"patch_embed|pos_embed|cls_token": 3}
+        for name, value in found.items():
+            _, _, inner = name.partition("backbone.timm.")
+            above = next((layers[each] for each in layers if re.match(each, inner)), None)
+            assert (above is None) == name.startswith("model.")
+            assert value == pytest.approx(1.0 if above is None else factor * decay**above), name
+
+
+def test_every_group_follows_the_schedule() -> None:
+    section = OptimizerSection(name="adamw", weight_decay=0.1, decayed_weights="linear", layer_decay=0.5)
+    optimizer = make_optimizer(make_captioner("vit"), section, 0.1)
+    pairs = {(group.get("lr_factor", 1.0), group["weight_decay"]) for group in optimizer.param_groups}
+    assert len(optimizer.param_groups) == len(pairs) == 8
+    for rate in (0.1, 0.02):
+        set_rate(optimizer, rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            rate * group.get("lr_factor", 1.0) for group in optimizer.param_groups
+        ]
+
+
+@pytest.mark.parametrize("family", ["vit", "swin", "resnet", "beit"])
+def test_only_linear_layers_decay(family: str) -> None:
+    """One step of AdamW without a gradient multiplies a weight by 1 - rate x decay, or leaves it as it is."""
+    captioner = make_captioner(family)
+    before = {name: each.detach().clone() for name, each in captioner.named_parameters()}
+    for parameter in captioner.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    section = OptimizerSection(name="adamw", weight_decay=0.5, decayed_weights="linear", backbone_lr_factor=0.1)
+    optimizer = make_optimizer(captioner, section, 0.1)
+    set_rate(optimizer, 0.1)
+    optimizer.step()
+    spared = (
+        r"\.bias(es)?$|norm|\.bn\d|embedding|positions|queries|pos_embed|_token$|_table$|gamma|downsample\.1|[qkv]_bias"
+    )
+    num_decayed = 0
+    for name, parameter in captioner.named_parameters():
+        rate = 0.01 if name.startswith("backbone.") else 0.1
+        decays = re.search(spared, name) is None
+        num_decayed += decays
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.5 * rate if decays else 1), msg=name)
+    assert 10 < num_decayed < len(before) / 2
+
+
+def test_a_smaller_rate_makes_smaller_steps() -> None:
+    """The first step of Adam is the rate times the sign of the gradient."""
+    captioner = make_captioner("swin")
+    before = {name: each.detach().clone() for name, each in captioner.named_parameters()}
+    for parameter in captioner.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make_optimizer(captioner, OptimizerSection(name="adam", backbone_lr_factor=0.25), 0.1)
+    set_rate(optimizer, 1e-2)
+    optimizer.step()
+    for name, parameter in captioner.named_parameters():
+        rate = 2.5e-3 if name.startswith("backbone.") else 1e-2
+        torch.testing.assert_close(before[name] - parameter.detach(), torch.full_like(parameter, rate), msg=name)
+
+
+def test_a_model_without_numbered_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    captioner = make_captioner("vit")
+    assert captioner.backbone is not None
+    monkeypatch.delattr(type(captioner.backbone.network), "group_matcher")
+    with pytest.raises(ValueError, match=r"optimizer.layer_decay needs .* vit_tiny_patch16_224 has none; set it to 1"):
+        make_optimizer(captioner, OptimizerSection(layer_decay=0.9), 0.1)
+    make_optimizer(captioner, OptimizerSection(), 0.1)
