@@ -125,7 +125,8 @@ def compare(
     if len({tuple(scores.image_ids) for side in sides for scores in side}) != 1:
         raise JobFailedError(OTHER_IMAGES)
     over = "image" if len(results) == len(others) == 1 else "image and seed"
-    logger.info(f"  {'':<9} {'this':>15} {'other':>15}   difference by {over}, 95 % interval")
+    width = max(9, *map(len, sides[0][0].by_name))
+    logger.info(f"  {'':<{width}} {'this':>15} {'other':>15}   difference by {over}, 95 % interval")
     found = {}
     for name in sides[0][0].by_name:
         scores = [[each.by_name[name] for each in side if name in each.by_name] for side in sides]
@@ -138,5 +139,5 @@ def compare(
             found[name] = difference_of_seeds(ours, theirs, same_runs=same_runs)
             text = f"{found[name]}, better in {found[name].better:.1%} of resamples"
         cells = [Spread.of(side).text(digits=4) for side in values]
-        logger.info(f"  {name:<9} {cells[0]:>15} {cells[1]:>15}   {text}")
+        logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
     return found

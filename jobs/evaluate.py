@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.preflight import check_storage
-from pipeline.scoring.metrics import why_unavailable
+from pipeline.scoring.metrics import JAVA_METRICS, why_unavailable
 from pipeline.storage.atomic import decode_json
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.names import shown
@@ -133,7 +133,8 @@ def _is_scored(place: StoragePath) -> bool:
     if not (place / "scores.json").exists():
         return False
     content = _scores(place)
-    unavailable = {name for entry in content["splits"].values() for name in entry.get("unavailable", ())}
+    names = {name for entry in content["splits"].values() for name in entry.get("unavailable", ())}
+    unavailable = names.intersection(JAVA_METRICS)  # the others depend on the configuration and not on the machine
     language = content["protocol"].get("language", ENGLISH)
     return not content.get("missing") and all(why_unavailable(name, language) is not None for name in unavailable)
 

@@ -36,7 +36,7 @@ from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import Scores, score_captions
+from pipeline.scoring.metrics import Scores, metrics_of_split, score_captions
 from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import atomic_path, write_json, write_text
@@ -415,7 +415,10 @@ class Evaluation:
         training_captions = [caption for captions in train.column("captions") for caption in captions]
         captions = {image: result.captions[image] for image in references}
         language = self.language
-        scores = score_captions(references, captions, training_captions=training_captions or None, language=language)
+        metrics = metrics_of_split(self.config.evaluation.metrics, is_test=True)
+        scores = score_captions(
+            references, captions, metrics=metrics, training_captions=training_captions or None, language=language
+        )
         is_synthetic = self.config.data.synthetic is not None
         accuracy = main_object_accuracy(captions, references, self.config.data.language) if is_synthetic else None
         return replace(result, scores=scores, main_object=accuracy)

@@ -12,7 +12,7 @@ import typer
 from jobs.named_files import check_output_file
 from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH, code_problem
-from pipeline.scoring.metrics import METRICS, Scores, score_captions
+from pipeline.scoring.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
 from pipeline.scoring.result_files import read_predictions, read_references, shorten
 from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.untrusted.names import shown
@@ -28,7 +28,8 @@ def score(
     split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
     complete: Annotated[bool, typer.Option("--complete", help="Require a prediction for every image.")] = False,
     metrics: Annotated[
-        list[str] | None, typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default all.")
+        list[str] | None,
+        typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
     ] = None,
     language: Annotated[
         str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")
@@ -65,7 +66,7 @@ def score(
         count = f"{len(missing)} of {len(captions)} reference images"
         print(f"{count} have no prediction: left out, also of the document frequencies")
     scores = score_captions(
-        captions, candidates, metrics=metrics or METRICS, java_deadline_s=java_deadline_s, language=language
+        captions, candidates, metrics=metrics or DEFAULT_METRICS, java_deadline_s=java_deadline_s, language=language
     )
     print(format_scores(scores))
     if json_file is not None:
@@ -80,14 +81,14 @@ def score(
 
 def format_scores(scores: Scores) -> str:
     """The scores as text: one line per metric, then statistics of the captions, then the signature."""
-    lines = [""]
+    lines, width = [""], max(9, *map(len, scores.by_name))
     for name, score in scores.by_name.items():
         value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
-        lines.append(f"  {name:<9} {value}")
+        lines.append(f"  {name:<{width}} {value}")
     extras = scores.extras
     if "spice_categories" in extras:
         parts = (f"{name} {value:.3f}" for name, value in extras["spice_categories"].items() if value is not None)
-        lines.append(f"  {'':<9} {', '.join(parts)}")
+        lines.append(f"  {'':<{width}} {', '.join(parts)}")
     repeated = ", ".join(f"{share:.1%} {n}-grams" for n, share in extras["repeated_ngrams"].items())
     endings = "" if extras["broken_endings"] is None else f"broken endings {extras['broken_endings']:.1%}, "
     lines += [

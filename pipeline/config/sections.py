@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
-from models.values import NUMBER, TEXT, Count, Text
+from models.values import NUMBER, TEXT, Count, Text, max_length
 from models.views import Augmentation, Views
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.config.variables import quoted_value
@@ -79,6 +79,8 @@ Epochs = Annotated[float, Field(gt=0, le=1e6), NUMBER]
 Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
+# the rows of `pipeline.scoring.metrics.TABLE` that are not computed by default
+FurtherMetrics = Annotated[tuple[Literal["CIDEr-R"], ...], max_length(100)]
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # The splits of 30 consecutive synthetic images; the next 30 repeat them.
@@ -473,6 +475,8 @@ class EvaluationSection(Section):
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None
+    # metrics that are computed besides the default ones
+    metrics: Annotated[FurtherMetrics, Identity.UNLESS_DEFAULT] = ()
 
     def images_at_a_time(self, device: str) -> int:
         """The images of one search on a device of the type "cpu" or "cuda".
@@ -482,6 +486,8 @@ class EvaluationSection(Section):
         return self.batch_size or (256 if device == "cuda" else 32)
 
     def check_values(self) -> None:
+        if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
+            raise ValueError(f"evaluation.metrics contains {repeated[0]} more than once; name each metric once")
         if self.num_results > self.beam_size:
             raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
 

@@ -20,9 +20,8 @@ from pipeline.language.languages import ENGLISH
 from pipeline.runs.folder import RunFolder
 from pipeline.scoring.metrics import (
     JAVA_METRICS,
-    METRICS,
-    VALIDATION_METRICS,
     has_meaning,
+    metrics_of_split,
     score_captions,
     why_unavailable,
 )
@@ -124,7 +123,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
         """The result of a split with its scores added."""
         references = dataset.split(result.split).references()
         accuracy = main_object_accuracy(result.captions, references, language) if is_synthetic else None
-        metrics = METRICS if result.split in test_splits else VALIDATION_METRICS
+        metrics = metrics_of_split(folder.config.evaluation.metrics, is_test=result.split in test_splits)
         scores = score_captions(references, result.captions, metrics=metrics, language=language)
         return replace(result, scores=scores, main_object=accuracy)
 

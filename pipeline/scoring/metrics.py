@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH
 from pipeline.scoring import java_metrics, ngrams
@@ -20,6 +22,7 @@ from pipeline.scoring.java import JavaError
 from pipeline.scoring.metric_words import words_of_all, words_signature
 from pipeline.scoring.result_files import shorten
 
+ONE_IMAGE = "one image only: document frequencies have no meaning; score two images or more"
 BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
 
@@ -56,11 +59,17 @@ class Metric:
 
     names: tuple[str, ...]
     compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name, or raises JavaError
+    by_default: bool = True  # whether it is computed where no metrics are named
     test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
     jar: str | None = None  # the name of the Java program in the signature
     english_only: bool = False  # whether the metric has no meaning for captions in other languages
     check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
+
+
+def _mean(per_image: np.ndarray) -> Score:
+    """The score whose value is the mean over the images."""
+    return Score(float(per_image.mean()), per_image.tolist())
 
 
 def _bleu(captions: TokenizedCaptions) -> list[Score]:
@@ -73,15 +82,19 @@ def _meteor(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
-    rouge = ngrams.rouge_l(captions.predictions, captions.references)
-    return [Score(float(rouge.mean()), rouge.tolist())]
+    return [_mean(ngrams.rouge_l(captions.predictions, captions.references))]
 
 
 def _cider_d(captions: TokenizedCaptions) -> list[Score]:
     if captions.corpus.images == 1:
-        return [Score(unavailable="one image only: document frequencies have no meaning; score two images or more")]
-    cider = ngrams.cider_d(captions.corpus)
-    return [Score(float(cider.mean()), cider.tolist())]
+        return [Score(unavailable=ONE_IMAGE)]
+    return [_mean(ngrams.cider_d(captions.corpus))]
+
+
+def _cider_r(captions: TokenizedCaptions) -> list[Score]:
+    if captions.corpus.images == 1:
+        return [Score(unavailable=ONE_IMAGE)]
+    return [_mean(ngrams.cider_r(captions.corpus))]
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
@@ -97,11 +110,19 @@ TABLE = (
     Metric(  # slow, needs 3 GB
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java_metrics.check_spice
     ),
+    Metric(("CIDEr-R",), _cider_r, by_default=False),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
-VALIDATION_METRICS = tuple(name for metric in TABLE if not metric.test_only for name in metric.names)
+DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
+FURTHER_METRICS = tuple(name for metric in TABLE if not metric.by_default for name in metric.names)
+_TEST_ONLY = frozenset(name for metric in TABLE if metric.test_only for name in metric.names)
 JAVA_METRICS = tuple(name for metric in TABLE if metric.jar for name in metric.names)
 COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image for name in metric.names)
+
+
+def metrics_of_split(further: Iterable[str], *, is_test: bool) -> tuple[str, ...]:
+    """The metrics of a run's split. further: those that the configuration names besides the default ones."""
+    return tuple(name for name in (*DEFAULT_METRICS, *further) if is_test or name not in _TEST_ONLY)
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,7 @@ def score_captions(
     references: Mapping[Any, Sequence[str]],
     predictions: Mapping[Any, str],
     *,
-    metrics: Iterable[str] = METRICS,
+    metrics: Iterable[str] = DEFAULT_METRICS,
     java_deadline_s: float | None = None,
     training_captions: Iterable[str] | None = None,
     language: str = ENGLISH,

@@ -1,4 +1,4 @@
-"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, computed by sorts and sums over integers.
+"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, and CIDEr-R, by sorts and sums over integers.
 
 Words and n-grams are integers. The number of an n-gram is the rank of its pair (number of the (n-1)-gram, last word)
 among all such pairs, which is exact for any vocabulary size.
@@ -6,7 +6,7 @@ among all such pairs, which is exact for any vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,26 +132,71 @@ def cider_d(corpus: Corpus) -> np.ndarray:
     adds to the prediction's norm. The length in the penalty is the number of bigrams. With one image every weight is
     log(1) = 0, so the value has no meaning.
     """
-    images = corpus.images
-    log_images = np.log(float(images))
-    bigrams = np.maximum(corpus.lengths - 1, 0)
-    image = corpus.image[images:]
-    delta = (bigrams[image] - bigrams[images:]).astype(float)
-    penalty = np.exp(-(delta**2) / (2 * _SIGMA**2))
+    length, reference_length = _bigrams(corpus)
+    return _mean_of_references(corpus, np.exp(-((length - reference_length) ** 2) / (2 * _SIGMA**2)))
+
+
+def cider_r(corpus: Corpus) -> np.ndarray:
+    """CIDEr-R of each image (images,): CIDEr-D with penalties that suit captions of any length.
+
+    Source: dos Santos et al. 2021 (arXiv 2109.13701) and their scorer, with its coefficients. The Gaussian penalty of
+    CIDEr-D is replaced by repetition^0.8 * length^0.2, where
+
+        length = exp(-(l_c - l_r)^2 / l_r^2), with l the number of bigrams of the caption c and of the reference r
+        repetition = the geometric mean, over the distinct words of c, of 1 / (1 + x), where x is the difference of the
+            word's counts in c and in r, or its count in c minus 1 if r does not contain it
+
+    Words are the metrics' words; the authors' scorer splits them further at punctuation. A reference without a bigram
+    has the penalty's limit: 1 for a caption without a bigram, and 0 for others.
+    """
+    length, reference_length = _bigrams(corpus)
+    ratio = (length - reference_length) / np.maximum(reference_length, 1e-100)
+    return _mean_of_references(corpus, _repetition(corpus) ** 0.8 * np.exp(-0.2 * ratio**2))
+
+
+def _bigrams(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+    """For each reference (references,) the number of bigrams of its image's prediction, and its own."""
+    bigrams = np.maximum(corpus.lengths - 1, 0).astype(float)
+    return bigrams[corpus.image[corpus.images :]], bigrams[corpus.images :]
+
+
+def _repetition(corpus: Corpus) -> np.ndarray:
+    """CIDEr-R's penalty of repetitions in the prediction, for each reference (references,)."""
+    words, image = corpus.counts[0], corpus.image[corpus.images :]
+    count, caption = words.count[: words.predictions], words.caption[: words.predictions]
+    # The logarithm of each factor, first as if the reference contained none of the words
+    total = -np.bincount(caption, np.log(count), minlength=corpus.images)[image]
+    reference, prediction = corpus.match(words)
+    factor = np.log(words.count[prediction]) - np.log1p(np.abs(words.count[prediction] - words.count[reference]))
+    total += np.bincount(words.caption[reference] - corpus.images, factor, minlength=len(image))
+    return np.exp(total / np.maximum(np.bincount(caption, minlength=corpus.images), 1)[image])
+
+
+def _mean_of_references(corpus: Corpus, penalty: np.ndarray) -> np.ndarray:
+    """CIDEr of each image (images,) times 10, with clipped weights and a penalty for each reference (references,)."""
+    image = corpus.image[corpus.images :]
     total = np.zeros(len(image))
+    for counts, weight, norm in _tf_idf(corpus, corpus.images):
+        reference, prediction = corpus.match(counts)
+        product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
+        dot = np.bincount(counts.caption[reference] - corpus.images, product, minlength=len(image))
+        norms = norm[image] * norm[corpus.images :]
+        total += np.divide(dot, norms, out=np.zeros(len(dot)), where=norms != 0)
+    return np.bincount(image, total * penalty, minlength=corpus.images) / ORDERS / corpus.reference_counts * 10.0
+
+
+def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarray, np.ndarray]]:
+    """For each n the counts, the tf-idf weight of each row (R,), and the norm of each caption's weights (C,).
+
+    Document frequencies are over the references of `num_images` images. An n-gram in no reference has frequency 1.
+    """
     for counts in corpus.counts:
         width = counts.size + 1
         in_references = slice(counts.predictions, None)
         documents = corpus.image[counts.caption[in_references]] * width + counts.ngram[in_references]
         frequency = np.bincount(np.unique(documents) % width, minlength=width)
-        weight = counts.count * (log_images - np.log(np.maximum(1.0, frequency)))[counts.ngram]
-        norm = np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
-        reference, prediction = corpus.match(counts)
-        product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
-        dot = np.bincount(counts.caption[reference] - images, product, minlength=len(image))
-        norms = norm[image] * norm[images:]
-        total += np.divide(dot, norms, out=np.zeros(len(dot)), where=norms != 0)
-    return np.bincount(image, total * penalty, minlength=images) / ORDERS / corpus.reference_counts * 10.0
+        weight = counts.count * (np.log(float(num_images)) - np.log(np.maximum(1.0, frequency)))[counts.ngram]
+        yield counts, weight, np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
 
 
 def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:

@@ -10,10 +10,11 @@ import yaml
 
 from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values, with_data
 from pipeline.config.run import RunConfig, total_steps
-from pipeline.config.sections import DataSection, FeatureSection
+from pipeline.config.sections import DataSection, FeatureSection, FurtherMetrics
 from pipeline.errors import UserError
 from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.runs.identity import config_identity
+from pipeline.scoring.metrics import FURTHER_METRICS
 from pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 
@@ -325,6 +326,17 @@ def test_workers_cannot_share_a_gpu(tmp_path: Path) -> None:
     ResourceSection(gpus=0.25)
     with pytest.raises(ValueError, match=r"resources.gpus = 0.25 gives two of 3 workers the same GPU"):
         ResourceSection(gpus=0.25, workers=3)
+
+
+def test_further_metrics_are_those_of_the_table() -> None:
+    names, _ = get_args(get_args(FurtherMetrics)[0])
+    assert get_args(names) == FURTHER_METRICS
+
+
+def test_a_metric_is_named_once(tmp_path: Path) -> None:
+    values = small_config(tmp_path) | {"evaluation": {"metrics": ["CIDEr-R", "CIDEr-R"]}}
+    with pytest.raises(UserError, match="evaluation.metrics contains CIDEr-R more than once"):
+        parse_config(values)
 
 
 def test_tokenizers_are_those_of_the_languages() -> None:

@@ -14,7 +14,7 @@ from pipeline.data.synthetic import make_scene
 from pipeline.language.words import characters, unicode_words
 from pipeline.scoring import ptb
 from pipeline.scoring.diagnostics import caption_stats
-from pipeline.scoring.metrics import METRICS, has_meaning, score_captions, why_unavailable
+from pipeline.scoring.metrics import DEFAULT_METRICS, has_meaning, score_captions, why_unavailable
 
 SPLIT = {"de": unicode_words, "hi": unicode_words, "ar": unicode_words, "zh": characters}
 
@@ -56,7 +56,7 @@ def plain_bleu_1(references: list[list[list[str]]], predictions: list[list[str]]
 def test_english_metrics_are_unavailable_for_other_languages() -> None:
     references, predictions = captions_of("de")
     scores = score_captions(references, predictions, language="de")
-    for name in METRICS:
+    for name in DEFAULT_METRICS:
         score = scores.by_name[name]
         assert (score.value is None) == (name in ("METEOR", "SPICE")) == (not has_meaning(name, "de"))
     reason = "METEOR is defined for English captions only, and the language is de"
