@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.captioning.bundle import Bundle
@@ -22,6 +23,7 @@ from pipeline.errors import UserError
 from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.progress import progress
+from pipeline.scoring.result_files import write_n_best
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.path import StoragePath
 from pipeline.storage.weights import load_weights
@@ -49,6 +51,16 @@ class Captioned(NamedTuple):
     def best(self) -> dict[int, Hypothesis]:
         """The best caption of each image."""
         return {image: ranked[0] for image, ranked in self.hypotheses.items()}
+
+    @property
+    def several(self) -> dict[int, list[str]]:
+        """All captions of each image; {} if the search gave one caption per image."""
+        several = {image: [each.caption for each in ranked] for image, ranked in self.hypotheses.items()}
+        return several if any(len(captions) > 1 for captions in several.values()) else {}
+
+    def write_n_best(self, path: Path) -> None:
+        """Writes all captions of each image with their values from the search."""
+        write_n_best(path, {image: [each.to_json() for each in ranked] for image, ranked in self.hypotheses.items()})
 
     def of(self, images: Sequence[int]) -> Captioned:
         """The part of these images."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import uuid
@@ -36,10 +35,11 @@ from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import split_result
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import Scores, metrics_of_split, score_captions
-from pipeline.scoring.result_files import write_predictions
+from pipeline.score_inputs.inputs import score_inputs
+from pipeline.scoring.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
+from pipeline.scoring.result_files import N_BEST, write_predictions
 from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import atomic_path, write_json, write_text
+from pipeline.storage.atomic import atomic_path, write_json
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, join, storage_path
@@ -295,6 +295,7 @@ class Evaluation:
             self._write_captions(split, captions)
             automata = tasks[split].constraints
             result = split_result(split, captions.best, automata, captions.unreadable, label=f"search    {split}: ")
+            result = replace(result, several=captions.several)
             entries[split], scored = self.score(result, others.get(split))
             reported += [scored] if scored else []
             results.append(scored[0] if scored else result)
@@ -327,13 +328,9 @@ class Evaluation:
         predictions = f"predictions-{split}.json"
         write_predictions(self.folder / predictions, best)
         logger.info(f"predictions  {self.place / predictions}")
-        if any(len(ranked) > 1 for ranked in captioned.hypotheses.values()):
-            rows = [
-                {"image_id": image, "n_best": [hypothesis.to_json() for hypothesis in ranked]}
-                for image, ranked in captioned.hypotheses.items()
-            ]
-            n_best = f"n-best-{split}.jsonl"
-            write_text(self.folder / n_best, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if captioned.several:
+            n_best = N_BEST.format(split)
+            captioned.write_n_best(self.folder / n_best)
             logger.info(f"n best       {self.place / n_best}")
 
     def _write_server_files(self, captioned: Mapping[str, Captioned], server: str) -> None:
@@ -417,11 +414,20 @@ class Evaluation:
         language = self.language
         metrics = metrics_of_split(self.config.evaluation.metrics, is_test=True)
         scores = score_captions(
-            references, captions, metrics=metrics, training_captions=training_captions or None, language=language
+            references,
+            captions,
+            metrics=metrics,
+            training_captions=training_captions or None,
+            language=language,
+            inputs=self._score_inputs(result.several),
         )
         is_synthetic = self.config.data.synthetic is not None
         accuracy = main_object_accuracy(captions, references, self.config.data.language) if is_synthetic else None
         return replace(result, scores=scores, main_object=accuracy)
+
+    def _score_inputs(self, several: Mapping[int, Sequence[str]]) -> ScoreInputs:
+        """The inputs of metrics. several: all captions of each image, if there are more than one."""
+        return score_inputs(self.config.evaluation.inputs, self.language, several, self.config.data)
 
     def _compared_result(self, result: SplitResult, compared: Captioned) -> SplitResult:
         """The result of the model of `--compare`, with scores for the same images and metrics as `result`."""
@@ -431,7 +437,8 @@ class Evaluation:
             raise JobFailedError(OTHER_IMAGES)
         scored_captions = {image: captions[image] for image in references}
         metrics, language = tuple(result.values), self.language
-        scores = score_captions(references, scored_captions, metrics=metrics, language=language)
+        inputs = self._score_inputs(compared.several)
+        scores = score_captions(references, scored_captions, metrics=metrics, language=language, inputs=inputs)
         return SplitResult(f"{result.split}, the other", captions, scores=scores)
 
     def _published(self, result: SplitResult) -> list[tuple[FinalRow, str]]:

@@ -38,7 +38,7 @@ from pipeline.runtime.decorations import Decorations
 from pipeline.runtime.log import log_file
 from pipeline.runtime.secrets import without_secrets
 from pipeline.scoring.metrics import why_unavailable
-from pipeline.scoring.result_files import write_predictions
+from pipeline.scoring.result_files import N_BEST, write_predictions
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.path import StoragePath
@@ -398,8 +398,13 @@ class RunDriver:
         for split, task in tasks.items():
             best = dict(sorted(captioned[split].best.items()))
             label = f"evaluate  {split}: "
-            results.append(split_result(split, best, task.constraints, unreadable={}, label=label))
-            write_predictions(self.folder.path / "predictions" / f"{split}.json", results[-1].captions)
+            several = captioned[split].several
+            result = split_result(split, best, task.constraints, unreadable={}, label=label)
+            results.append(replace(result, several=several))
+            folder = self.folder.path / "predictions"
+            write_predictions(folder / f"{split}.json", result.captions)
+            if several:
+                captioned[split].write_n_best(folder / N_BEST.format(split))
         return results
 
     def _report(

@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 
 from jobs.named_files import check_output_file
+from pipeline.config.load import parse_section, read_file
+from pipeline.config.sections import ScoreInputsSection
 from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH, code_problem
+from pipeline.score_inputs.inputs import score_inputs
 from pipeline.scoring.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
-from pipeline.scoring.result_files import read_predictions, read_references, shorten
+from pipeline.scoring.result_files import read_n_best, read_predictions, read_references, shorten
 from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.untrusted.names import shown
 
@@ -34,6 +37,12 @@ def score(
     language: Annotated[
         str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")
     ] = ENGLISH,
+    inputs: Annotated[
+        Path | None, typer.Option(help="A YAML file with the keys of evaluation.inputs, for CHAIR.")
+    ] = None,
+    n_best: Annotated[
+        Path | None, typer.Option(help="Several captions per image, as `raycap evaluate` writes them, for diversity.")
+    ] = None,
     java_deadline_s: Annotated[
         float | None, typer.Option("--java-deadline", help="Seconds that METEOR and SPICE may take.")
     ] = None,
@@ -65,8 +74,15 @@ def score(
     if missing:
         count = f"{len(missing)} of {len(captions)} reference images"
         print(f"{count} have no prediction: left out, also of the document frequencies")
+    section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
+    several = None if n_best is None else read_n_best(n_best)
     scores = score_captions(
-        captions, candidates, metrics=metrics or DEFAULT_METRICS, java_deadline_s=java_deadline_s, language=language
+        captions,
+        candidates,
+        metrics=metrics or DEFAULT_METRICS,
+        java_deadline_s=java_deadline_s,
+        language=language,
+        inputs=score_inputs(section, language, several),
     )
     print(format_scores(scores))
     if json_file is not None:

@@ -217,6 +217,7 @@ def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[st
         "model.word_vectors": config.model.word_vectors,
         "data.extra_vocabulary": config.data.extra_vocabulary,
         "evaluation.constraints": config.evaluation.constraints,
+        **config.evaluation.inputs.files(),
     }
     warnings = []
     for key, folder in folders.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
-from models.values import NUMBER, TEXT, Count, Text, max_length
+from models.values import NUMBER, TEXT, Count, Text
 from models.views import Augmentation, Views
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.config.variables import quoted_value
@@ -80,7 +80,10 @@ Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the rows of `pipeline.scoring.metrics.TABLE` that are not computed by default
-FurtherMetrics = Annotated[tuple[Literal["CIDEr-R"], ...], max_length(100)]
+FurtherMetrics = Annotated[
+    tuple[Literal["CIDEr-R", "CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"], ...],
+    Field(max_length=100),
+]
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # The splits of 30 consecutive synthetic images; the next 30 repeat them.
@@ -457,6 +460,22 @@ class WorkersSection(Section):
             )
 
 
+class ScoreInputsSection(Section):
+    """Files that some of `evaluation.metrics` need; `pipeline.score_inputs` describes them."""
+
+    objects: Annotated[Text | None, Identity.FILE] = None  # the words for objects, for CHAIR
+    instances: Annotated[Text | None, Identity.FILE] = None  # COCO's annotations of objects, for CHAIR
+
+    def check_values(self) -> None:
+        if self.instances is not None and self.objects is None:
+            raise ValueError("evaluation.inputs.instances needs evaluation.inputs.objects, the words for the objects")
+
+    def files(self) -> dict[str, str]:
+        """The files that are named, by key."""
+        files = {"objects": self.objects, "instances": self.instances}
+        return {f"evaluation.inputs.{key}": file for key, file in files.items() if file is not None}
+
+
 class EvaluationSection(Section):
     """Beam search. A bundle's protocol records beam_size, max_length, ranking and collapse_repeats."""
 
@@ -477,6 +496,7 @@ class EvaluationSection(Section):
     constraints: Annotated[Text | None, Identity.FILE] = None
     # metrics that are computed besides the default ones
     metrics: Annotated[FurtherMetrics, Identity.UNLESS_DEFAULT] = ()
+    inputs: Annotated[ScoreInputsSection, Identity.UNLESS_DEFAULT] = ScoreInputsSection()
 
     def images_at_a_time(self, device: str) -> int:
         """The images of one search on a device of the type "cpu" or "cuda".

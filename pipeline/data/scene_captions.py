@@ -73,6 +73,11 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
     return None if color is None or shape is None else (color, shape)
 
 
+def shape_names(language: str) -> Forms:
+    """The forms of each shape, by its English name, in captions of a language of `GRAMMARS`."""
+    return GRAMMARS[language].forms()[1]
+
+
 def _mentions(caption: str, language: str) -> Iterator[tuple[str, str]]:
     """("color" or "shape", English name) of each color and shape in a caption, in its order."""
     names = _names_of_forms(language)

@@ -18,6 +18,7 @@ from pipeline.data.synthetic import main_object_accuracy
 from pipeline.errors import DamagedError, UserError
 from pipeline.language.languages import ENGLISH
 from pipeline.runs.folder import RunFolder
+from pipeline.score_inputs.inputs import score_inputs
 from pipeline.scoring.metrics import (
     JAVA_METRICS,
     has_meaning,
@@ -25,7 +26,7 @@ from pipeline.scoring.metrics import (
     score_captions,
     why_unavailable,
 )
-from pipeline.scoring.result_files import read_predictions
+from pipeline.scoring.result_files import N_BEST, read_n_best, read_predictions
 from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
 from pipeline.storage.atomic import read_json, write_json
 
@@ -109,22 +110,25 @@ def _read_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) ->
             return []
         alignment, counts = entries[split]["alignment"], entries[split]["constraints"]
         constraints = None if counts is None else ConstraintCounts(**counts)
-        results.append(SplitResult(split, captions, alignment=alignment, constraints=constraints))
+        n_best = folder.path / "predictions" / N_BEST.format(split)
+        several = {int(image): texts for image, texts in read_n_best(n_best).items()} if n_best.is_file() else {}
+        results.append(SplitResult(split, captions, alignment=alignment, constraints=constraints, several=several))
     return results
 
 
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
     """Scores the splits of a run and writes scores.json. Test splits get all metrics."""
     test_splits = folder.config.data.test_splits
-    language = folder.config.data.language
+    language, section = folder.config.data.language, folder.config.evaluation
     is_synthetic = folder.config.data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
         """The result of a split with its scores added."""
         references = dataset.split(result.split).references()
         accuracy = main_object_accuracy(result.captions, references, language) if is_synthetic else None
-        metrics = metrics_of_split(folder.config.evaluation.metrics, is_test=result.split in test_splits)
-        scores = score_captions(references, result.captions, metrics=metrics, language=language)
+        metrics = metrics_of_split(section.metrics, is_test=result.split in test_splits)
+        inputs = score_inputs(section.inputs, language, result.several, folder.config.data)
+        scores = score_captions(references, result.captions, metrics=metrics, language=language, inputs=inputs)
         return replace(result, scores=scores, main_object=accuracy)
 
     # each process of SPICE takes half of the free memory, so that there must be one at a time

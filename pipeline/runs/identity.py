@@ -31,6 +31,7 @@ RESULT_SOURCES = (
     "pipeline/language",
     "pipeline/runs",
     "pipeline/runtime",
+    "pipeline/score_inputs",
     "pipeline/scoring",
     "pipeline/storage/weights.py",
     "pipeline/training",

@@ -19,6 +19,7 @@ from pipeline.data.dataset import build_vocabulary
 from pipeline.data.loading import planned_data
 from pipeline.data.word_vectors import check_word_vectors
 from pipeline.errors import UserError
+from pipeline.score_inputs.inputs import score_inputs
 from pipeline.storage.atomic import require_writable
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
@@ -87,6 +88,9 @@ def check_files(config: RunConfig) -> None:
         from pipeline.captioning.constraints import read_constraints
 
         read_constraints(Path(config.evaluation.constraints))
+    for key, file in config.evaluation.inputs.files().items():
+        _require_file(key, file)
+    score_inputs(config.evaluation.inputs, config.data.language)
     if config.init_from is not None:
         check_bundle("init_from", config.init_from, config)
 

@@ -18,12 +18,16 @@ from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH
 from pipeline.scoring import java_metrics, ngrams
 from pipeline.scoring.diagnostics import caption_stats
+from pipeline.scoring.grounding import Objects, hallucinations
 from pipeline.scoring.java import JavaError
 from pipeline.scoring.metric_words import words_of_all, words_signature
 from pipeline.scoring.result_files import shorten
 
-ONE_IMAGE = "one image only: document frequencies have no meaning; score two images or more"
 BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
+
+
+class UnavailableError(Exception):
+    """A metric has no value for these captions. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,26 @@ class Score:
 
 
 @dataclass(frozen=True)
+class ScoreInputs:
+    """What some metrics need besides one caption per image and its references. None: it is not given.
+
+    objects: for CHAIR. several: two or more raw captions of each image, by image id, for the metrics of diversity.
+    """
+
+    objects: Objects | None = None
+    several: Mapping[Any, Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
 class TokenizedCaptions:
-    """The tokens of one prediction and of one or more references per image, in the same order of images."""
+    """The tokens of one prediction and of one or more references per image, in the order of `image_ids`."""
 
     predictions: list[list[str]]
     references: list[list[list[str]]]
+    image_ids: list[Any]
+    language: str
     java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
+    inputs: ScoreInputs
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
@@ -52,13 +70,33 @@ class TokenizedCaptions:
         )
         return ngrams.Corpus.build(predictions, references)
 
+    @cached_property
+    def several(self) -> list[list[list[str]]]:
+        """The tokens of two or more captions per image. Raises UnavailableError unless all images have them."""
+        given = self.inputs.several or {}
+        if lacking := [image for image in self.image_ids if len(given.get(image, ())) < 2]:
+            raise UnavailableError(
+                f"it needs two captions or more per image, which {len(lacking)} of {len(self.image_ids)} images lack; "
+                "set evaluation.num_results to 2 or more, or give `raycap score` a file with --n-best"
+            )
+        return _words_by_image([given[image] for image in self.image_ids], self.language)
+
+    @cached_property
+    def hallucinations(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `grounding.hallucinations`. Raises UnavailableError without objects."""
+        objects = self.inputs.objects
+        if objects is None:
+            raise UnavailableError("it needs the words for objects; name their file as evaluation.inputs.objects")
+        in_images = map(objects.in_image, self.image_ids, self.references)
+        return hallucinations(self.predictions, list(in_images), objects)
+
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of `TABLE`."""
+    """A row of `TABLE`. compute: raises JavaError or UnavailableError where the metric has no value."""
 
     names: tuple[str, ...]
-    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name, or raises JavaError
+    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name
     by_default: bool = True  # whether it is computed where no metrics are named
     test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
@@ -70,6 +108,12 @@ class Metric:
 def _mean(per_image: np.ndarray) -> Score:
     """The score whose value is the mean over the images."""
     return Score(float(per_image.mean()), per_image.tolist())
+
+
+def _require_two_images(captions: TokenizedCaptions) -> None:
+    """Raises UnavailableError for one image, for which every tf-idf weight is 0."""
+    if len(captions.image_ids) == 1:
+        raise UnavailableError("one image only: document frequencies have no meaning; score two images or more")
 
 
 def _bleu(captions: TokenizedCaptions) -> list[Score]:
@@ -86,20 +130,42 @@ def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _cider_d(captions: TokenizedCaptions) -> list[Score]:
-    if captions.corpus.images == 1:
-        return [Score(unavailable=ONE_IMAGE)]
+    _require_two_images(captions)
     return [_mean(ngrams.cider_d(captions.corpus))]
 
 
 def _cider_r(captions: TokenizedCaptions) -> list[Score]:
-    if captions.corpus.images == 1:
-        return [Score(unavailable=ONE_IMAGE)]
+    _require_two_images(captions)
     return [_mean(ngrams.cider_r(captions.corpus))]
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
     values, categories = java_metrics.spice(captions.predictions, captions.references, captions.java_deadline_s)
     return [Score(sum(values) / len(values), values, categories=categories)]
+
+
+def _chair_i(captions: TokenizedCaptions) -> list[Score]:
+    wrong, mentions = captions.hallucinations
+    if not mentions.any():
+        raise UnavailableError("no caption names an object")
+    return [Score(float(wrong.sum() / mentions.sum()))]
+
+
+def _chair_s(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean((captions.hallucinations[0] > 0).astype(float))]
+
+
+def _distinct(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean(ngrams.distinct_ngrams(captions.several, order)) for order in (1, 2)]
+
+
+def _mutual_bleu(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean(ngrams.mutual_bleu(captions.several))]
+
+
+def _self_cider(captions: TokenizedCaptions) -> list[Score]:
+    _require_two_images(captions)
+    return [_mean(ngrams.self_cider(captions.several, captions.references))]
 
 
 TABLE = (
@@ -111,6 +177,11 @@ TABLE = (
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java_metrics.check_spice
     ),
     Metric(("CIDEr-R",), _cider_r, by_default=False),
+    Metric(("CHAIR-i",), _chair_i, by_default=False, compare_by_image=False),  # a share of mentions, not of images
+    Metric(("CHAIR-s",), _chair_s, by_default=False),
+    Metric(("Div-1", "Div-2"), _distinct, by_default=False),
+    Metric(("mBLEU-4",), _mutual_bleu, by_default=False),
+    Metric(("self-CIDEr",), _self_cider, by_default=False),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
@@ -157,6 +228,7 @@ def score_captions(
     java_deadline_s: float | None = None,
     training_captions: Iterable[str] | None = None,
     language: str = ENGLISH,
+    inputs: ScoreInputs = ScoreInputs(),
 ) -> Scores:
     """Scores of one raw caption per image against that image's raw reference captions.
 
@@ -164,7 +236,7 @@ def score_captions(
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
     java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
     `java_metrics.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
-    English only are unavailable for others.
+    English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """
@@ -172,28 +244,38 @@ def score_captions(
     _check_input(references, predictions, metrics)
     image_ids = [image for image in references if image in predictions]
     predicted = words_of_all([predictions[image] for image in image_ids], language)
-    lines = iter(words_of_all([caption for image in image_ids for caption in references[image]], language))
-    tokenized_references = [[next(lines) for _ in references[image]] for image in image_ids]
-    captions = TokenizedCaptions(predicted, tokenized_references, java_deadline_s)
+    words = _words_by_image([references[image] for image in image_ids], language)
+    captions = TokenizedCaptions(predicted, words, image_ids, language, java_deadline_s, inputs)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
-            if reason := _other_language(metric, language):
-                by_name |= dict.fromkeys(metric.names, Score(unavailable=reason))
-                continue
-            try:
-                by_name |= zip(metric.names, metric.compute(captions), strict=True)
-            except Exception as error:
-                if metric.jar is None:
-                    raise
-                reason = str(error) if isinstance(error, JavaError) else f"{type(error).__name__}: {error}"
-                by_name |= dict.fromkeys(metric.names, Score(unavailable=reason))
+            by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
     if "SPICE" in by_name and by_name["SPICE"].categories is not None:
         extras["spice_categories"] = by_name["SPICE"].categories
     extras |= caption_stats(predicted, training_captions, language)
     signature = _signature(by_name, captions, language)
     return Scores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
+
+
+def _words_by_image(captions: Sequence[Sequence[str]], language: str) -> list[list[list[str]]]:
+    """The tokens of the raw captions of each image."""
+    lines = iter(words_of_all([caption for image in captions for caption in image], language))
+    return [[next(lines) for _ in image] for image in captions]
+
+
+def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
+    """The score of each name of a metric, or the reason why it has none."""
+    if (reason := _other_language(metric, captions.language)) is None:
+        try:
+            return metric.compute(captions)
+        except (JavaError, UnavailableError) as error:
+            reason = str(error)
+        except Exception as error:
+            if metric.jar is None:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+    return [Score(unavailable=reason)] * len(metric.names)
 
 
 def _check_input(

@@ -51,10 +51,15 @@ class Corpus:
             counts = f"{len(predictions)} predictions and {sum(map(bool, references))} images with references"
             raise ValueError(f"every image needs one prediction and at least one reference: found {counts}")
         captions = [*predictions, *(caption for image in references for caption in image)]
-        image = [*range(len(predictions)), *(i for i, group in enumerate(references) for _ in group)]
+        image = np.concatenate((np.arange(len(predictions)), _group_numbers(references)))
+        return cls.of_captions(captions, image, len(predictions))
+
+    @classmethod
+    def of_captions(cls, captions: Sequence[Sequence[str]], image: np.ndarray, images: int) -> Corpus:
+        """The corpus of captions, as words, of which the first `images` ones are predictions. image: as the field."""
         ids: dict[str, int] = {}
         words = np.array([ids.setdefault(word, len(ids)) for caption in captions for word in caption], np.int64)
-        return cls(words, np.array([len(c) for c in captions], np.int64), np.array(image), len(predictions))
+        return cls(words, np.array([len(c) for c in captions], np.int64), image, images)
 
     @cached_property
     def reference_counts(self) -> np.ndarray:
@@ -91,6 +96,11 @@ class Corpus:
         matches = np.flatnonzero(row < len(prediction_keys))
         matches = matches[prediction_keys[row[matches]] == reference_keys[matches]]
         return matches + counts.predictions, row[matches]
+
+
+def _group_numbers(groups: Sequence[Sequence[object]]) -> np.ndarray:
+    """The number of the group of each element, in order."""
+    return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
 
 def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
@@ -197,6 +207,66 @@ def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarra
         frequency = np.bincount(np.unique(documents) % width, minlength=width)
         weight = counts.count * (np.log(float(num_images)) - np.log(np.maximum(1.0, frequency)))[counts.ngram]
         yield counts, weight, np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
+
+
+def distinct_ngrams(several: Sequence[Sequence[Sequence[str]]], order: int) -> np.ndarray:
+    """Div-n of each image (images,): distinct n-grams of `order` words in all its captions, by the number of words.
+
+    Source: Shetty et al. 2017 (arXiv 1703.10476). several: the captions of each image, as words. Captions without a
+    word have the value 0.
+    """
+    values = np.zeros(len(several))
+    for i, captions in enumerate(several):
+        ngrams = {tuple(words[k : k + order]) for words in captions for k in range(len(words) - order + 1)}
+        values[i] = len(ngrams) / max(sum(map(len, captions)), 1)
+    return values
+
+
+def mutual_bleu(several: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
+    """mBLEU-4 of each image (images,): the mean BLEU-4 of its captions, each with the image's others as references.
+
+    Source: Shetty et al. 2017 (arXiv 1703.10476). A low value means diverse captions. several: two or more captions of
+    each image, as words.
+    """
+    predictions = [caption for captions in several for caption in captions]
+    others = [[*captions[:i], *captions[i + 1 :]] for captions in several for i in range(len(captions))]
+    image = _group_numbers(several)
+    values = bleu(Corpus.build(predictions, others))[1][3]
+    return np.bincount(image, values) / np.bincount(image)
+
+
+def self_cider(several: Sequence[Sequence[Sequence[str]]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
+    """self-CIDEr of each image (images,): the diversity of its m captions, from 0 (all equal) to 1.
+
+    Source: Wang and Chan 2019 (arXiv 1903.12020). K is the matrix (m, m) of CIDEr between the captions: the
+    mean over n = 1..4 of the cosine of their tf-idf vectors. With its eigenvalues k and the largest one k_1,
+    r = sqrt(k_1) / sum(sqrt(k)), and the diversity is -log(r) / log(m). Document frequencies are those of the
+    references. several: two or more captions of each image, as words. Captions without a word have the value 0.
+    """
+    sizes = np.array([len(captions) for captions in several])
+    groups = [*several, *references]
+    corpus = Corpus.of_captions(
+        [words for captions in groups for words in captions], _group_numbers(groups), sizes.sum()
+    )
+    first = np.cumsum(sizes) - sizes
+    kernels = [np.zeros((size, size)) for size in sizes]
+    for counts, weight, norm in _tf_idf(corpus, len(references)):
+        unit = np.divide(weight, norm[counts.caption], out=np.zeros(len(weight)), where=norm[counts.caption] != 0)
+        rows = np.searchsorted(counts.caption, [*first, sizes.sum()])
+        for i, kernel in enumerate(kernels):
+            part = slice(rows[i], rows[i + 1])
+            _, column = np.unique(counts.ngram[part], return_inverse=True)
+            vectors = np.zeros((len(kernel), column.max(initial=-1) + 1))
+            vectors[counts.caption[part] - first[i], column] = unit[part]
+            kernel += vectors @ vectors.T / ORDERS
+    return np.array(list(map(_spread, kernels)))
+
+
+def _spread(kernel: np.ndarray) -> float:
+    """-log_m(r) of `self_cider` for a matrix (m, m)."""
+    roots = np.sqrt(np.maximum(np.linalg.eigvalsh(kernel), 0.0))
+    total = roots.sum()
+    return float(-np.log(roots[-1] / total) / np.log(len(kernel))) if total else 0.0
 
 
 def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:

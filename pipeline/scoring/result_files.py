@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipeline.untrusted.names import quoted, shown
 
 ImageId = int | str
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
+N_BEST = "n-best-{}.jsonl"  # the name of the file with several captions per image of a split
 _GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 
@@ -109,6 +110,33 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
         count = f"{len(repeated)} images (ids {shorten(repeated)})"
         raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
     return dict(rows)
+
+
+def write_n_best(path: Path, captions: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+    """Writes several captions per image as JSON lines {"image_id", "n_best": [{"caption", ...}, ...]}."""
+    rows = [{"image_id": image, "n_best": ranked} for image, ranked in captions.items()]
+    storage_path(path).write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def read_n_best(path: Path) -> dict[ImageId, list[str]]:
+    """The raw captions of each image, by id, in a file of `write_n_best`. Raises UserError."""
+    try:
+        lines = read_document(path).decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: {error}; give a file of JSON lines") from error
+    captions: dict[ImageId, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        location = f"{path}: line {number}"
+        row = parse_json(line, location)
+        image = _value(row, "image_id", int, str, location=location)
+        if image in captions:
+            raise UserError(f"{location} repeats image_id {quoted(image)}; every image must have one line")
+        if not isinstance(ranked := row.get("n_best"), list):
+            raise UserError(f"{location} has no list n_best; give captions as `raycap evaluate` writes them")
+        captions[image] = [_caption(entry, "caption", location) for entry in ranked]
+    return captions
 
 
 def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class SplitResult:
     alignment: float | None = None  # mean over the captions that have one
     constraints: ConstraintCounts | None = None  # None if no image has any
     scores: Scores | None = None
+    several: Mapping[int, Sequence[str]] = field(default_factory=dict)  # all captions of each image, if there are more
     main_object: float | None = None  # share of images whose main object is named; only for the synthetic data set
 
     @property

@@ -33,6 +33,7 @@ from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import Context, LocalContext, device_for
 from pipeline.runtime.secrets import without_secrets
+from pipeline.score_inputs.inputs import score_inputs
 from pipeline.scoring.metrics import score_captions
 from pipeline.scoring.result_files import ImageId, read_predictions
 from pipeline.search.spec import SCORE, Search
@@ -361,22 +362,24 @@ def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, 
     scores = {}
     if metrics:
         validated = read_predictions(run.stage(_kept_result(run)[0]) / "predictions-val.json")
-        scores = _scores(dataset.split(run.config.data.val_split), validated, metrics, run.config.data.language)
+        scores = _scores(dataset.split(run.config.data.val_split), validated, metrics, run.config)
     if not search.reports_validation:
         captions = split_captions(run, search.score_split, excluded)
         if captions is None:
             raise RuntimeError(f"{run.run_id} has no captions of {search.score_split}")
         names = tuple(dict.fromkeys((SCORE, *metrics)))
-        values = _scores(dataset.split(search.score_split), captions, names, run.config.data.language)
+        values = _scores(dataset.split(search.score_split), captions, names, run.config)
         scores |= {search.reported(name): value for name, value in values.items()}
     return scores
 
 
 def _scores(
-    images: Dataset, captions: Mapping[ImageId, str], metrics: Sequence[str], language: str
+    images: Dataset, captions: Mapping[ImageId, str], metrics: Sequence[str], config: RunConfig
 ) -> dict[str, float]:
     """The scores by metric, without those that cannot be computed here."""
-    scores = score_captions(images.references(), captions, metrics=metrics, language=language).by_name
+    language = config.data.language
+    inputs = score_inputs(config.evaluation.inputs, language, data=config.data)
+    scores = score_captions(images.references(), captions, metrics=metrics, language=language, inputs=inputs).by_name
     return {name: score.value for name, score in scores.items() if score.value is not None}
 
 

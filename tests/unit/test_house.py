@@ -24,7 +24,7 @@ ORDER = (
     ("training",),
     ("runs",),
     ("captioning",),
-    ("features", "reports", "setup"),
+    ("features", "reports", "score_inputs", "setup"),
     ("data",),
     ("annotations",),
     ("config", "scoring", "comparison"),

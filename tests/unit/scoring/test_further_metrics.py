@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
+from pycocoevalcap.bleu.bleu import Bleu
 
 from jobs.bench.reference_cider import PlainCiderD
-from pipeline.scoring.metrics import DEFAULT_METRICS, FURTHER_METRICS, metrics_of_split, score_captions
+from pipeline.errors import UserError
+from pipeline.scoring.grounding import Objects
+from pipeline.scoring.metric_words import metric_words
+from pipeline.scoring.metrics import DEFAULT_METRICS, FURTHER_METRICS, ScoreInputs, metrics_of_split, score_captions
+from pipeline.scoring.result_files import read_n_best, write_n_best
 
 WORDS = ["a", "the", "man", "dog", "on", "red", "street", "x", "y", "runs"]
 
@@ -76,3 +83,124 @@ def test_further_metrics_are_computed_where_they_are_named() -> None:
     assert metrics_of_split((), is_test=True) == DEFAULT_METRICS
     on_validation = metrics_of_split(["CIDEr-R"], is_test=False)
     assert on_validation[-1] == "CIDEr-R" and "SPICE" not in on_validation
+
+
+@pytest.mark.parametrize(
+    ("caption", "objects"),
+    [
+        ("A dog and two hot dogs!", ["dog", "hot dog"]),
+        ("puppies with people", ["dog", "person"]),
+        ("the policemen's bus", ["person", "bus"]),
+        ("buses", ["bus"]),
+        ("hot water", []),
+        ("a baby dog", ["dog"]),  # the longer name counts: the baby is no person
+        ("", []),
+    ],
+)
+def test_mentions_of_objects(caption: str, objects: list[str]) -> None:
+    names = {"dog": ["dog", "puppy", "baby dog"], "hot dog": ["hot dog"], "bus": ["bus"]}
+    names |= {"person": ["person", "policeman", "baby"]}
+    scores = score_captions({1: ["nothing"]}, {1: caption}, metrics=["CHAIR-s"], inputs=ScoreInputs(Objects(names)))
+    assert scores.values == {"CHAIR-s": float(bool(objects))}
+    assert Objects(names).mentions(metric_words(caption, "en")) == objects
+
+
+def test_chair_counts_mentions_and_captions() -> None:
+    objects = Objects({"dog": ["dog"], "cat": ["cat"], "bus": ["bus"]}, annotated={2: {"bus"}})
+    references = {1: ["a dog"], 2: ["a cat", "an animal"], 3: ["a tree"]}
+    captions = {1: "a dog and a cat on a bus", 2: "a bus and a cat", 3: "a tree"}
+    inputs = ScoreInputs(objects)
+    scores = score_captions(references, captions, metrics=["CHAIR-i", "CHAIR-s"], inputs=inputs)
+    assert scores.values == {"CHAIR-i": 2 / 5, "CHAIR-s": pytest.approx(1 / 3)}
+    assert scores.by_name["CHAIR-s"].per_image == [1.0, 0.0, 0.0]
+    nothing = score_captions(references, {3: "a tree"}, metrics=["CHAIR-i", "CHAIR-s"], inputs=inputs)
+    assert nothing.by_name["CHAIR-i"].unavailable == "no caption names an object" and nothing.values["CHAIR-s"] == 0
+
+
+def several_captions(num_images: int, seed: int) -> dict[int, list[str]]:
+    source = random.Random(seed)
+    return {
+        image: [
+            " ".join(source.choice(WORDS) for _ in range(source.choice([1, 2, 4, 7, 11])))
+            for _ in range(source.randint(2, 6))
+        ]
+        for image in range(num_images)
+    }
+
+
+def test_diversity_follows_its_formulas() -> None:
+    references, predictions = made_up(20, 3)
+    several = several_captions(20, 4)
+    names = ["Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+    scores = score_captions(references, predictions, metrics=names, inputs=ScoreInputs(several=several)).by_name
+    cosine = PlainCiderD([[caption.split() for caption in captions] for captions in references.values()])
+    for image, captions in several.items():
+        words = [caption.split() for caption in captions]
+        for order in (1, 2):
+            distinct = {tuple(each[k : k + order]) for each in words for k in range(len(each) - order + 1)}
+            value = (scores[f"Div-{order}"].per_image or [])[image]
+            assert value == pytest.approx(len(distinct) / sum(map(len, words)))
+        bleu = [
+            Bleu(4).compute_score({0: captions[:k] + captions[k + 1 :]}, {0: [caption]}, verbose=0)[0][3]
+            for k, caption in enumerate(captions)
+        ]
+        assert (scores["mBLEU-4"].per_image or [])[image] == pytest.approx(np.mean(bleu), abs=1e-9)
+        assert (scores["self-CIDEr"].per_image or [])[image] == pytest.approx(plain_self_cider(words, cosine))
+
+
+def plain_self_cider(captions: list[list[str]], cosine: PlainCiderD) -> float:
+    kernel = np.zeros((len(captions), len(captions)))
+    for i, left in enumerate(captions):
+        for j, right in enumerate(captions):
+            for ours, theirs in zip(cosine._vectors(left), cosine._vectors(right), strict=True):
+                norms = math.hypot(*ours.values()) * math.hypot(*theirs.values())
+                dot = sum(value * theirs.get(gram, 0.0) for gram, value in ours.items())
+                kernel[i, j] += dot / norms / 4 if norms else 0.0
+    roots = np.sqrt(np.clip(np.linalg.svd(kernel)[1], 0, None))
+    return float(-math.log(roots.max() / roots.sum()) / math.log(len(captions)))
+
+
+def test_equal_captions_have_no_diversity_and_disjoint_ones_all() -> None:
+    references = {1: ["a b c d"], 2: ["e f g h"], 3: ["i"]}
+    several = {1: ["a b c d"] * 3, 2: ["e f g h", "a b c d"], 3: ["", ""]}
+    names = ["mBLEU-4", "self-CIDEr", "Div-1"]
+    scores = score_captions(
+        references, dict.fromkeys(references, "x"), metrics=names, inputs=ScoreInputs(several=several)
+    ).by_name
+    assert scores["self-CIDEr"].per_image == pytest.approx([0.0, 1.0, 0.0], abs=1e-6)
+    assert scores["mBLEU-4"].per_image == pytest.approx([1.0, 0.0, 0.0], abs=1e-3)
+    assert scores["Div-1"].per_image == pytest.approx([1 / 3, 1.0, 0.0])
+
+
+def test_without_their_inputs_metrics_are_unavailable() -> None:
+    references, predictions = made_up(3, 5)
+    several = {image: ["a dog", "a man"][: 1 + image] for image in references}
+    for inputs in (ScoreInputs(), ScoreInputs(several=several)):
+        names = ["CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+        scores = score_captions(references, predictions, metrics=names, inputs=inputs).by_name
+        assert all(score.value is None and score.unavailable for score in scores.values())
+    assert "1 of 3 images lack" in (scores["Div-1"].unavailable or "")
+    assert "evaluation.inputs.objects" in (scores["CHAIR-s"].unavailable or "")
+
+
+def test_n_best_files_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "n-best.jsonl"
+    write_n_best(path, {7: [{"caption": "a dög", "log_prob": -1.0}, {"caption": ""}], 8: []})
+    assert read_n_best(path) == {7: ["a dög", ""], 8: []}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "line 1 has no image_id"),
+        (b"{", "is not valid JSON"),
+        (b'{"image_id": 7, "n_best": [7]}', "line 1 has no caption"),
+        (b'{"image_id": 7}', "line 1 has no list n_best"),
+        (b'{"image_id": 7, "n_best": []}\n' * 2, "line 2 repeats image_id 7"),
+        (b"\xff", "cannot be read as text"),
+    ],
+)
+def test_malformed_n_best_files_are_refused(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "n-best.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        read_n_best(tmp_path / "n-best.jsonl")

@@ -1,0 +1,1 @@
+"""What some metrics need besides captions: the words for objects, and the objects in images."""

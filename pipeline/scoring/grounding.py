@@ -1,0 +1,90 @@
+"""Metrics that compare captions with the objects of an image: CHAIR."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pipeline.language.languages import ENGLISH
+from pipeline.scoring.metric_words import metric_words
+
+# English plurals that do not end with s, by the end of the singular
+_PLURALS = {
+    **{"man": "men", "person": "people", "child": "children", "foot": "feet", "goose": "geese", "mouse": "mice"},
+    **{"knife": "knives", "leaf": "leaves", "shelf": "shelves", "calf": "calves", "wolf": "wolves", "scarf": "scarves"},
+}
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects that captions may name. names: the words and phrases of each object, in captions of `language`.
+
+    In English, the plurals of a name are names too. annotated: objects in images, by image id, that an image may have
+    in addition to those that its references name.
+    """
+
+    names: Mapping[str, Iterable[str]]
+    language: str = ENGLISH
+    annotated: Mapping[Any, Set[str]] | None = None
+
+    @cached_property
+    def _phrases(self) -> dict[tuple[str, ...], str]:
+        """The object by the words of each of its names."""
+        forms = _with_plurals if self.language == ENGLISH else lambda name: (name,)
+        phrases = {
+            tuple(metric_words(form, self.language)): object_name
+            for object_name, names in self.names.items()
+            for name in names
+            for form in forms(name)
+        }
+        return {phrase: object_name for phrase, object_name in phrases.items() if phrase}
+
+    @cached_property
+    def _max_words(self) -> int:
+        return max(map(len, self._phrases), default=0)
+
+    def mentions(self, words: Sequence[str]) -> list[str]:
+        """The object of each mention in a caption, given as words. Where two names begin, the longer one counts."""
+        found, start = [], 0
+        while start < len(words):
+            for length in range(min(self._max_words, len(words) - start), 0, -1):
+                if (object_name := self._phrases.get(tuple(words[start : start + length]))) is not None:
+                    found.append(object_name)
+                    start += length
+                    break
+            else:
+                start += 1
+        return found
+
+    def in_image(self, image: Any, references: Iterable[Sequence[str]]) -> set[str]:
+        """The objects of an image: those that its references, given as words, name, and the annotated ones."""
+        annotated = (self.annotated or {}).get(image, frozenset())
+        return {object_name for words in references for object_name in self.mentions(words)} | annotated
+
+
+def _with_plurals(name: str) -> list[str]:
+    """An English name with its plurals, of which some may be no words."""
+    regular = [name, f"{name}s"]
+    if name.endswith(("s", "x", "z", "ch", "sh", "o")):
+        regular.append(f"{name}es")
+    if name.endswith("y"):
+        regular.append(f"{name[:-1]}ies")
+    return regular + [name.removesuffix(end) + plural for end, plural in _PLURALS.items() if name.endswith(end)]
+
+
+def hallucinations(
+    captions: Sequence[Sequence[str]], in_images: Sequence[Set[str]], objects: Objects
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each caption the number of mentions of objects that are not in its image (images,), and of all (images,).
+
+    Source: Rohrbach et al. 2018 (arXiv 1809.02156). CHAIR_i is the sum of the first numbers divided by the
+    sum of the second ones. CHAIR_s is the share of captions whose first number is above 0. As in the paper, an object
+    is in an image if it is annotated or if a reference names it. captions: as words. in_images: see `Objects.in_image`.
+    """
+    mentions = [objects.mentions(words) for words in captions]
+    wrong = [sum(name not in known for name in names) for names, known in zip(mentions, in_images, strict=True)]
+    return np.array(wrong), np.array([len(names) for names in mentions])
