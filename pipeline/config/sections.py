@@ -84,6 +84,8 @@ FurtherMetrics = Annotated[
     tuple[Literal["CIDEr-R", "CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"], ...],
     Field(max_length=100),
 ]
+RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
+RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # The splits of 30 consecutive synthetic images; the next 30 repeat them.
@@ -343,7 +345,22 @@ class ScstSection(Section):
     fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
     document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
+    # {reward: weight} of the summands (`pipeline.rewards.weighted`); a weight of 0 only logs the summand
+    reward: Annotated[dict[RewardName, RewardWeight], Identity.UNLESS_DEFAULT] = {"ciderd": 1.0}
+    # divide the advantages of an image's samples by the standard deviation of their rewards
+    divide_by_deviation: Annotated[bool, Identity.UNLESS_DEFAULT] = False
+    # the weight of the divergence from the weights with which the stage began, which takes one more copy of them
+    kl: Annotated[NonNegativeFloat, Identity.UNLESS_DEFAULT] = 0.0
     max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
+
+    def check_values(self) -> None:
+        if not any(self.reward.values()):
+            raise ValueError(f"reward is {self.reward}; give one reward or more a weight other than 0")
+        if self.divide_by_deviation and self.baseline == "greedy":
+            raise ValueError(
+                "divide_by_deviation needs a baseline of the samples whose deviation it is, and baseline is greedy; "
+                "set baseline to leave_one_out or mean"
+            )
 
 
 class StageSection(Section):

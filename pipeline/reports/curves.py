@@ -9,7 +9,7 @@ from typing import Any
 # {(kind of journal entry, key): title of the picture}
 CURVES = {
     ("train", "loss"): "loss",
-    ("train", "reward"): "reward (CIDEr-D)",
+    ("train", "reward"): "reward",
     ("train", "lr"): "learning rate",
     ("train", "images_per_s"): "images/s",
     ("validation", "CIDEr-D"): "validation CIDEr-D",

@@ -29,6 +29,7 @@ RESULT_SOURCES = (
     "pipeline/data",
     "pipeline/features",
     "pipeline/language",
+    "pipeline/rewards",
     "pipeline/runs",
     "pipeline/runtime",
     "pipeline/score_inputs",

@@ -20,7 +20,7 @@ from pipeline.storage.path import StorageOptions, StoragePath
 
 CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
     ("train", "loss"): "loss",
-    ("train", "reward"): "reward (CIDEr-D)",
+    ("train", "reward"): "reward",
     ("train", "length"): "sampled length",
     ("train", "lr"): "learning rate",
     ("train", "images_per_s"): "images/s",

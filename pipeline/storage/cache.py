@@ -21,7 +21,7 @@ CACHE_VARIABLE = "RAYCAP_CACHE"
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
 PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
-REWARD_INDEXES = "ciderd"  # the folder of the rewards' indexes, which `pipeline.training.reward` makes
+REWARD_INDEXES = "ciderd"  # the folder of the rewards' indexes, which `pipeline.rewards.cider_d` makes
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
 

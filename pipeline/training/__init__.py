@@ -1,1 +1,1 @@
-"""Training: the loop over the stages of a run, its batches, objectives, reward, optimizer and checkpoints."""
+"""Training: the loop over the stages of a run, its batches, objectives, optimizer and checkpoints."""

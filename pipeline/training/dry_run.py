@@ -102,7 +102,7 @@ def _one_step(
     captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
-    objective, reward = make_objective(stage, train, folder.vocabulary, folder.config.data.language, device)
+    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     if reward is not None:
         check_reward(stage, reward)
     batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))

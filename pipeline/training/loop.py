@@ -28,6 +28,7 @@ from pipeline.captioning.captioning import caption_images
 from pipeline.config.run import total_steps
 from pipeline.config.sections import StageSection
 from pipeline.features.store import open_store
+from pipeline.rewards.cider_d import CiderDReward
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
@@ -39,7 +40,6 @@ from pipeline.training.batches import Batch, Batches, CaptionTokens
 from pipeline.training.finite import FiniteCheck
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
-from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import seed_of
 from pipeline.training.split_captions import caption_split, model_inputs
 from pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
@@ -180,8 +180,8 @@ class StageRun:
         self.validation = model_inputs(folder, validation, store)
         references = validation.references(self.vocabulary.tokenizer)
         language = config.data.language
-        self.validation_reward = CaptionReward(references, self.vocabulary, eos=False, language=language)
-        self.objective, self.reward = make_objective(stage, train, self.vocabulary, language, context.device)
+        self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
+        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:

@@ -4,10 +4,12 @@ Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of
 
 - samples: multinomial, drawn with the key-value cache, without gradient and without dropout;
 - reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
+  `reward` names others and their weights;
 - baseline: the mean reward of the image's other samples (leave one out);
+- advantage: reward - baseline; `divide_by_deviation` divides it (see `advantages_of`);
 - log-probabilities: from one teacher-forced pass with the stage's dropout, including that of EOS;
-- loss: the mean over images and samples of -(reward - baseline) x the sum of a caption's log-probabilities, divided by
-  `fixed_length` if that is set.
+- loss: the mean over images and samples of -advantage x the sum of a caption's log-probabilities + `kl` x the sum of
+  its divergences (see `caption_divergences`), divided by `fixed_length` if that is set.
 
 With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. One pass of the
 backbone and the encoder serves both passes of the decoder, which have the same dropout masks
@@ -18,6 +20,7 @@ backbone and the encoder serves both passes of the decoder, which have the same 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,16 +35,18 @@ from models.caption_masks import CaptionMasks, new_masks
 from models.captioner import Captioner
 from models.decoding import Beams, Decoder, greedy, sample, search
 from pipeline.language.languages import ENGLISH
+from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.weighted import CIDER_D, WeightedReward
 from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.storage.cache import cache_folder
 from pipeline.training.batches import Batch
-from pipeline.training.reward import CaptionReward
 
 if TYPE_CHECKING:
     from pipeline.config.sections import ScstSection, StageSection
     from pipeline.data.dataset import Dataset
     from pipeline.data.vocabulary import Vocabulary
 
+DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
 MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data
 
 
@@ -56,32 +61,39 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
+# Gives captions (R, T) of the images (R,) their rewards (R,), float64, and those by name (see `WeightedReward`).
+Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
 # The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
 # the batch; the generator for sampling.
 Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
 def make_objective(
-    stage: StageSection, train: Dataset, vocabulary: Vocabulary, language: str, device: torch.device
-) -> tuple[Objective, CaptionReward | None]:
-    """The objective of a stage over its training images, and its reward (None for cross entropy).
+    stage: StageSection, captioner: Captioner, train: Dataset, vocabulary: Vocabulary, language: str
+) -> tuple[Objective, CiderDReward | None]:
+    """The objective of a stage over its training images, and the CIDEr-D reward of SCST (None for cross entropy).
 
-    language: of the captions.
+    captioner: with the weights that the stage starts from, on the stage's device. With `kl`, the objective keeps a
+    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions.
     """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
-    reward = CaptionReward(
+    section = stage.sampling
+    cider_d = CiderDReward(
         train.references(vocabulary.tokenizer),
         vocabulary,
-        eos=stage.sampling.eos_in_reward,
-        caption_documents=stage.sampling.document_frequency == "captions",
-        device=device,
+        eos=section.eos_in_reward,
+        caption_documents=section.document_frequency == "captions",
+        device=next(captioner.parameters()).device,
         cache=cache_folder(),
         language=language,
     )
-    indices = reward.indices_of(train.column("image_id"))
+    reward = WeightedReward(section.reward, cider_d, train.references(), vocabulary, language)
+    reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
+    indices = cider_d.indices_of(train.column("image_id"))
     words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
-    return scst_objective(stage, reward, indices, vocabulary.pad, words), reward
+    return scst_objective(stage, reward, indices, vocabulary.pad, words, reference), cider_d
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -97,12 +109,18 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
 
 
 def scst_objective(
-    stage: StageSection, reward: CaptionReward, indices: Tensor, pad: int, words: tuple[str, ...]
+    stage: StageSection,
+    reward: Reward,
+    indices: Tensor,
+    pad: int,
+    words: tuple[str, ...],
+    reference: Captioner | None = None,
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    indices: the number of each row of the data set in the reward, on its device (`CaptionReward.indices_of`).
-    words: the words in the order of their token ids.
+    indices: the number of each row of the data set in the reward, on its device (`CiderDReward.indices_of`).
+    words: the words in the order of their token ids. reference: the model of `kl`, in evaluation mode; it costs a copy
+    of the weights, a pass of encoder and decoder without gradient, and in an end-to-end stage one of the backbone.
     """
     section = stage.sampling
     is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=indices.device)
@@ -111,14 +129,10 @@ def scst_objective(
         eos = captioner.model.sizes.eos
         images = indices[batch.images]
         tokens, logits, greedy_tokens = _sample_captions(wrapped, captioner, batch, section, generator)
-        rewards = reward(tokens, images.repeat_interleave(section.num_samples)).view(-1, section.num_samples)
-        if greedy_tokens is not None:
-            baseline = reward(greedy_tokens, images)[:, None]
-        elif section.baseline == "mean":
-            baseline = rewards.mean(1, keepdim=True)
-        else:
-            baseline = (rewards.sum(1, keepdim=True) - rewards) / (section.num_samples - 1)
-        advantage = (rewards - baseline).reshape(-1)
+        sums, summands = reward(tokens, images.repeat_interleave(section.num_samples))
+        rewards = sums.view(-1, section.num_samples)
+        advantage = advantages_of(rewards, section, None if greedy_tokens is None else reward(greedy_tokens, images)[0])
+        advantage = advantage.reshape(-1)
 
         scored_tokens = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
         if logits is None:
@@ -126,6 +140,13 @@ def scst_objective(
         log_probs = caption_log_probs(logits, scored_tokens, pad)
         count = batch.global_images * section.num_samples
         loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
+        extra = {f"reward_{name}": values.sum() / count for name, values in summands.items() if len(summands) > 1}
+        if reference is not None:
+            with torch.no_grad():
+                reference_logits = reference(batch.features, tokens[:, :-1])
+            divergence = caption_divergences(logits, reference_logits, tokens, pad).sum() / count
+            loss = loss + section.kl * divergence / (section.fixed_length or 1)
+            extra["kl"] = divergence.detach().double()
         num_scored = (scored_tokens[:, 1:] != pad).sum().clamp(min=1)
         metrics = {
             "loss": loss.detach().double(),
@@ -136,17 +157,41 @@ def scst_objective(
             # by this micro-step's share of the captions, because the shares are summed.
             "entropy": -log_probs.detach().sum().double() / num_scored * len(tokens) / count,
             **_caption_stats(tokens, eos, pad, is_open_ending, count),
+            **extra,
         }
         return StepOutput(loss, metrics)
 
     return compute
 
 
-def check_reward(stage: StageSection, reward: CaptionReward) -> str:
-    """A line for the log with the signature and the reward of ground-truth captions.
+def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor | None = None) -> Tensor:
+    """The advantages (B, n) of n samples per image with rewards (B, n).
+
+    The baseline `greedy` has greedy_rewards (B,). `leave_one_out` gives n / (n - 1) times the advantages of `mean`,
+    because reward - (sum - reward) / (n - 1) = n / (n - 1) x (reward - sum / n).
+
+    With `divide_by_deviation`, those of each image are divided by the standard deviation of its n rewards, sqrt(mean of
+    (reward - mean)^2), plus DEVIATION_EPS. With the baseline `mean` these are the advantages of GRPO (Shao et al. 2024,
+    arXiv 2402.03300, section 4.1.2): images count equally, whether their captions differ much in reward or little.
+    Where all rewards are equal, the advantages are 0.
+    """
+    if greedy_rewards is not None:
+        baseline = greedy_rewards[:, None]
+    elif section.baseline == "mean":
+        baseline = rewards.mean(1, keepdim=True)
+    else:
+        baseline = (rewards.sum(1, keepdim=True) - rewards) / (section.num_samples - 1)
+    advantages = rewards - baseline
+    if section.divide_by_deviation:
+        return advantages / (rewards.std(1, correction=0, keepdim=True) + DEVIATION_EPS)
+    return advantages
+
+
+def check_reward(stage: StageSection, reward: CiderDReward) -> str:
+    """A line for the log with the signature and the CIDEr-D of ground-truth captions.
 
     Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS
-    should be rewarded and makes no difference to the score.
+    should be rewarded by CIDEr-D and makes no difference to it.
     """
     text = f"SCST {scst_signature(stage.sampling)}"
     if reward.ground_truth is None:
@@ -158,7 +203,7 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
             "image: these captions have nothing in common, or belong to other images; check the data"
         )
     text += f"; ground truth scores {with_eos:.3f} against its image's other captions"
-    if not stage.sampling.eos_in_reward:
+    if not stage.sampling.eos_in_reward or CIDER_D not in stage.sampling.reward:
         return text
     if without_eos == with_eos:
         raise ValueError(
@@ -170,16 +215,20 @@ def check_reward(stage: StageSection, reward: CaptionReward) -> str:
 def scst_signature(section: ScstSection) -> str:
     """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-    Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2.
+    Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2. The
+    notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
     """
     mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
     baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
     sampler = "nspi" if section.sampler == "multinomial" else "beam"
     notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{section.num_samples}]+1.0.0"
-    others = ("max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout")
+    others = ["max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout"]
+    others += ["divide_by_deviation", "kl"]
     defaults = type(section)()
-    values = ((key, getattr(section, key)) for key in others if getattr(section, key) != getattr(defaults, key))
-    return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values)])
+    values = {key: getattr(section, key) for key in others if getattr(section, key) != getattr(defaults, key)}
+    if section.reward != defaults.reward:
+        values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(section.reward.items()))
+    return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])
 
 
 def _sample_captions(
@@ -291,3 +340,23 @@ def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     log_probs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
     return (log_probs * (targets != pad)).sum(-1)
+
+
+def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
+    """KL(p || q), summed over the positions of each caption, of the model p from a reference q.
+
+    At each position it is the exact sum over the vocabulary of p (log p - log q), given the sampled words before it.
+    For captions sampled from p, its mean is the divergence of the distributions of whole captions, because that is the
+    expected sum of the divergences of the steps. InstructGPT (Ouyang et al. 2022, equation 2) and GRPO (arXiv
+    2402.03300, equation 4) estimate it from the probabilities of the sampled words alone. Their estimates vary more,
+    and InstructGPT's can be negative. As in GRPO, the gradient leaves out that p also decides about the words before.
+
+    p has the stage's dropout, as in the rest of the loss, and q has none: with dropout, the divergence begins above 0.
+
+    tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
+    """
+    log_p, log_q = (
+        (each if each.dtype == torch.float64 else each.float()).log_softmax(-1) for each in (logits, reference_logits)
+    )
+    divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return (divergences * (tokens[:, 1:] != pad)).sum(-1)

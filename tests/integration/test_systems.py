@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pipeline.captioning.bundle import load_bundle
+from pipeline.rewards.cider_d import CiderDReward
 from pipeline.runs.journal import read_journal
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, train_stages
-from pipeline.training.reward import CaptionReward
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, SMALL_MODEL, STAGES, prepare_run
 
@@ -55,13 +55,13 @@ def test_a_system_goes_through_every_stage(tmp_path: Path, system: dict[str, Any
 
 def test_the_recipe_of_the_clustformers_code_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []  # the captions that rewards and validations compare with
-    original = CaptionReward.__init__
+    original = CiderDReward.__init__
 
-    def recorded(self: CaptionReward, references: dict[int, list[str]], *others: Any, **options: Any) -> None:
+    def recorded(self: CiderDReward, references: dict[int, list[str]], *others: Any, **options: Any) -> None:
         compared.extend(text for texts in references.values() for text in texts)
         original(self, references, *others, **options)
 
-    monkeypatch.setattr(CaptionReward, "__init__", recorded)
+    monkeypatch.setattr(CiderDReward, "__init__", recorded)
     stages = [stage for stage in small_config(tmp_path)["stages"] if not stage.get("train_backbone")]
     for stage in stages:
         stage |= {"epochs": 2, "max_grad_norm": None, "max_grad_value": 0.1}

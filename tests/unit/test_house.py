@@ -22,6 +22,7 @@ ORDER = (
     ("retrain", "search", "cluster"),
     ("tracking",),
     ("training",),
+    ("rewards",),
     ("runs",),
     ("captioning",),
     ("features", "reports", "score_inputs", "setup"),

@@ -19,12 +19,14 @@ from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
+from pipeline.language.languages import ENGLISH
+from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.weighted import WeightedReward
 from pipeline.runtime.precision import float32_products
 from pipeline.training.batches import Batch, target_positions
 from pipeline.training.finite import FiniteCheck
 from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from pipeline.training.optimizer import make_optimizer
-from pipeline.training.reward import CaptionReward
 
 # the settings that objectives and optimizers read, with the configuration's defaults
 OPTIMIZER: Any = SimpleNamespace(
@@ -49,6 +51,9 @@ SAMPLING: dict[str, Any] = {
     "fixed_length": None,
     "document_frequency": "images",
     "sampling_dropout": False,
+    "reward": {"ciderd": 1.0},
+    "divide_by_deviation": False,
+    "kl": 0.0,
 }
 
 
@@ -165,6 +170,7 @@ def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
         image: [" ".join(words[number] for number in rng.integers(0, min(2000, len(words)), 12)) for _ in range(5)]
         for image in range(max(scale.reference_images, case.images))
     }
-    reward = CaptionReward(references, vocabulary, eos=True, device=device)
-    indices = reward.indices_of(range(case.images))
+    cider_d = CiderDReward(references, vocabulary, eos=True, device=device)
+    reward = WeightedReward(SAMPLING["reward"], cider_d, references, vocabulary, ENGLISH)
+    indices = cider_d.indices_of(range(case.images))
     return scst_objective(stage, reward, indices, scale.sizes.pad, vocabulary.words)

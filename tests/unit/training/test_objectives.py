@@ -62,6 +62,9 @@ def test_the_signature_names_the_setting() -> None:
             ("fixed_length", 20),
             ("document_frequency", "captions"),
             ("sampling_dropout", True),
+            ("reward", {"ciderd": 1.0, "length": -0.01}),
+            ("divide_by_deviation", True),
+            ("kl", 0.1),
         )
     }
     assert len(signatures) == len(ScstSection.model_fields) - 1, (
@@ -79,13 +82,13 @@ def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
     stage = StageSection(name="s", objective="scst", epochs=1, batch_size=2, lr=1, scst=section)
     sampled = []
 
-    def reward(tokens: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def reward(tokens: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         sampled.append(tokens)
-        return torch.arange(len(tokens)).double().square()
+        return torch.arange(len(tokens)).double().square(), {}
 
     tokens = torch.zeros(2, 2, dtype=torch.int64)
     batch = Batch(Features(torch.randn(2, 4, 5)), tokens, torch.arange(0), torch.arange(2), 4, 2)
-    run = scst_objective(stage, reward, torch.tensor([7, 8]), 0, ("PAD", "SOS", "EOS", "a", "b", "c"))  # type: ignore[arg-type]
+    run = scst_objective(stage, reward, torch.tensor([7, 8]), 0, ("PAD", "SOS", "EOS", "a", "b", "c"))
     loss = run(captioner, captioner, batch, torch.Generator().manual_seed(3)).loss
     tokens = sampled[0]
     with torch.no_grad():

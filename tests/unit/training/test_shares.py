@@ -21,7 +21,6 @@ from pipeline.config.sections import StageSection
 from pipeline.training import objectives
 from pipeline.training.batches import Batches, CaptionTokens, share
 from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
-from pipeline.training.reward import CaptionReward
 from pipeline.training.sample_order import samples_at
 
 NUM_IMAGES = 17
@@ -73,10 +72,10 @@ def caption_tokens() -> CaptionTokens:
     return CaptionTokens(cast(Any, dataset), cast(Any, vocabulary))
 
 
-def fake_reward(tokens: Tensor, images: Tensor) -> Tensor:
+def fake_reward(tokens: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """A number in [-1, 1] that depends on a caption's tokens and its image."""
     weights = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)
-    return ((tokens * weights).sum(1) + images).sin()
+    return ((tokens * weights).sum(1) + images).sin(), {}
 
 
 def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: Any) -> Any:
@@ -93,7 +92,7 @@ def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: 
 def objective_of(stage: StageSection) -> Objective:
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage)
-    return scst_objective(stage, cast(CaptionReward, fake_reward), torch.arange(NUM_IMAGES), PAD, WORDS)
+    return scst_objective(stage, fake_reward, torch.arange(NUM_IMAGES), PAD, WORDS)
 
 
 def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: int) -> tuple[Tensor, dict[str, float]]:

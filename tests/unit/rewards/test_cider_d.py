@@ -17,12 +17,12 @@ from pipeline.data.synthetic import make_scene
 from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from pipeline.language.english import tokenize
 from pipeline.language.tokenizers import TOKENIZERS
+from pipeline.rewards import cider_d
+from pipeline.rewards.cider_d import CiderDReward
 from pipeline.scoring import ngram_keys
 from pipeline.scoring.cider import CiderD
 from pipeline.scoring.metric_words import metric_words
 from pipeline.scoring.metrics import score_captions
-from pipeline.training import reward as rewards
-from pipeline.training.reward import CaptionReward
 from tests.support.damage import cut, empty, flip_any
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
@@ -61,7 +61,7 @@ def test_reward_baseline_and_loss_are_the_references(shared: Path) -> None:
     width = max(map(len, samples))
     tokens = torch.tensor([[vocabulary.ids[w] for w in c] + [vocabulary.pad] * (width - len(c)) for c in samples])
     images = [image for image in record["picked_image_ids"] for _ in range(5)]
-    reward = CaptionReward(references, vocabulary, eos=True)
+    reward = CiderDReward(references, vocabulary, eos=True)
     found = reward(tokens, reward.indices_of(images)).view(-1, 5)
     assert np.allclose(found, record["reward"], rtol=0, atol=1e-6)
     baseline = (found.sum(1, keepdim=True) - found) / 4
@@ -75,7 +75,7 @@ def test_without_eos_the_end_does_not_count() -> None:
     references = {1: ["a b", "a b c"], 2: ["c c"]}
     ended = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.eos]])
     cut = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.pad]])
-    with_eos, without = (CaptionReward(references, vocabulary, eos=eos) for eos in (True, False))
+    with_eos, without = (CiderDReward(references, vocabulary, eos=eos) for eos in (True, False))
     image = with_eos.indices_of([1])
     assert with_eos(ended, image) > with_eos(cut, image)
     assert without(ended, image) == without(cut, image)
@@ -93,11 +93,11 @@ def test_documents_may_be_captions() -> None:
 def test_ground_truth_scores_high_and_its_end_counts() -> None:
     vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
     references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
-    whole, cut = CaptionReward(references, vocabulary, eos=True).ground_truth or (0.0, 0.0)
+    whole, cut = CiderDReward(references, vocabulary, eos=True).ground_truth or (0.0, 0.0)
     assert whole > 0.5 and cut > 0.5 and whole != cut
-    plain = CaptionReward(references, vocabulary, eos=False).ground_truth
+    plain = CiderDReward(references, vocabulary, eos=False).ground_truth
     assert plain is not None and plain[0] == plain[1]
-    assert CaptionReward({1: ["a"], 2: ["b"]}, vocabulary, eos=True).ground_truth is None
+    assert CiderDReward({1: ["a"], 2: ["b"]}, vocabulary, eos=True).ground_truth is None
 
 
 def test_the_index_is_built_once_a_machine(
@@ -108,7 +108,7 @@ def test_the_index_is_built_once_a_machine(
     tokens = torch.tensor([vocabulary.encode(list("acb"))])
 
     def score(texts: dict[int, list[str]] = references, eos: bool = True, cache: Path | None = tmp_path / "c") -> float:
-        reward = CaptionReward(texts, vocabulary, eos=eos, cache=cache)
+        reward = CiderDReward(texts, vocabulary, eos=eos, cache=cache)
         assert reward.ground_truth is not None and reward.ground_truth[0] > 0.5
         return float(reward(tokens, reward.indices_of([0])))
 
@@ -116,7 +116,7 @@ def test_the_index_is_built_once_a_machine(
     assert first == score(cache=None) and first > 0
     (file,) = (tmp_path / "c").rglob("*.safetensors")
     with monkeypatch.context() as patch:
-        patch.setattr(rewards, "_build", None)  # whoever builds now fails
+        patch.setattr(cider_d, "_build", None)  # whoever builds now fails
         assert score() == first
     for damage in (cut, empty, flip_any, Path.unlink):
         log_lines.clear()
@@ -126,7 +126,7 @@ def test_the_index_is_built_once_a_machine(
         assert line.startswith(f"damaged   {file} is ") and line.endswith("; it is built again")
     assert score(eos=False) != first and score({**references, 9: ["c h", "c h a"]}) != first
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 3
-    monkeypatch.setattr(rewards, "MAX_CACHED", 2)
+    monkeypatch.setattr(cider_d, "MAX_CACHED", 2)
     score({**references, 9: ["g h", "g h a"]})
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 2
     (tmp_path / "file").write_text("")
@@ -154,7 +154,7 @@ def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool
             references, {image: captions[image] for image in range(12)}, metrics=("CIDEr-D",), language=language
         )
     for cache in (None, tmp_path, tmp_path):
-        reward = CaptionReward(references, vocabulary, eos=eos, language=language, cache=cache)
+        reward = CiderDReward(references, vocabulary, eos=eos, language=language, cache=cache)
         found = reward(tokens, reward.indices_of(images)).tolist()
         words = [[[*metric_words(c, language), *[EOS] * eos] for c in image] for image in references.values()]
         plain = PlainCiderD(words)
@@ -178,6 +178,6 @@ def test_the_reward_of_words_does_not_depend_on_the_language() -> None:
     )
     values = []
     for language in ("en", "de"):
-        reward = CaptionReward(references, vocabulary, eos=True, language=language)
+        reward = CiderDReward(references, vocabulary, eos=True, language=language)
         values.append(reward(tokens, reward.indices_of(list(references))))
     assert torch.equal(*values)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
 
 
-class CaptionReward:
+class CiderDReward:
     """CIDEr-D of sampled token ids (SOS ... EOS PAD) against reference captions, which the vocabulary tokenizes.
 
     References keep all their words, including those outside the model's vocabulary. Subwords are no words: with them,
