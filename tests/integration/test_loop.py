@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         *kinds,
         ("xe_frozen", 1, "float32"),
         ("xe_frozen", 1, "bfloat16 gradients"),
+        ("xe_finetune", 1, "options float64"),
     ):
         place = tmp_path / f"{name}-{gradient_accumulation_steps}-{precision}"
         stages = small_config(place)["stages"]
@@ -421,11 +423,13 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             stage |= {
                 "dropout": 0.0,
                 "gradient_accumulation_steps": gradient_accumulation_steps,
-                "precision": precision.split()[0].replace("bfloat16", "float32"),
+                "precision": "float64" if precision.endswith("float64") else "float32",
                 "gradient_dtype": "bfloat16" if "gradients" in precision else "float32",
             }
-            if precision == "float64":  # RAdam would turn the rounding of zeros into steps
+            if precision.endswith("float64"):  # RAdam would turn the rounding of zeros into steps
                 stage["optimizer"] = {"name": "adam", "eps": 1e-3}
+            if precision.startswith("options") and stage["name"] == name:
+                stage |= OPTIONS | {"optimizer": OPTIONS["optimizer"] | {"name": "adam", "eps": 1e-3}}
         folder, store = prepare_run(place, stages=stages)
         save_steps(LocalContext("cpu"), folder.path, store, name, place / "one.pt")
         cases.append((folder.path, store, name, place))
@@ -563,6 +567,48 @@ def test_an_average_of_the_weights_is_resumed_bit_identically(
         assert_same_weights(weights[0][stage], weights[1][stage])
     plain = best_weights(undisturbed.stage(STAGES[0]))
     assert any(not torch.equal(plain[name], value) for name, value in weights[0][STAGES[0]].items())
+
+
+OPTIONS: dict[str, Any] = {
+    "freeze": ["model.token_embedding", "backbone.swin.layers.0.blocks.?.norm1"],
+    "schedule": {"name": "cosine", "warmup_iterations": 2, "min_lr": 1e-6},
+    "optimizer": {"name": "adamw", "weight_decay": 0.1, "decayed_weights": "linear", "layer_decay": 0.5,
+                  "backbone_lr_factor": 0.3},
+}  # fmt: skip
+
+
+def test_with_all_options_a_stage_is_resumed_bit_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, breaks, weights = StageRun.step, False, []
+
+    def step(self: StageRun, number: int, batches: Any) -> Any:
+        nonlocal breaks
+        if number == 2 and breaks:
+            breaks = False
+            raise Killed
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+    for name in ("whole", "broken"):
+        stages = small_config(tmp_path)["stages"]
+        stages[1] |= OPTIONS | {"ema": 0.9, "max_grad_norm": None, "max_grad_value": 0.1, "checkpoint_every_steps": 1}
+        folder, store = prepare_run(tmp_path / name, stages=stages[1:2])
+        breaks = name == "broken"
+        with pytest.raises(Killed) if breaks else nullcontext():
+            train_stages(LocalContext("cpu"), StageJob(folder, STAGES[1:2], store))
+        train_stages(LocalContext("cpu"), StageJob(folder, STAGES[1:2], store))
+        weights.append(best_weights(folder.stage(STAGES[1])))
+    assert_same_weights(*weights)
+    rates = [entry["lr"] for entry in read_journal(folder.journal) if entry["kind"] == "train"]
+    base, count = stages[1]["lr"], len(rates)
+    cosine = [1e-6 + (base - 1e-6) * (1 + math.cos(math.pi * part / (count - 2))) / 2 for part in range(count - 1)]
+    assert count > 3 and rates == pytest.approx([base / 2, *cosine])
+    for part in ("model", "backbone"):
+        initial = load_file(folder.path / "init" / f"{part}.safetensors")
+        same = {key for key, value in initial.items() if torch.equal(value, weights[0][f"{part}.safetensors:{key}"])}
+        frozen = {
+            key for key in initial if key.startswith("token_embedding.") or ("layers.0" in key and "norm1" in key)
+        }
+        assert frozen and frozen <= same and len(same) < len(initial) / 2
 
 
 def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:

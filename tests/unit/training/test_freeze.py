@@ -101,7 +101,7 @@ def test_a_frozen_part_of_the_backbone_stays_as_it_is(tmp_path: Path) -> None:
     gradients: list[dict[str, Any]] = []
     for number, patterns in enumerate(([], [frozen_part, "backbone.swin.patch_embed"])):
         stages = small_config(tmp_path)["stages"]
-        stages[1] |= {"freeze": patterns, "ema": 0.5, "dropout": 0.0}
+        stages[1] |= {"freeze": patterns, "ema": 0.5, "max_grad_norm": None}
         folder, store = prepare_run(tmp_path / str(number), stages=stages, backbone__gradient_checkpointing=True)
         run = StageRun(LocalContext("cpu"), folder, folder.config.stages[1], StageJob(folder, STAGES, store))
         before = {name: each.detach().clone() for name, each in run.captioner.named_parameters()}
