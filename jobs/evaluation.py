@@ -233,10 +233,10 @@ class Evaluation:
         """
         tasks = self.tasks(self.bundles[0])
         compared_tasks = {} if compared is None else self.tasks(compared)
-        self._fit_length([] if compared is None else [compared])
+        self.fit_length([] if compared is None else [compared])
         self._log_plan()
         with writing_results(self.place, self.folder):
-            self._start(address)
+            self.start(address)
             others: dict[str, Captioned] = {}
             if compared is not None:
                 others = self._caption([compared], compared_tasks)
@@ -250,10 +250,10 @@ class Evaluation:
         others = [[bundle] for bundle in compared]
         for bundles in (*self.models, *others):
             self.tasks(bundles[0])  # raises UserError for constraints that do not fit a vocabulary
-        self._fit_length(compared)
+        self.fit_length(compared)
         self._log_plan()
         with writing_results(self.place, self.folder):
-            self._start(address)
+            self.start(address)
             ours = [self._evaluated(*model) for model in zip(self.labels, self.models, strict=True)]
             theirs = [self._evaluated(f"other {number}", bundles) for number, bundles in enumerate(others, 1)]
             summarize_systems(self.place, ours, theirs)
@@ -265,7 +265,7 @@ class Evaluation:
         part = self.part(label.replace(" ", "-"), bundles)
         return EvaluatedModel(label, part, part._score_all(part.tasks(bundles[0]), {}, None))
 
-    def _fit_length(self, compared: Sequence[StoragePath]) -> None:
+    def fit_length(self, compared: Sequence[StoragePath]) -> None:
         """Lowers `evaluation.max_length` to the positions of the models, which all caption with the same settings."""
         search = self.config.evaluation
         positions = min(_bundle_config(bundle)["sizes"]["max_positions"] for bundle in (*self.bundles, *compared))
@@ -279,7 +279,7 @@ class Evaluation:
         counts = ", ".join(f"{split} {len(images)}" for split, images in self.images_by_split.items())
         logger.info(f"data      {counts} images")
 
-    def _start(self, address: str | None) -> None:
+    def start(self, address: str | None) -> None:
         """Starts or joins Ray. `evaluation.precision: auto` is replaced by the faster precision."""
         self.config = with_precision(self.config, address)
         logger.info(f"protocol  {self.protocol_of(self.models[0]).signature}")

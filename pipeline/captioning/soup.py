@@ -54,13 +54,18 @@ def mixed(bundles: Sequence[Bundle], weights: Sequence[float], names: Sequence[s
     """
     names = names or [f"bundle {number}" for number in range(1, len(bundles) + 1)]
     check_weights(weights, len(bundles))
-    for name, bundle in zip(names[1:], bundles[1:], strict=True):
-        if problem := _difference(bundles[0], bundle):
-            raise UserError(f"{names[0]} and {name} cannot be joined: {problem}; give models of one recipe")
+    require_alike(bundles, names)
     protocol = common_protocol([bundle_protocol(bundle.config) for bundle in bundles])
     captioner = copy.deepcopy(bundles[0].captioner)
     captioner.load_state_dict(mixed_tensors([bundle.captioner.state_dict() for bundle in bundles], weights))
     return replace(bundles[0], captioner=captioner, config=bundles[0].config | {"protocol": asdict(protocol)})
+
+
+def require_alike(bundles: Sequence[Bundle], names: Sequence[str]) -> None:
+    """Raises UserError unless all bundles have one architecture, one vocabulary and one image transform."""
+    for name, bundle in zip(names[1:], bundles[1:], strict=True):
+        if problem := _difference(bundles[0], bundle):
+            raise UserError(f"{names[0]} and {name} cannot be joined: {problem}; give models of one recipe")
 
 
 def check_weights(weights: Sequence[float], count: int) -> None:

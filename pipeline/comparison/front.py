@@ -1,7 +1,7 @@
 """Two scores of models whose weights were interpolated: the grid of weights, the Pareto front and the chord.
 
-The chord between two models has the weighted mean of their scores. Rewarded soups (Ramé et al., arXiv 2306.04488, working
-hypothesis 1) suppose that interpolated weights score at least as high: they are on the chord or above it.
+The chord between two models has the weighted mean of their scores. Rewarded soups (Ramé et al., arXiv 2306.04488,
+working hypothesis 1) suppose that interpolated weights score at least as high: they are on the chord or above it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ HOMES = {
     "regex": {"pipeline/language/words.py"},
     "tokenizers": {"pipeline/language/subwords.py"},
     "optuna": {"pipeline/search/samplers.py"},
-    "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py"},
+    "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py", "pipeline/reports/front_plot.py"},
     "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "local_database", "run_sync", "registry")},
     "boto3": {"pipeline/storage/s3.py"},
     "cryptography": {"pipeline/captioning/bundle_files.py"},
