@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.decoding import Beams, Captions, Decoder, Memories, Models, check_beams, search
+from models.score_rules import ScoreRules
 
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # the alternatives
@@ -110,13 +111,14 @@ def constrained_beam_search(
     beam_size: int,
     max_length: int,
     num_results: int = 1,
-    length_normalization: bool = True,
+    rules: ScoreRules = ScoreRules(),
 ) -> ConstrainedCaptions:
     """The `num_results` best captions of each image that satisfy its constraints, best first.
 
     If no beam satisfies as many constraints as its automaton requires, those that satisfy the most are returned.
     Otherwise the search is `beam_search` with `beam_size` beams in every state, so that its cost grows with the states
-    of the largest automaton. Raises ValueError unless images have one automaton each and 1 <= num_results <= beam_size.
+    of the largest automaton. The beams of a state are one group. Raises ValueError unless images have one automaton
+    each and 1 <= num_results <= beam_size.
     """
     check_beams(beam_size, num_results)
     states = max((len(automaton.num_satisfied) for automaton in automata), default=1)
@@ -125,7 +127,7 @@ def constrained_beam_search(
         raise ValueError(f"{len(automata)} automata for {len(decoder.images)} images; give one for each")
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
-    results = search(decoder, beams, max_length)
+    results = search(decoder, beams, max_length, rules)
     # smaller automata get -1 for the states that they do not have
     satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
     num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
@@ -133,7 +135,7 @@ def constrained_beam_search(
     required = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
     counted = num_satisfied.clamp(max=required).masked_fill(results.scores.isneginf(), -1)
     excluded = counted < counted.amax(1, keepdim=True)
-    best, order = results.ranked(num_results, length_normalization, excluded)
+    best, order = results.ranked(num_results, rules.length_normalization, excluded)
     return ConstrainedCaptions(
         **vars(best), num_satisfied=num_satisfied.gather(1, order).masked_fill(best.scores.isneginf(), -1)
     )

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
+from models.decoding_config import Decoding
+from models.score_rules import ScoreRules, length_divisor, most_probable, nucleus
 
 CHECK_EVERY = 4  # steps between the questions to a GPU whether captions have ended, each of which waits for it
 COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words
@@ -32,7 +34,7 @@ class Captions:
     tokens: Tensor  # (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that
     log_probs: Tensor  # (B, n, T) float32 of each token; 0 at SOS and after the end
     lengths: Tensor  # (B, n) int64, numbers of tokens with SOS and EOS
-    scores: Tensor  # (B, n) float32 for the ranking: the mean log-probability over `lengths`, or the sum
+    scores: Tensor  # (B, n) float32 for the ranking: the sum of log-probabilities over `length_divisor`
 
 
 class Decoder:
@@ -125,7 +127,8 @@ def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
 @torch.no_grad()
 def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
     """The most probable token at each step: (B, 1, T). `max_length` counts SOS and EOS."""
-    return _roll_out(Decoder(models, memories, 1, max_length), max_length, lambda log_probs, rows: log_probs.argmax(-1))
+    decoder = Decoder(models, memories, 1, max_length)
+    return _roll_out(decoder, max_length, lambda log_probs, rows, tokens: log_probs.argmax(-1))
 
 
 @torch.no_grad()
@@ -135,31 +138,48 @@ def sample(
     *,
     num_samples: int,
     max_length: int,
-    temperature: float = 1.0,
+    rules: ScoreRules = ScoreRules(),
     generator: torch.Generator | None = None,
+    draws: Tensor | None = None,
 ) -> Captions:
-    """`num_samples` captions per image, each token drawn from softmax(logits / temperature).
+    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) as `rules` restrict it.
 
     `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1. Each row takes one uniform number per step
-    from `generator`, so that the captions are reproducible.
+    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1 and all words. Each row takes one uniform
+    number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the captions are
+    reproducible.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0 (use greedy for the most probable caption)")
-    decoder = Decoder(models, memories, num_samples, max_length)
+    decoder, decoding = Decoder(models, memories, num_samples, max_length), rules.decoding
+    restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
     total = len(decoder.images) * num_samples
+    draws = None if draws is None else draws.to(decoder.device)
 
-    def draw(log_probs: Tensor, rows: Tensor) -> Tensor:
-        if temperature != 1.0:
-            log_probs = (log_probs / temperature).log_softmax(-1)
-        # finished rows draw a number too, so that a row's draws do not depend on when other rows end
-        device = log_probs.device if generator is None else generator.device
-        uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
+    def draw(log_probs: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        log_probs = restricted(log_probs, tokens)
+        if decoding.temperature != 1.0:
+            log_probs = (log_probs / decoding.temperature).log_softmax(-1)
+        if decoding.top_k is not None:
+            log_probs = most_probable(log_probs, decoding.top_k)
+        if decoding.top_p is not None:
+            log_probs = nucleus(log_probs, decoding.top_p)
+        if draws is not None:
+            uniform = draws[:, tokens.shape[1]]
+        else:
+            # finished rows draw a number too, so that a row's draws do not depend on when other rows end
+            device = log_probs.device if generator is None else generator.device
+            uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
         return draw_by_inversion(log_probs.exp(), uniform[rows])
 
     return _roll_out(decoder, max_length, draw)
+
+
+def image_draws(seeds: Sequence[int], num_samples: int, max_length: int) -> Tensor:
+    """Uniform numbers (B * num_samples, max_length) for `sample`. Those of an image depend on its seed only."""
+    shape = (num_samples, max_length)
+    generators = (torch.Generator().manual_seed(seed) for seed in seeds)
+    return torch.cat([torch.rand(shape, dtype=torch.float64, generator=generator) for generator in generators])
 
 
 def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -193,11 +213,11 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, so that the share is in [0, 1) again
 
 
-def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Captions:
+def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
     """Decodes rows independently.
 
-    `choose` gets log-probabilities (R, V) of the R unfinished rows and the indices (R,) of these rows; it returns their
-    next tokens (R,).
+    `choose` gets log-probabilities (R, V) of the R unfinished rows, the indices (R,) of these rows and their tokens
+    (R, t); it returns their next tokens (R,).
     """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -210,7 +230,7 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
         offered = decoder.step(tokens[rows, position - 1])
         if position == 1:
             log_probs = offered.new_zeros(total, max_length)
-        chosen = choose(offered, rows)
+        chosen = choose(offered, rows, tokens[rows, :position])
         log_prob = offered.gather(1, chosen[:, None])[:, 0]
         tokens[rows, position] = chosen.masked_fill_(ended, sizes.pad)
         log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
@@ -256,19 +276,20 @@ def beam_search(
     beam_size: int,
     max_length: int,
     num_results: int = 1,
-    length_normalization: bool = True,
+    rules: ScoreRules = ScoreRules(),
 ) -> Captions:
     """The `num_results` best captions per image, best first, as ExpansionNet v2's reference searches.
 
     Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
     keeps its sum and stays a candidate. The search stops when every beam has ended or at `max_length` (counting SOS and
-    EOS). Captions are then ranked by their sum divided by the number of tokens counting SOS and EOS, or by the sum.
-    When the search finds fewer than `num_results` captions, the remaining results have score -inf.
+    EOS). Captions are then ranked by their sum divided by `length_divisor`, by default their number of tokens. When the
+    search finds fewer than `num_results` captions, the remaining results have score -inf. `rules` forbid words, divide
+    the beams into groups, and choose the ranking.
     """
     check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
-    results = search(decoder, Beams.start(decoder, max_length), max_length)
-    captions, _ = results.ranked(num_results, length_normalization)
+    results = search(decoder, start_beams(decoder, max_length, rules.decoding), max_length, rules)
+    captions, _ = results.ranked(num_results, rules.length_normalization)
     return captions
 
 
@@ -283,17 +304,19 @@ def check_beams(beam_size: int, num_results: int) -> None:
 BeamsType = TypeVar("BeamsType", bound="Beams")
 
 
-def search(decoder: Decoder, beams: BeamsType, max_length: int) -> BeamsType:
+def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRules = ScoreRules()) -> BeamsType:
     """Extends the beams of every image until they are finished; finished images leave the batch."""
     results = beams
+    restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
     num_beams = decoder.beams
     for position in range(1, max_length):
         log_probs = decoder.step(beams.tokens[:, :, position - 1].flatten())
         if position == 1:
             beams.log_probs = log_probs.new_zeros(beams.tokens.shape)
             beams.scores = log_probs.new_full(beams.ended.shape, -torch.inf)
-            beams.scores[:, 0] = 0.0  # all beams are equal, so that only the first may be extended
+            beams.scores[:, :: beams.group_size] = 0.0  # all beams are equal: only the first of a group is extended
             results = beams.pick(decoder.images)
+        log_probs = restricted(log_probs, beams.tokens[:, :, :position].flatten(0, 1))
         parent = beams.extend(log_probs, position)
         first_rows = torch.arange(0, parent.numel(), num_beams, device=parent.device)
         decoder.select((first_rows[:, None] + parent).flatten())
@@ -327,21 +350,30 @@ class Beams:
         ended = torch.zeros(shape, dtype=torch.bool, device=decoder.device)
         return cls(decoder.sizes, tokens, log_probs=torch.empty(0), scores=torch.empty(0), ended=ended)
 
+    @property
+    def group_size(self) -> int:
+        """The number of beams that compete with each other."""
+        return self.ended.shape[1]
+
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
         """Keeps the K best continuations of each image's beams by the word at `position`, from log_probs (B*K, V).
 
         Returns the indices (B, K) of the beams that they continue, their parents.
         """
+        parent, word, log_prob, self.scores = self.continuations(log_probs)
+        self.append(parent, word, log_prob, position)
+        return parent
+
+    def continuations(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The K best continuations of each image's beams, from log_probs (B*K, V): parents, words, log-probs, sums."""
         num_beams = self.ended.shape[1]
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
         best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate and keeps its score
         words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
-        self.scores, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
-        parent = chosen // offered
-        self.append(parent, words.gather(1, chosen), best.flatten(1).gather(1, chosen), position)
-        return parent
+        sums, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
+        return chosen // offered, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums
 
     def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
         """Replaces the beams: each continues the beam `parent` with `word`, which has `log_prob`; all are (B, K)."""
@@ -366,11 +398,11 @@ class Beams:
             getattr(self, name)[images] = getattr(beams, name)
 
     def ranked(
-        self, num_results: int, length_normalization: bool, excluded: Tensor | None = None
+        self, num_results: int, length_normalization: bool | float, excluded: Tensor | None = None
     ) -> tuple[Captions, Tensor]:
         """The best captions per image among the beams that are not `excluded` (B, K), and these beams' indices."""
         lengths = caption_lengths(self.tokens, self.sizes.eos)
-        ranking = self.scores / lengths if length_normalization else self.scores
+        ranking = self.scores / length_divisor(lengths, length_normalization)
         if excluded is not None:
             ranking = ranking.masked_fill(excluded, -torch.inf)
         ranking, order = ranking.topk(num_results, -1)
@@ -382,3 +414,56 @@ class Beams:
 
 
 BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
+
+
+@dataclass
+class GroupedBeams(Beams):
+    """Groups of equally many beams with different words (Vijayakumar et al. 2016), as `Decoding` describes them.
+
+    The choice of a group's beams at a step is the paper's. Sums and log-probabilities are those of the model.
+    """
+
+    num_groups: int
+    diversity: float  # per beam of an earlier group with this word
+
+    @property
+    def group_size(self) -> int:
+        return self.ended.shape[1] // self.num_groups
+
+    def extend(self, log_probs: Tensor, position: int) -> Tensor:
+        log_probs = log_probs.unflatten(0, (-1, self.ended.shape[1]))
+        vocabulary = log_probs.shape[-1]
+        times_chosen = torch.zeros_like(log_probs[:, 0])  # (B, V) by beams of earlier groups
+        parts = []
+        for first in range(0, self.ended.shape[1], self.group_size):
+            of_group = slice(first, first + self.group_size)
+            group = Beams(self.sizes, *(getattr(self, name)[:, of_group] for name in BEAM_TENSORS))
+            own = log_probs[:, of_group]
+            lowered = own - self.diversity * times_chosen[:, None]
+            parent, word, _, _ = group.continuations(lowered.flatten(0, 1))
+            has_ended = group.ended.gather(1, parent)
+            log_prob = own.flatten(1).gather(1, parent * vocabulary + word).masked_fill(has_ended, 0.0)
+            times_chosen.scatter_add_(1, word, (~has_ended).to(times_chosen.dtype))
+            parts.append((parent + first, word, log_prob, group.scores.gather(1, parent) + log_prob))
+        parents, words, word_log_probs, self.scores = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        self.append(parents, words, word_log_probs, position)
+        return parents
+
+
+def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
+    """Beams of SOS only, in groups if there are several. Raises ValueError for groups that do not divide the beams."""
+    beams, groups = Beams.start(decoder, max_length), decoding.beam_groups
+    if groups == 1:
+        return beams
+    if decoder.beams % groups:
+        raise ValueError(f"beam_groups = {groups} does not divide beam_size = {decoder.beams}")
+    return GroupedBeams(**vars(beams), num_groups=groups, diversity=decoding.diversity)
+
+
+def by_score(captions: Captions, length_normalization: bool | float) -> Captions:
+    """The captions of each image, best first by the sum of log-probabilities over `length_divisor`."""
+    scores = captions.log_probs.sum(-1) / length_divisor(captions.lengths, length_normalization)
+    scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    history = order[:, :, None].expand_as(captions.tokens)
+    tokens, log_probs = (each.gather(1, history) for each in (captions.tokens, captions.log_probs))
+    return Captions(tokens, log_probs, captions.lengths.gather(1, order), scores)

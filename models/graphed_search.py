@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from models.base import CaptionModel, Memory, map_tensors
-from models.decoding import Beams, Captions, Decoder, beam_search, check_beams, search
+from models.decoding import Beams, Captions, Decoder, beam_search, check_beams, search, start_beams
+from models.score_rules import ScoreRules
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ class GraphedSearch:
         beam_size: int,
         max_length: int,
         num_results: int = 1,
-        length_normalization: bool = True,
+        rules: ScoreRules = ScoreRules(),
     ) -> None:
         check_beams(beam_size, num_results)
-        self.length_normalization, self.max_graphs = length_normalization, MAX_GRAPHS
+        self.rules, self.max_graphs = rules, MAX_GRAPHS
         self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
         self.seen: set[Any] = set()
         self.graphs: dict[Any, SearchGraph] = {}
@@ -77,7 +78,7 @@ class GraphedSearch:
                 beam_size=self.beam_size,
                 max_length=self.max_length,
                 num_results=self.num_results,
-                length_normalization=self.length_normalization,
+                rules=self.rules,
             )
         graph = self.graphs[shape]
         for memory, static in zip(memories, graph.inputs, strict=True):
@@ -85,13 +86,14 @@ class GraphedSearch:
                 if tensor is not None:
                     getattr(static, name).copy_(tensor)
         graph.replay()
-        return graph.beams.ranked(self.num_results, self.length_normalization)[0]
+        return graph.beams.ranked(self.num_results, self.rules.length_normalization)[0]
 
     @torch.no_grad()
     def _all_steps(self, memories: Sequence[Memory]) -> Beams:
         """The beams after all steps, without a question to the GPU."""
         decoder = Decoder(self.models, memories, self.beam_size, self.max_length, keeps_images=True)
-        return search(decoder, Beams.start(decoder, self.max_length), self.max_length)
+        beams = start_beams(decoder, self.max_length, self.rules.decoding)
+        return search(decoder, beams, self.max_length, self.rules)
 
 
 def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:

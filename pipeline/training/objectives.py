@@ -2,7 +2,8 @@
 
 Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
 
-- samples: multinomial, drawn with the key-value cache, without gradient and without dropout;
+- samples: multinomial, drawn with the key-value cache, without gradient and without dropout, from all words: drawn from
+  the most probable words only (`Decoding.top_k`, `top_p`), they would give the gradient of neither distribution;
 - reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
   `reward` names others and their weights;
 - baseline: the mean reward of the image's other samples (leave one out);
@@ -34,6 +35,8 @@ from models.base import CaptionModel, Memory, evaluating
 from models.caption_masks import CaptionMasks, new_masks
 from models.captioner import Captioner
 from models.decoding import Beams, Decoder, greedy, sample, search
+from models.decoding_config import Decoding
+from models.score_rules import ScoreRules
 from pipeline.language.languages import ENGLISH
 from pipeline.rewards.cider_d import CiderDReward
 from pipeline.rewards.weighted import CIDER_D, WeightedReward
@@ -264,10 +267,8 @@ def _draw(
     """Token ids (B * n, T) of n captions per image; `masks` are those that the model uses."""
     count, length = section.num_samples, section.max_length
     if section.sampler == "multinomial":
-        temperature = section.temperature
-        captions = sample(
-            model, memory, num_samples=count, max_length=length, temperature=temperature, generator=generator
-        )
+        rules = ScoreRules(Decoding(sampling=True, temperature=section.temperature))
+        captions = sample(model, memory, num_samples=count, max_length=length, rules=rules, generator=generator)
     else:
         decoder = Decoder(model, memory, count, length)
         beams = search(decoder, Beams.start(decoder, length), length)

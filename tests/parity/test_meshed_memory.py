@@ -18,6 +18,7 @@ from jobs.cli import main
 from jobs.import_ import import_checkpoint
 from models.base import CaptionModel, Features
 from models.decoding import beam_search
+from models.score_rules import ScoreRules
 from models.tensor_files import read_tensors
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
@@ -143,7 +144,9 @@ def test_attended_padding_is_a_row_of_zeros(tmp_path: Path, model: CaptionModel,
 def test_every_beam(model: CaptionModel, recorded: dict[str, Any]) -> None:
     memory = model.encode(Features(recorded["features"]))
     length = recorded["config"]["beam_len"] + 1  # the reference's counts without the first token
-    found = beam_search(model, memory, beam_size=5, max_length=length, num_results=5, length_normalization=False)
+    found = beam_search(
+        model, memory, beam_size=5, max_length=length, num_results=5, rules=ScoreRules(length_normalization=False)
+    )
     for image in range(3):
         for beam in range(5):
             expected = recorded["beam_sequences"][image, beam].tolist()

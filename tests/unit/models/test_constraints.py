@@ -14,6 +14,7 @@ from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
 from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import beam_search
 from models.registry import build_model
+from models.score_rules import ScoreRules
 from tests.support.models import (
     every_caption,
     features_for,
@@ -73,7 +74,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
     machines = [build_automaton(constraints, 4, required) for constraints, required in zip(both, at_least, strict=True)]
     found = constrained_beam_search(
         model, model.encode(Features(features)), machines, beam_size=len(captions), max_length=4, num_results=3,
-        length_normalization=normalized,
+        rules=ScoreRules(length_normalization=normalized),
     )  # fmt: skip
     for image, constraints in enumerate(both):
         sums = log_probabilities(model, features[image : image + 1], captions)

@@ -26,8 +26,10 @@ from models.decoding import (
     greedy,
     sample,
 )
+from models.decoding_config import Decoding
 from models.expansion import DynamicExpansion
 from models.registry import build_model
+from models.score_rules import ScoreRules
 from tests.support.models import (
     MIXERS,
     SIZES,
@@ -40,6 +42,8 @@ from tests.support.models import (
     texts,
     tiny,
 )
+
+COLD = ScoreRules(Decoding(sampling=True, temperature=1e-4))
 
 
 @given(
@@ -117,7 +121,7 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, normalized: bool, 
     captions = every_caption(3, 5)
     found = beam_search(
         model, model.encode(Features(features)), beam_size=len(captions), max_length=5, num_results=len(captions),
-        length_normalization=normalized,
+        rules=ScoreRules(length_normalization=normalized),
     )  # fmt: skip
     for image in range(2):
         sums = log_probabilities(model, features[image : image + 1], captions)
@@ -266,7 +270,7 @@ def test_a_low_temperature_is_greedy() -> None:
     model = tiny(7, vocabulary=9)
     memory = model.encode(Features(features_for(3)))
     best = greedy(model, memory, max_length=8)
-    drawn = sample(model, memory, num_samples=2, max_length=8, temperature=1e-4)
+    drawn = sample(model, memory, num_samples=2, max_length=8, rules=COLD)
     for n in range(2):
         assert torch.equal(drawn.tokens[:, n], best.tokens[:, 0])
     torch.testing.assert_close(drawn.log_probs[:, 0], best.log_probs[:, 0])
@@ -293,7 +297,7 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     with pytest.raises(ValueError, match="max_length is 1"):
         greedy(model, memory, max_length=1)
     with pytest.raises(ValueError, match="temperature is 0"):
-        sample(model, memory, num_samples=1, max_length=5, temperature=0)
+        Decoding(sampling=True, temperature=0)
     with pytest.raises(ValueError, match="2 models and 1 memories"):
         greedy([model, model], [memory], max_length=5)
     with pytest.raises(ValueError, match="must share one vocabulary"):
@@ -368,10 +372,10 @@ def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
     model = small_model(4, dropout=0.5).train()
     memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
     assert all(layer.dropout.active for layer in model.decoder)  # type: ignore[union-attr, operator]
-    found = sample(model, memory, num_samples=64, max_length=4, temperature=1e-4)
+    found = sample(model, memory, num_samples=64, max_length=4, rules=COLD)
     assert len(set(found.log_probs[0, :, 1].tolist())) > 8
     model.eval()
-    found = sample(model, memory, num_samples=64, max_length=4, temperature=1e-4)
+    found = sample(model, memory, num_samples=64, max_length=4, rules=COLD)
     assert len(set(found.log_probs[0, :, 1].tolist())) == 1
 
 

@@ -13,13 +13,16 @@ from models import graphed_search
 from models.base import CaptionModel, Features, Memory
 from models.config import MODEL_CONFIGS
 from models.decoding import BEAM_TENSORS, Beams, Captions, beam_search
+from models.decoding_config import Decoding
 from models.graphed_search import MAX_GRAPHS, GraphedSearch, SearchGraph
 from models.registry import build_model
+from models.score_rules import ScoreRules
 from tests.support.models import SIZES
 from tests.support.models import one_thread as one_thread
 from tests.support.operations import counted
 
 BEAMS, LENGTH = 3, 12
+BY_SUM = ScoreRules(length_normalization=False)
 
 
 def model_of(name: str) -> CaptionModel:
@@ -77,6 +80,21 @@ def test_a_search_of_all_steps_never_waits_and_finds_the_same_captions(name: str
         assert images == 1 or plain.lengths.min() < plain.lengths.max()
 
 
+def test_rules_never_wait_either_and_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_search, "captured", replayed)
+    decoding = Decoding(min_length=5, no_repeat_ngram=2, no_open_endings=True, beam_groups=2)
+    rules = ScoreRules(decoding, unk=3, open_endings=(4, 5), length_normalization=0.6)
+    model, options = model_of("transformer"), {"beam_size": 4, "max_length": LENGTH, "num_results": 2}
+    with counted() as operations:
+        GraphedSearch([model], **options, rules=rules)._all_steps([memory_of(model, 7)])
+    assert operations.waits == Counter()
+    graphed = GraphedSearch([model], **options, rules=rules)
+    for _ in range(3):
+        memory = memory_of(model, 4)
+        same(graphed([memory]), beam_search(model, memory, **options, rules=rules))
+    assert len(graphed.graphs) == 1
+
+
 def test_an_ensemble_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed_search, "captured", replayed)
     models = [model_of("expansionnet_v2"), model_of("meshed_memory")]
@@ -106,8 +124,8 @@ def test_the_second_batch_of_a_shape_is_captured_and_later_ones_replayed(monkeyp
     assert captures == [4, 3]
     for found, memory in results:  # also after later replays, which overwrite the graph's own results
         same(found, beam_search(model, memory, beam_size=BEAMS, max_length=LENGTH, num_results=2))
-    by_sum = GraphedSearch([model], beam_size=BEAMS, max_length=LENGTH, length_normalization=False)
-    limits: dict[str, Any] = {"beam_size": BEAMS, "max_length": LENGTH, "length_normalization": False}
+    by_sum = GraphedSearch([model], beam_size=BEAMS, max_length=LENGTH, rules=BY_SUM)
+    limits: dict[str, Any] = {"beam_size": BEAMS, "max_length": LENGTH, "rules": BY_SUM}
     for _ in range(3):
         memory = memory_of(model, 9)
         same(by_sum([memory]), beam_search(model, memory, **limits))
