@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -18,12 +18,14 @@ from jobs.caption_output import Row, open_output, read_done, written_precision
 from jobs.cluster import cluster_address, connect
 from jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from jobs.options import Address
+from models.decoding_config import PLAIN
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
-from pipeline.config.sections import WorkersSection
+from pipeline.config.load import apply_override
+from pipeline.config.sections import EvaluationSection, WorkersSection
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.features.interruptions import one_sentence
@@ -33,7 +35,7 @@ from pipeline.runtime.progress import progress
 from pipeline.storage.digests import file_digest
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
-from pipeline.untrusted.names import printable
+from pipeline.untrusted.names import printable, shown
 
 if TYPE_CHECKING:
     from pipeline.captioning.ray_data import CaptionPool
@@ -94,6 +96,12 @@ def caption(
         int | None,
         typer.Option(min=3, help="Tokens per caption, including begin and end. The default is the bundle's."),
     ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="evaluation.KEY=VALUE", help="A key of the bundle's search: evaluation.decoding.top_p=0.9."
+        ),
+    ] = None,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
@@ -135,14 +143,11 @@ def caption(
             "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
             "grid features, import it again with --backbone"
         )
-    default = opened.bundle.search
-    search: dict[str, Any] = {
-        "beam_size": beam_size or default.beam_size,
-        "max_length": max_length or default.max_length,
-        "precision": precision,
-    }
-    if num_results > search["beam_size"]:
-        raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {search['beam_size']}")
+    changes = _changes(set_ or (), beam_size, max_length)
+    settings = opened.bundle.changed_search(changes)
+    if num_results > settings.beam_size and not settings.decoding.sampling:
+        raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {settings.beam_size}")
+    search: dict[str, Any] = {"search": changes, "precision": precision}
     num_heads = opened.bundle.captioner.model.config.num_heads
     if head is not None and (explain is None or head > num_heads):
         raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
@@ -156,9 +161,8 @@ def caption(
         # bundles of one name can have other weights
         weights = file_digest(opened.folder / "model.safetensors")[:16]
         name = opened.bundle.config["name"]
-        signature = search | {"num_results": num_results, "model": name, "weights": weights}
-        if default.ranking != "mean" or default.collapse_repeats:
-            signature |= {"ranking": default.ranking, "collapse_repeats": default.collapse_repeats}
+        signature = _signature(settings) | {"precision": search["precision"], "num_results": num_results}
+        signature |= {"model": name, "weights": weights}
         done = read_done(place, signature)
     pending = [name for name in names if name not in done]
     if done:
@@ -199,6 +203,34 @@ def caption(
         speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
         _print_note(f"captions: {place} ({speed})")
     return 1 if num_failed else 0
+
+
+def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> dict[str, Any]:
+    """The keys of the section `evaluation` that the options give in place of the bundle's. Raises UserError."""
+    values: dict[str, Any] = {"evaluation": {}}
+    for override in overrides:
+        apply_override(values, override)
+    if unknown := sorted(values.keys() - {"evaluation"}):
+        raise UserError(f"--set {shown(unknown[0])}: only keys of the section evaluation, such as evaluation.ranking")
+    if not isinstance(values["evaluation"], dict):
+        raise UserError("--set evaluation: give its keys one by one, such as evaluation.ranking=sum")
+    options = {"beam_size": beam_size, "max_length": max_length}
+    return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
+
+
+def _signature(settings: EvaluationSection) -> dict[str, Any]:
+    """The part of the signature of `--out` that the settings of a search decide.
+
+    Usual values of newer keys are None, which lines omit, so that lines of older versions have the same signature.
+    """
+    is_usual = settings.ranking == "mean" and not settings.collapse_repeats
+    return {
+        "beam_size": settings.beam_size,
+        "max_length": settings.max_length,
+        "ranking": None if is_usual else settings.ranking,
+        "collapse_repeats": None if is_usual else settings.collapse_repeats,
+        "decoding": None if settings.decoding == PLAIN else asdict(settings.decoding),
+    }
 
 
 def _caption_in_process(

@@ -107,8 +107,12 @@ def _part_numbers(folder: StoragePath) -> list[int]:
 
 
 def _line(row: Row, signature: Row) -> bytes:
-    """A row as a JSON line. A file name that is not UTF-8 contains lone surrogates, which become JSON escapes."""
-    return (json.dumps({**row, **signature}, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    """A row as a JSON line, without the values of the signature that are None.
+
+    A file name that is not UTF-8 contains lone surrogates, which become JSON escapes.
+    """
+    given = {key: value for key, value in signature.items() if value is not None}
+    return (json.dumps({**row, **given}, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _read_file(out: StoragePath, signature: Row) -> dict[str, bool]:
@@ -128,14 +132,14 @@ def _parse(place: StoragePath, lines: Iterable[bytes], signature: Row) -> dict[s
         try:
             row = parse_json(line, "it", strict=False)  # file names may not be UTF-8
             done[row["image"]] = "error" not in row
-            written_with = {key: row.get(key) for key in signature}
+            differing = [key for key, value in signature.items() if row.get(key) != value]
+            found, expected = ({key: each.get(key) for key in differing} for each in (row, signature))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"--out {place}: line {number} is not a caption of this command; give another name"
             ) from error
-        if written_with != signature:
+        if differing:
             raise UserError(
-                f"--out {place}: line {number} was written with {quoted(written_with)}, not {signature}; "
-                "give another name"
+                f"--out {place}: line {number} was written with {quoted(found)}, not {expected}; give another name"
             )
     return done

@@ -115,6 +115,10 @@ class Evaluation:
         if self.bundles:  # a run's own bundle has the settings of its configuration
             search = search_settings(config.evaluation, [_recorded(bundle) for bundle in self.bundles])
             self.config = config.model_copy(update={"evaluation": search})
+        for bundle in self.bundles:
+            self.config.evaluation.require_words(_recorded(bundle).language, _vocabulary(bundle).tokenizer)
+        if constraints is not None:
+            self.config.evaluation.require_constraints(f"--constraints {constraints}")
         self.labels = [f"model {number}" for number in range(1, len(models) + 1)]
 
     def find_images(self, splits: Sequence[str], run_config: RunConfig, stage: str | None, seeds: int = 1) -> None:
@@ -182,11 +186,11 @@ class Evaluation:
 
     def protocol_of(self, bundles: Sequence[StoragePath]) -> Protocol:
         """The protocol of the results of a bundle, or of several as an ensemble."""
-        protocol = ensemble_protocol([_recorded(bundle) for bundle in bundles])
+        search = self.config.evaluation
+        protocol = ensemble_protocol([searched(_recorded(bundle), search) for bundle in bundles])
         features: Literal["grid", "regions"] = "grid" if self.config.has_backbone else "regions"
         constrained = self.constraints is not None
-        protocol = searched(in_language(protocol, self.language), self.config.evaluation)
-        return replace(protocol, features=features, constrained=constrained)
+        return replace(in_language(protocol, self.language), features=features, constrained=constrained)
 
     @property
     def language(self) -> str:
@@ -217,8 +221,7 @@ class Evaluation:
         automata: dict[int, ConstraintAutomaton] = {}
         if self.constraints is not None:
             image_ids = [image for images in self.images_by_split.values() for image in images.column("image_id")]
-            vocabulary = Vocabulary.load(fetched(model) / "vocabulary.json")
-            automata = load_automata(Path(self.constraints), image_ids, vocabulary)
+            automata = load_automata(Path(self.constraints), image_ids, _vocabulary(model))
             if not automata:
                 splits = ", ".join(self.images_by_split)
                 raise UserError(
@@ -500,6 +503,10 @@ def _counts(images: Mapping[str, int]) -> str:
 def _recorded(bundle: StoragePath) -> Protocol:
     """The protocol that a bundle records."""
     return bundle_protocol(_bundle_config(bundle))
+
+
+def _vocabulary(bundle: StoragePath) -> Vocabulary:
+    return Vocabulary.load(fetched(bundle) / "vocabulary.json")
 
 
 def _bundle_config(bundle: StoragePath) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import yaml
 
 from models.config import BackboneConfig, ModelConfig, ModelSizes
 from pipeline.captioning.bundle_files import MAX_CONFIG_BYTES, REQUIRED_FILES, require_intact, seal
-from pipeline.captioning.protocols import model_protocol, search_settings
+from pipeline.captioning.protocols import changed_search, model_protocol, search_settings
 from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import parse_section
 from pipeline.config.sections import EvaluationSection, ModelSection
@@ -63,6 +63,13 @@ class Bundle:
     def search(self) -> EvaluationSection:
         """The settings of a search as the bundle's protocol records them, and the defaults of what it does not."""
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
+
+    def changed_search(self, given: Mapping[str, Any]) -> EvaluationSection:
+        """`search` with the given values (`pipeline.captioning.protocols.changed_search`). Raises UserError."""
+        search = changed_search(self.search, given)
+        if given:
+            search.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
+        return search
 
 
 def save_bundle(

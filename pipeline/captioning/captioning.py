@@ -13,9 +13,10 @@ from models.alignment import alignment_scores
 from models.base import Memory
 from models.captioner import Captioner
 from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from models.decoding import Captions, beam_search
+from models.decoding import Captions
 from models.graphed_search import GraphedSearch
-from pipeline.captioning.protocols import beam_options, collapsed
+from pipeline.captioning.decoding import beam_options, find_captions
+from pipeline.captioning.protocols import collapsed
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
@@ -87,8 +88,9 @@ def caption_batches(
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
     size = batch_size  # images that are captioned at a time
     graphs = None
-    if search.settings.cuda_graph and context.device.type == "cuda":
-        graphs = GraphedSearch([model.model for model in models], **beam_options(search.settings))
+    if search.settings.cuda_graph and context.device.type == "cuda" and not search.settings.decoding.sampling:
+        options = beam_options(search.settings, search.vocabulary)
+        graphs = GraphedSearch([model.model for model in models], **options)
     for model in models:
         model.eval()
     for first in range(0, len(shard), batch_size):
@@ -141,7 +143,7 @@ def _caption_batch(
         pairs = zip(models, inputs, strict=True)
         memories = [model.encode(on_device(each.load(rows), device, transform=each.transform)) for model, each in pairs]
         automata = [constraints.get(image) for image in image_ids]
-        captions, satisfied = _search(models, memories, search, automata, graphs)
+        captions, satisfied = _search(models, memories, search, image_ids, automata, graphs)
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
     log_probs = captions.log_probs.sum(-1)
@@ -162,6 +164,7 @@ def _search(
     models: Sequence[Captioner],
     memories: Sequence[Memory],
     search: CaptionSearch,
+    image_ids: Sequence[int],
     automata: Sequence[ConstraintAutomaton | None],
     graphs: GraphedSearch | None,
 ) -> tuple[Captions, list[list[int | None]]]:
@@ -170,12 +173,15 @@ def _search(
     The number is None for an image without constraints, and -1 for a caption that the search did not find.
     """
     decoders, settings = [model.model for model in models], search.settings
-    options = beam_options(settings)
     if not any(automata):
-        captions = beam_search(decoders, memories, **options) if graphs is None else graphs(memories)
+        if graphs is None:
+            captions = find_captions(decoders, memories, settings, search.vocabulary, image_ids)
+        else:
+            captions = graphs(memories)
         return captions, [[None] * settings.num_results for _ in automata]
     unconstrained = build_automaton([], len(search.vocabulary))
     all_automata = [automaton or unconstrained for automaton in automata]
+    options = beam_options(settings, search.vocabulary)
     constrained = constrained_beam_search(decoders, memories, all_automata, **options)
     return constrained, [
         [count if automaton is not None or count < 0 else None for count in counts]

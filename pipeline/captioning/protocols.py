@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
 from models.config import ModelConfig
 from pipeline.comparison.protocol import WORDS, Protocol
-from pipeline.config.load import parse_section
+from pipeline.config.load import merge, parse_section
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import EvaluationSection, StageSection
 from pipeline.errors import UserError
 from pipeline.language.languages import metric_tokenizer
+from pipeline.untrusted.names import shown
 
-SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats")  # of the section `evaluation`
+SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats", "decoding")  # of the section `evaluation`
 
 
 def model_protocol(model: ModelConfig, *, regions: bool) -> Protocol:
@@ -83,10 +84,15 @@ def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> Ev
     return parse_section(EvaluationSection, given.model_dump(exclude_unset=True) | recorded, "evaluation")
 
 
-def beam_options(settings: EvaluationSection) -> dict[str, Any]:
-    """The options of `beam_search` in a configuration."""
-    options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
-    return options | {"length_normalization": settings.ranking == "mean"}
+def changed_search(recorded: EvaluationSection, given: Mapping[str, Any]) -> EvaluationSection:
+    """The recorded settings of a search with the given values of SEARCH_KEYS and num_results.
+
+    Keys of `decoding` replace the recorded ones one by one. Raises UserError.
+    """
+    if unknown := sorted(given.keys() - {*SEARCH_KEYS, "num_results"}):
+        raise UserError(f"key evaluation.{shown(unknown[0])} cannot be given here; known: {', '.join(SEARCH_KEYS)}")
+    values = recorded.model_dump(include=set(SEARCH_KEYS))
+    return parse_section(EvaluationSection, merge(values, dict(given)), "evaluation")
 
 
 def collapsed(caption: str) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import base64
+import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from models.attention_maps import cross_attention
 from models.attribution import Attribution, integrated_gradients
 from models.base import Features
 from models.cluster_groups import Clusters, find_clusters
-from models.decoding import Captions, beam_search
+from models.decoding import Captions
 from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.protocols import beam_options, collapsed
+from pipeline.captioning.decoding import find_captions
+from pipeline.captioning.protocols import collapsed
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
 from pipeline.runtime.precision import measure_precisions
@@ -44,7 +46,8 @@ logger = logging.getLogger(__name__)
 class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
-    beam_size, max_length: None for those of the bundle's protocol, which also decides ranking and repeated words.
+    beam_size, max_length: None for those of the bundle's protocol. search: other keys of the section `evaluation` that
+    the protocol records, in place of the recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}.
     precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
     constructor times both, with one image or on a GPU with a batch, and uses the faster one. device: cpu or cuda;
     None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
@@ -57,6 +60,7 @@ class CaptionService:
         *,
         beam_size: int | None = None,
         max_length: int | None = None,
+        search: Mapping[str, Any] | None = None,
         precision: str = "float32",
         device: str | None = None,
         uri_roots: Sequence[str] = (),
@@ -66,12 +70,10 @@ class CaptionService:
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         positions = bundle.captioner.model.sizes.max_positions
-        self.bundle, search = bundle, bundle.search
-        given = {
-            "beam_size": beam_size or search.beam_size,
-            "max_length": min(max_length or search.max_length, positions),
-        }
-        self.search = search.model_copy(update=given)
+        given = {"beam_size": beam_size, "max_length": max_length}
+        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
+        self.bundle, self.search = bundle, bundle.changed_search(changes)
+        self.search = self.search.model_copy(update={"max_length": min(self.search.max_length, positions)})
         self.transform, self.precision = bundle.transform, precision
         self.uri_roots = _roots(uri_roots)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -104,8 +106,11 @@ class CaptionService:
     def _search(self, pixels: Tensor, num_results: int) -> Captions:
         """The best captions of each image (B, 3, H, W)."""
         captioner = self.bundle.captioner
-        options = beam_options(self.search) | {"num_results": num_results}
-        return beam_search(captioner.model, captioner.encode(Features(pixels)), **options)
+        settings = self.search.model_copy(update={"num_results": num_results})
+        memory = captioner.encode(Features(pixels))
+        # drawn captions depend on the content of their image, and not on the other images of the batch
+        contents = (hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest() for image in pixels)
+        return find_captions(captioner.model, memory, settings, self.bundle.vocabulary, contents)
 
     def _text(self, ids: list[int]) -> str:
         """A caption as text."""

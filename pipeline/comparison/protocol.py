@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from models.decoding_config import PLAIN, Decoding
 from pipeline.language.languages import ENGLISH, MetricTokenizer
 
 NOT_RECORDED = "not recorded"
@@ -19,9 +20,10 @@ class Protocol:
 
     system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
     objective: of the last stage whose weights were kept. eos_in_reward: whether SCST rewarded EOS; None for cross
-    entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to precision: the keys of the section
-    `evaluation`. constrained: whether captions must contain words. language: of the captions. tokenizer: of the
-    metrics. document_frequencies: the references that CIDEr-D counts.
+    entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to decoding: the keys of the section
+    `evaluation`; where no `decoding` is recorded, it is plain, because there was no other one. constrained: whether
+    captions must contain words. language: of the captions. tokenizer: of the metrics. document_frequencies: the
+    references that CIDEr-D counts.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -33,9 +35,10 @@ class Protocol:
     num_models: int = 1
     beam_size: int | None = None
     max_length: int | None = None
-    ranking: Literal["mean", "sum"] | None = None
+    ranking: Literal["mean", "sum"] | float | None = None
     collapse_repeats: bool | None = None
     precision: Literal["auto", "float32", "bfloat16"] | None = None
+    decoding: Decoding = PLAIN
     constrained: bool = False
     language: str = ENGLISH
     tokenizer: MetricTokenizer = "PTB"
@@ -52,6 +55,11 @@ def _models(count: int) -> str:
     return {0: "an ensemble", 1: "one model"}.get(count, f"an ensemble of {count}")
 
 
+def _ranking(value: str | float) -> str:
+    by_penalty = isinstance(value, float)
+    return f"ranked with length penalty {value:g}" if by_penalty else f"ranked by the {value} of log-probabilities"
+
+
 # By field: the words for a value
 WORDS: dict[str, Callable[[Any], str]] = {
     "system": str,
@@ -62,8 +70,9 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "num_models": _models,
     "beam_size": "beam {}".format,
     "max_length": "at most {} tokens".format,
-    "ranking": "ranked by the {} of log-probabilities".format,
+    "ranking": _ranking,
     "collapse_repeats": {False: "repeated words kept", True: "repeated words collapsed"}.__getitem__,
+    "decoding": lambda decoding: decoding.signature,
     "precision": str,
     "constrained": {False: "no constraints", True: "constraints"}.__getitem__,
     "language": "captions in {}".format,
@@ -75,6 +84,7 @@ USUAL = {
     "attend_padding": False,
     "num_models": 1,
     "collapse_repeats": False,
+    "decoding": PLAIN,
     "precision": "float32",
     "constrained": False,
     "language": ENGLISH,

@@ -305,13 +305,13 @@ def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without what it adds that is no key: a system's name after `model`, and a number's type.
+    """Pydantic's location without what it adds that is no key: a system's name after `model`, and a value's type.
 
     Of a mapping's key that is not allowed, and that the message quotes, it is the location of the mapping.
     """
     if location[-1:] == ("[key]",):
         location = location[:-2]
-    if location[-1:] in (("int",), ("float",)):  # a number that may be either
+    if str(*location[-1:]).startswith("literal[") or location[-1:] in (("int",), ("float",)):  # a value of several types
         location = location[:-1]
     is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
     return (location[0], *location[2:]) if is_tagged else location

@@ -27,7 +27,6 @@ from pipeline.config.sections import (
     WorkersSection,
 )
 from pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
-from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.storage.cache import cache_folder
 from pipeline.storage.path import StoragePath, is_remote, storage_path
 
@@ -89,11 +88,7 @@ class RunConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
-        if self.evaluation.collapse_repeats and not TOKENIZERS[self.data.tokenizer].tokens_are_words:
-            raise ValueError(
-                f"evaluation.collapse_repeats is true, and with data.tokenizer = {self.data.tokenizer} repeated tokens "
-                "can be parts of a word; set it to false"
-            )
+        self.evaluation.require_words(self.data.language, self.data.tokenizer)
         if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:
             raise ValueError(
                 "backbone.prefix_tokens is keep, and this model arranges image tokens as a grid, in which class and "

@@ -6,15 +6,27 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from models.config import MODEL_CONFIGS, Identity, ModelConfig
-from models.values import NUMBER, TEXT, Count, Text
+from models.decoding_config import Decoding
+from models.values import NUMBER, TEXT, Count, Text, read_number
 from models.views import Augmentation, Views
 from pipeline.config.renamed import refuse_renamed_value
 from pipeline.config.variables import quoted_value
 from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH, code_problem
+from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.runtime.secrets import split_userinfo
 from pipeline.storage.lease import MAX_LEASE_S
 from pipeline.storage.path import StorageOptions
@@ -57,6 +69,18 @@ def _check_language(code: str) -> str:
     return code
 
 
+def _check_ranking(value: Any) -> Any:
+    value = read_number(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 10:
+        return float(value)
+    if value not in ("mean", "sum"):
+        raise ValueError(
+            f"evaluation.ranking is {quoted_value(value)}; it must be mean, sum, or the exponent of the length penalty "
+            "from 0 to 10"
+        )
+    return value
+
+
 Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
@@ -73,6 +97,7 @@ Share = Annotated[float, Field(gt=0, le=1), NUMBER]
 BatchSize = Annotated[int, Field(gt=0, le=10**6), NUMBER]
 Tokens = Annotated[int, Field(ge=3, le=1000), NUMBER]  # of a caption, with SOS and EOS
 Beams = Annotated[int, Field(gt=0, le=1000), NUMBER]
+Ranking = Annotated[Literal["mean", "sum"] | float, BeforeValidator(_check_ranking)]
 Processes = Annotated[int, Field(gt=0, le=10_000), NUMBER]
 Threads = Annotated[int, Field(ge=0, le=10_000), NUMBER]
 Epochs = Annotated[float, Field(gt=0, le=1e6), NUMBER]
@@ -494,13 +519,15 @@ class ScoreInputsSection(Section):
 
 
 class EvaluationSection(Section):
-    """Beam search. A bundle's protocol records beam_size, max_length, ranking and collapse_repeats."""
+    """The search. A bundle's protocol records beam_size, max_length, ranking, collapse_repeats and decoding."""
 
     beam_size: Beams = 5
     max_length: Tokens = 20
-    num_results: Beams = 1  # captions per image, at most beam_size
-    # of finished beams: by the mean log-probability of their tokens, or by the sum
-    ranking: Literal["mean", "sum"] = "mean"
+    num_results: Beams = 1  # captions per image, at most beam_size without decoding.sampling
+    # of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
+    # with this alpha (`models.score_rules.length_divisor`)
+    ranking: Ranking = "mean"
+    decoding: Annotated[Decoding, Identity.UNLESS_DEFAULT] = Decoding()
     # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions
     collapse_repeats: bool = False
     # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
@@ -525,8 +552,52 @@ class EvaluationSection(Section):
     def check_values(self) -> None:
         if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
             raise ValueError(f"evaluation.metrics contains {repeated[0]} more than once; name each metric once")
-        if self.num_results > self.beam_size:
+        decoding = self.decoding
+        if self.num_results > self.beam_size and not decoding.sampling:
             raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
+        if decoding.sampling and self.beam_size > 1:
+            raise ValueError(
+                f"evaluation.decoding.sampling draws captions without beams, and evaluation.beam_size is "
+                f"{self.beam_size}; set it to 1"
+            )
+        if self.beam_size % decoding.beam_groups:
+            raise ValueError(
+                f"evaluation.decoding.beam_groups = {decoding.beam_groups} does not divide evaluation.beam_size = "
+                f"{self.beam_size}; all groups have equally many beams"
+            )
+        if decoding.min_length > self.max_length:
+            raise ValueError(
+                f"evaluation.decoding.min_length = {decoding.min_length} is above evaluation.max_length = "
+                f"{self.max_length}; lower it"
+            )
+        if self.constraints is not None:
+            self.require_constraints("evaluation.constraints")
+
+    def require_constraints(self, source: str) -> None:
+        """Raises UserError for a search that takes no constraints. source: the key or option that gives them."""
+        if self.decoding.sampling or self.decoding.beam_groups > 1:
+            key = "sampling" if self.decoding.sampling else "beam_groups"
+            raise UserError(
+                f"{source} is given, and captions with constraints are searched with beams in one group; leave out "
+                f"evaluation.decoding.{key}"
+            )
+
+    def require_words(self, language: str, tokenizer: str) -> None:
+        """Raises UserError for keys that need words of a language which tokens are not. tokenizer: of the model."""
+        for key, is_set in (
+            ("collapse_repeats", self.collapse_repeats),
+            ("decoding.no_open_endings", self.decoding.no_open_endings),
+        ):
+            if is_set and not TOKENIZERS[tokenizer].tokens_are_words:
+                raise UserError(
+                    f"evaluation.{key} is true, and with data.tokenizer = {tokenizer} tokens can be parts of a word; "
+                    "set it to false"
+                )
+        if self.decoding.no_open_endings and language != ENGLISH:
+            raise UserError(
+                f"evaluation.decoding.no_open_endings is true, and the list of these words is English, not {language}; "
+                "set it to false"
+            )
 
 
 class TrackingSection(Section):

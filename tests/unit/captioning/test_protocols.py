@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from jobs.import_ import import_checkpoint
+from models.decoding_config import PLAIN, Decoding
 from pipeline.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
 from pipeline.captioning.protocols import ensemble_protocol, run_protocol, search_settings
 from pipeline.captioning.service import CaptionService
@@ -44,7 +45,7 @@ def test_a_run_records_how_it_was_trained_and_is_evaluated(tmp_path: Path) -> No
     assert run_protocol(config, None).objective is None
     assert protocol.signature == (
         "expansionnet_v2, grid features, SCST, EOS in the reward, beam 3, at most 20 tokens, "
-        "ranked by the sum of log-probabilities, PTB tokens, document frequencies of the scored split"
+        "ranked by the sum of log-probabilities, no UNK, PTB tokens, document frequencies of the scored split"
     )
 
 
@@ -52,6 +53,7 @@ def test_every_field_of_a_protocol_has_words_and_can_differ() -> None:
     others: dict[str, Any] = {"system": "b", "features": "regions", "objective": "scst", "ranking": "sum"}
     others |= {"precision": "bfloat16", "num_models": 2, "beam_size": 3, "max_length": 30}
     others |= {"attend_padding": True, "collapse_repeats": True, "constrained": True}
+    others |= {"decoding": Decoding()}
     others |= {
         "language": "de",
         "tokenizer": "unicode",
@@ -83,12 +85,12 @@ def test_an_ensemble_has_what_its_members_share() -> None:
 
 def test_given_settings_come_before_those_of_the_bundles() -> None:
     recorded = Protocol(beam_size=4, max_length=30, ranking="sum")
-    assert search_settings(EvaluationSection(), [Protocol()]) == EvaluationSection()
+    assert search_settings(EvaluationSection(), [Protocol()]) == EvaluationSection(decoding=PLAIN)
     assert search_settings(EvaluationSection(), [recorded, Protocol()]) == EvaluationSection(
-        beam_size=4, max_length=30, ranking="sum"
+        beam_size=4, max_length=30, ranking="sum", decoding=PLAIN
     )
     given = EvaluationSection(max_length=9, ranking="mean", precision="bfloat16")
-    assert search_settings(given, [recorded]) == given.model_copy(update={"beam_size": 4})
+    assert search_settings(given, [recorded]) == given.model_copy(update={"beam_size": 4, "decoding": PLAIN})
     with pytest.raises(UserError, match=r"different ways: beam 4 and beam 5; set evaluation.beam_size$"):
         search_settings(EvaluationSection(), [recorded, Protocol(beam_size=5)])
     with pytest.raises(UserError, match="num_results = 3 is above beam_size = 2"):
@@ -107,7 +109,7 @@ def test_an_import_records_the_search_of_the_authors(tmp_path: Path) -> None:
             "expansionnet_v2", "grid", False, objective, eos, 1, 5, min(74, positions), "mean", collapse_repeats=False
         )  # type: ignore[arg-type]
         assert bundle_protocol(bundle.config) == expected
-        assert bundle.search == EvaluationSection(beam_size=5, max_length=min(74, positions))
+        assert bundle.search == EvaluationSection(beam_size=5, max_length=min(74, positions), decoding=PLAIN)
 
 
 def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
@@ -138,7 +140,15 @@ def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
         ({"beam_size": 0}, "beam_size"),
         ({"max_length": -1}, "max_length"),
         ({"max_length": 10**9}, "max_length"),
-        ({"ranking": "worst"}, "protocol.ranking"),
+        ({"ranking": "worst"}, "protocol.ranking = 'worst'"),
+        ({"ranking": 1e300}, "evaluation.ranking is 1e"),
+        ({"decoding": {"min_length": 10**9}}, "protocol.decoding.min_length = 1000000000"),
+        ({"decoding": {"min_length": 500}, "max_length": 20}, "min_length = 500 is above evaluation.max_length = 20"),
+        ({"decoding": {"sampling": True, "top_p": 7.0}}, "top_p is 7.0; it must be above 0 and at most 1"),
+        ({"decoding": {"sampling": True}, "beam_size": 5}, "evaluation.beam_size is 5; set it to 1"),
+        ({"decoding": {"beam_groups": 3}, "beam_size": 4}, "beam_groups = 3 does not divide evaluation.beam_size = 4"),
+        ({"decoding": {"unknown": 1}}, "unknown key protocol.decoding.unknown"),
+        ({"decoding": []}, "protocol.decoding"),
         ({"tokenizer": "x" * 10**4}, "protocol.tokenizer"),
         ({"language": "x" * 10**4}, "protocol.language"),
         ({"language": "de\n"}, "protocol.language"),
@@ -164,7 +174,7 @@ def test_the_images_of_a_data_file_leave_the_search_to_the_bundle(tmp_path: Path
     assert other.model_fields_set == {"max_length", "beam_size"}
     recorded = Protocol(beam_size=5, max_length=21, ranking="sum", collapse_repeats=True)
     assert search_settings(other, [recorded]) == EvaluationSection(
-        beam_size=3, max_length=9, ranking="sum", collapse_repeats=True
+        beam_size=3, max_length=9, ranking="sum", collapse_repeats=True, decoding=PLAIN
     )
 
 
@@ -174,7 +184,7 @@ def test_a_bundle_without_a_protocol_is_searched_as_before(tmp_path: Path) -> No
     del config["protocol"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     bundle = load_bundle(folder)
-    assert bundle.search == EvaluationSection() and bundle_protocol(bundle.config) == Protocol(
+    assert bundle.search == EvaluationSection(decoding=PLAIN) and bundle_protocol(bundle.config) == Protocol(
         "expansionnet_v2", attend_padding=False
     )
     del config["model"]["name"]  # the default is ExpansionNet v2
