@@ -1,10 +1,15 @@
-"""Tiny backbones of timm's families, with random weights."""
+"""Tiny backbones of timm's families, with random weights, and captioners with them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from models.config import BackboneConfig
+import torch
+
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from models.registry import build_model
 
 _PLAIN: dict[str, Any] = {"image_size": 32, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "patch_size": 8}
 _STAGES: dict[str, Any] = {"image_size": 64, "embed_dim": 8, "depths": (1, 1, 1, 1)}
@@ -30,3 +35,13 @@ FAMILIES = {
     "coatnet": BackboneConfig("coatnet_0_rw_224", **_STAGES | {"embed_dim": 32}),
     "pvt": BackboneConfig("pvt_v2_b0", image_size=64),  # its sizes are fixed
 }
+
+
+def small_captioner(family: str) -> Captioner:
+    """A captioner with a backbone of FAMILIES."""
+    torch.manual_seed(0)
+    backbone = Backbone(FAMILIES[family])
+    sizes = ModelSizes(backbone.width, 12, 10, sos=0, eos=1, pad=2)
+    config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1,
+                                static_expansion=(4,), dynamic_expansion=2)  # fmt: skip
+    return Captioner(build_model(config, sizes), backbone)

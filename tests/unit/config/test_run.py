@@ -194,6 +194,20 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
             "stage xe_frozen has max_grad_norm = 1.0 and max_grad_value = 0.1",
             "set the other to null",
         ),
+        (
+            ["stages.xe_frozen.optimizer.layer_decay=0.8"],
+            "stage xe_frozen has optimizer.layer_decay = 0.8, which is for the backbone, and train_backbone is false",
+            "leave it out",
+        ),
+        (["stages.xe_frozen.optimizer.backbone_lr_factor=2"], "optimizer.backbone_lr_factor = 2", "leave it out"),
+        (["stages.xe_finetune.optimizer.layer_decay=1.5"], "optimizer.layer_decay = 1.5", "less than or equal to 1"),
+        (["stages.xe_finetune.optimizer.decayed_weights=some"], "optimizer.decayed_weights = 'some'", "'linear'"),
+        (
+            ["stages.xe_frozen.schedule={name: cosine, min_lr: 1}"],
+            "stage xe_frozen has schedule.min_lr = 1 above lr = 0.001",
+            "lower min_lr",
+        ),
+        (["stages.xe_frozen.freeze=model"], "stages.xe_frozen.freeze = 'model'", "tuple"),
         (["stages.xe_frozen.max_grad_value=0"], "stages.xe_frozen.max_grad_value = 0", "greater than 0"),
         (["data.language=De"], "'De' is not a language code", "such as en"),
         (["data.language=pt-BR"], "'pt-BR' is not a language code", "primary code"),
@@ -263,10 +277,16 @@ def test_keys_at_their_defaults_are_the_same_run() -> None:
         "model.cross_attention_dropout=false",
         "stages.xe_frozen.max_grad_value=null",
         "data.tokenizer=expansionnet",
+        "stages.xe_finetune.freeze=[]",
+        *(f"stages.xe_finetune.optimizer.{each}" for each in ("layer_decay=1", "decayed_weights=all")),
+        "stages.xe_finetune.optimizer.backbone_lr_factor=1.0",
         *("backbone.patch_size=null", "backbone.prefix_tokens=drop", "backbone.pool=1", "backbone.transform=auto"),
     ]
     others = ["model.decoder=mask_token", "model.activation=gelu", "model.input_dropout=0.5"]
     others += ["backbone.pool=2", "backbone.transform=squash", "model.encoder_clusters=none"]
+    others += [f"stages.xe_finetune.optimizer.{each}" for each in ("layer_decay=0.9", "decayed_weights=linear")]
+    others += ["stages.xe_finetune.optimizer.backbone_lr_factor=0.5", "stages.xe_finetune.freeze=[model.input]"]
+    others += ["stages.xe_frozen.schedule.name=cosine"]
     others += ["model.cross_attention_dropout=true", "stages.xe_frozen.max_grad_value=0.1", "data.tokenizer=tokens"]
     base = config_identity(load_config(path))
     assert config_identity(load_config(path, defaults)) == base

@@ -16,13 +16,13 @@ from pipeline.runs.preflight import require_possible
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, StageRun, stage_captioner
 from tests.conftest import small_config
+from tests.support.backbones import small_captioner
 from tests.support.runs import STAGES, prepare_run
-from tests.unit.training.test_optimizer import make_captioner
 
 
 @pytest.fixture(scope="module")
 def captioner() -> Captioner:
-    return make_captioner("vit")
+    return small_captioner("vit")
 
 
 def frozen(captioner: Captioner, *patterns: str) -> set[str]:

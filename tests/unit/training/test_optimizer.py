@@ -12,15 +12,12 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from models.backbone import Backbone
 from models.captioner import Captioner
-from models.config import ExpansionNetConfig, ModelSizes
-from models.registry import build_model
 from pipeline.config.load import load_config
 from pipeline.config.sections import OptimizerSection, ScheduleSection
 from pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
 from tests.conftest import ROOT
-from tests.support.backbones import FAMILIES
+from tests.support.backbones import FAMILIES, small_captioner
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
 
@@ -80,15 +77,6 @@ def test_the_cosine_falls_to_min_lr_in_the_last_step(warmup: int, total: int) ->
         assert rates[warmup - 1] == 3.0 and rates[-1] == pytest.approx(0.2)
 
 
-def make_captioner(family: str | None = None) -> Captioner:
-    torch.manual_seed(0)
-    backbone = None if family is None else Backbone(FAMILIES[family])
-    sizes = ModelSizes(8 if backbone is None else backbone.width, 12, 10, sos=0, eos=1, pad=2)
-    config = ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1,
-                                static_expansion=(4,), dynamic_expansion=2)  # fmt: skip
-    return Captioner(build_model(config, sizes), backbone)
-
-
 def settings_of(captioner: Captioner, key: str, **values: Any) -> dict[str, float]:
     """The value of a key in the group of each parameter, by the parameter's name; 1 for a group without the key."""
     optimizer = make_optimizer(captioner, OptimizerSection(**values), 0.1)
@@ -100,7 +88,7 @@ def settings_of(captioner: Captioner, key: str, **values: Any) -> dict[str, floa
 
 @pytest.mark.parametrize("name", ["radam", "adam", "adamw"])
 def test_the_defaults_make_one_group_as_before(name: Any) -> None:
-    captioner = make_captioner("vit")
+    captioner = small_captioner("vit")
     classes = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     ours = make_optimizer(captioner, OptimizerSection(name=name, weight_decay=0.1), 0.1)
     plain = classes[name](captioner.parameters(), 0.1, (0.9, 0.98), 1e-9, 0.1, foreach=True)
@@ -113,7 +101,7 @@ def test_the_defaults_make_one_group_as_before(name: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_every_family_have_timms_rates(family: str) -> None:
     """A layer that timm does not know stands for the captioning model."""
-    captioner = make_captioner(family)
+    captioner = small_captioner(family)
     ours = settings_of(captioner, "lr_factor", layer_decay=0.7, backbone_lr_factor=0.5)
     assert captioner.backbone is not None
     network = captioner.backbone.network
@@ -132,7 +120,7 @@ def test_layers_of_every_family_have_timms_rates(family: str) -> None:
 
 def test_rates_of_a_vit_layer_by_layer() -> None:
     """Written down: two blocks, and the parameters before the first one."""
-    captioner = make_captioner("vit")
+    captioner = small_captioner("vit")
     for factor, decay in ((0.3, 1.0), (1.0, 0.5), (0.3, 0.5)):
         found = settings_of(captioner, "lr_factor", layer_decay=decay, backbone_lr_factor=factor)
         layers = {r"blocks\.1|norm": 1, r"blocks\.0": 2, r"patch_embed|pos_embed|cls_token": 3}
@@ -145,7 +133,7 @@ def test_rates_of_a_vit_layer_by_layer() -> None:
 
 def test_every_group_follows_the_schedule() -> None:
     section = OptimizerSection(name="adamw", weight_decay=0.1, decayed_weights="linear", layer_decay=0.5)
-    optimizer = make_optimizer(make_captioner("vit"), section, 0.1)
+    optimizer = make_optimizer(small_captioner("vit"), section, 0.1)
     pairs = {(group.get("lr_factor", 1.0), group["weight_decay"]) for group in optimizer.param_groups}
     assert len(optimizer.param_groups) == len(pairs) == 8
     for rate in (0.1, 0.02):
@@ -158,7 +146,7 @@ def test_every_group_follows_the_schedule() -> None:
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet", "beit"])
 def test_only_linear_layers_decay(family: str) -> None:
     """One step of AdamW without a gradient multiplies a weight by 1 - rate x decay, or leaves it as it is."""
-    captioner = make_captioner(family)
+    captioner = small_captioner(family)
     before = {name: each.detach().clone() for name, each in captioner.named_parameters()}
     for parameter in captioner.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -180,7 +168,7 @@ def test_only_linear_layers_decay(family: str) -> None:
 
 def test_a_smaller_rate_makes_smaller_steps() -> None:
     """The first step of Adam is the rate times the sign of the gradient."""
-    captioner = make_captioner("swin")
+    captioner = small_captioner("swin")
     before = {name: each.detach().clone() for name, each in captioner.named_parameters()}
     for parameter in captioner.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -193,7 +181,7 @@ def test_a_smaller_rate_makes_smaller_steps() -> None:
 
 
 def test_a_model_without_numbered_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    captioner = make_captioner("vit")
+    captioner = small_captioner("vit")
     assert captioner.backbone is not None
     monkeypatch.delattr(type(captioner.backbone.network), "group_matcher")
     with pytest.raises(ValueError, match=r"optimizer.layer_decay needs .* vit_tiny_patch16_224 has none; set it to 1"):
