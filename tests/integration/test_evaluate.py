@@ -251,7 +251,11 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     columns = [range(len(keys)), ["test"] * len(keys), keys, [["x"]] * len(keys), keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
     config = load_config(configuration(tmp_path)).model_copy(
-        update={"evaluation": EvaluationSection(beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"])}
+        update={
+            "evaluation": EvaluationSection(
+                beam_size=3, num_results=3, max_length=recorded["config"]["beam_len"], decoding=PLAIN
+            )
+        }
     )
     models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
     captioned = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from jobs.cli import main
 from jobs.constraints import constraints as make_constraints
-from models.base import Features
+from models.decoding_config import PLAIN
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import CaptionSearch, caption_batches
+from pipeline.captioning.captioning import CaptionSearch
 from pipeline.captioning.constraints import ImageConstraints, build_automata, read_constraints, write_constraints
 from pipeline.captioning.detections import (
     EXCLUDED,
@@ -27,13 +26,13 @@ from pipeline.captioning.detections import (
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.errors import UserError
-from pipeline.features.model_inputs import Images
-from pipeline.runs.evaluation import Hypothesis, split_result
+from pipeline.runs.evaluation import split_result
 from pipeline.runtime.context import LocalContext
 from pipeline.scoring.split_result import ConstraintCounts, SplitResult
 from pipeline.storage.file_cache import ChangedError
 from pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
+from tests.support.few_images import FewImages, caption_split, half
 from tests.support.logs import on_message
 from tests.support.models import follow
 
@@ -47,13 +46,6 @@ TREE = {
 }
 WHOLE = LocalContext()
 BOX, INSIDE, APART = (0.0, 0.0, 10.0, 10.0), (0.0, 0.0, 10.0, 9.0), (20.0, 20.0, 30.0, 30.0)
-
-
-def half(rank: int) -> LocalContext:
-    """One of two workers."""
-    context = LocalContext()
-    context.world_rank, context.world_size = rank, 2
-    return context
 
 
 def hierarchy(folder: Path, tree: Any = TREE) -> Path:
@@ -201,32 +193,6 @@ def test_the_command_writes_constraints_of_words_in_the_vocabulary(
     assert read_constraints(out)[1] == ImageConstraints((("animal",), ("cat",)), 1)
 
 
-class FewImages(Images):
-    """Features in memory, in place of a store."""
-
-    def __init__(self, features: torch.Tensor) -> None:
-        self.store = self.positions = self.transform = None
-        self.features, self.image_ids = features, np.arange(len(features)) + 1
-        self.uris = [""] * len(features)
-        self.unreadable: set[int] = set()  # rows
-        self.error: Exception = BadImage("row 3 is damaged")
-
-    def load(self, rows: np.ndarray) -> Features:
-        if self.unreadable.intersection(rows.tolist()):
-            raise self.error
-        return Features(self.features[rows])
-
-
-def caption_split(*arguments: Any) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
-    """The captions and unreadable images of all batches."""
-    hypotheses: dict[int, list[Hypothesis]] = {}
-    unreadable: dict[int, str] = {}
-    for captions, reasons in caption_batches(*arguments):
-        hypotheses |= captions
-        unreadable |= reasons
-    return hypotheses, unreadable
-
-
 def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: Path) -> None:
     bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
     torch.manual_seed(3)
@@ -274,8 +240,9 @@ def test_a_split_in_bfloat16(tmp_path: Path) -> None:
     bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
     images = FewImages(torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(3)))
     log_probs = []
+    search_keys: dict[str, Any] = {"beam_size": 3, "max_length": 9, "decoding": PLAIN}
     for precision in ("float32", "bfloat16"):
-        settings = EvaluationSection(beam_size=3, max_length=9, precision=precision)  # type: ignore[arg-type]
+        settings = EvaluationSection(**search_keys, precision=precision)  # type: ignore[arg-type]
         search = CaptionSearch(settings, WORDS, with_alignment=True)
         found, _ = caption_split([bundle.captioner], [images], search, WHOLE)
         assert all(own[0].alignment is not None for own in found.values())

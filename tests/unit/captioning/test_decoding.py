@@ -1,0 +1,237 @@
+"""The keys of `evaluation.decoding` in evaluations, services, `raycap caption` and protocols."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.caption import caption
+from jobs.cli import main
+from models.decoding_config import PLAIN, Decoding
+from pipeline.captioning.bundle import Bundle, load_bundle
+from pipeline.captioning.captioning import CaptionSearch
+from pipeline.captioning.constraints import ImageConstraints, build_automata
+from pipeline.captioning.decoding import score_rules
+from pipeline.captioning.protocols import ensemble_protocol, run_protocol, searched
+from pipeline.captioning.service import CaptionService
+from pipeline.comparison.protocol import Protocol
+from pipeline.comparison.published import published_rows
+from pipeline.config.load import load_config, parse_config
+from pipeline.config.sections import EvaluationSection
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.errors import UserError
+from pipeline.runs.identity import config_identity
+from pipeline.runtime.context import LocalContext
+from tests.conftest import ROOT, small_config
+from tests.support.bundles import WORDS, make_bundle, write_images
+from tests.support.few_images import FewImages, caption_split, half
+from tests.support.models import one_thread  # noqa: F401
+
+SAMPLED = Decoding(sampling=True, temperature=1.5, top_k=9, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("bundle") / "small")
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path) -> Bundle:
+    return load_bundle(folder)
+
+
+def pixels(count: int) -> torch.Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_rules_have_the_words_of_the_vocabulary() -> None:
+    rules = score_rules(EvaluationSection(ranking=0.5), WORDS)
+    assert rules.unk == WORDS.ids["UNK"] and rules.length_normalization == 0.5
+    assert [WORDS.words[index] for index in rules.open_endings] == ["a", "the"]
+    assert score_rules(EvaluationSection(ranking="sum"), WORDS).length_normalization is False
+
+
+def test_an_evaluation_follows_the_rules(tmp_path: Path) -> None:
+    captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
+    with torch.no_grad():
+        captioner.model.lm_head.bias[WORDS.ids["UNK"]] += 20.0  # type: ignore[union-attr, index, operator]
+    images = FewImages(torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(3)))
+
+    def captions(**keys: Any) -> list[str]:
+        settings = EvaluationSection(max_length=10, beam_size=4, decoding=Decoding(**keys))
+        found, _ = caption_split([captioner], [images], CaptionSearch(settings, WORDS), LocalContext())
+        return [ranked[0].caption for ranked in found.values()]
+
+    assert all("UNK" in text for text in captions(suppress_unk=False))
+    assert all("UNK" not in text for text in captions())
+    for text in captions(min_length=7, no_repeat_ngram=1, no_open_endings=True):
+        words = text.split()
+        assert len(words) >= 5 and len(set(words)) == len(words) and words[-1] not in ("a", "the")
+
+
+def test_drawn_captions_depend_on_image_and_seed_only(tmp_path: Path) -> None:
+    """Not on batches and workers; the captions of an image are in the order of their scores."""
+    captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
+    images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
+
+    def captions(context: LocalContext, seed: int = 0, batch_size: int = 3) -> dict[int, list[str]]:
+        settings = EvaluationSection(
+            beam_size=1, num_results=3, max_length=9, batch_size=batch_size, decoding=replace(SAMPLED, seed=seed)
+        )
+        found, _ = caption_split([captioner], [images], CaptionSearch(settings, WORDS), context)
+        for ranked in found.values():
+            lengths = [min([*each.tokens, WORDS.eos].index(WORDS.eos) + 1, len(each.tokens)) for each in ranked]
+            means = [each.log_prob / length for each, length in zip(ranked, lengths, strict=True)]
+            assert means == sorted(means, reverse=True)
+        return {image: [each.caption for each in ranked] for image, ranked in found.items()}
+
+    whole = captions(LocalContext())
+    assert captions(LocalContext(), batch_size=7) == whole == captions(half(0)) | captions(half(1))
+    assert captions(LocalContext(), seed=1) != whole
+    assert all(len(texts) == 3 for texts in whole.values()) and len({texts[0] for texts in whole.values()}) > 1
+
+
+def test_a_service_takes_the_bundles_rules_and_others_in_their_place(folder: Path, tmp_path: Path) -> None:
+    recorded = Protocol(beam_size=4, decoding=Decoding(min_length=6, no_repeat_ngram=2))
+    bundle = load_bundle(make_bundle(tmp_path / "recorded", protocol=recorded))
+    service = CaptionService(bundle)
+    assert service.search.decoding == recorded.decoding
+    assert all(len(ranked[0][0].split()) >= 4 for ranked in service.caption(pixels(4)))
+    changed = CaptionService(bundle, search={"decoding": {"beam_groups": 2}, "ranking": 0.6}).search
+    assert changed.decoding == replace(recorded.decoding, beam_groups=2)
+    assert (changed.ranking, changed.beam_size, changed.max_length) == (0.6, 4, 12)
+    assert CaptionService(load_bundle(folder)).search.decoding == PLAIN, "older bundles are searched as before"
+    for search, words in (
+        ({"decoding": {"sampling": True}}, "evaluation.beam_size is 4; set it to 1"),
+        ({"decoding": {"top": 1}}, "unknown key evaluation.decoding.top"),
+        ({"precision": "bfloat16"}, "evaluation.precision cannot be given here; known: beam_size, "),
+        ({"decoding": {"min_length": 90}}, "min_length = 90 is above evaluation.max_length = 20"),
+    ):
+        with pytest.raises(UserError, match=words):
+            CaptionService(bundle, search=search)
+
+
+def test_a_service_draws_the_same_captions_of_an_image_in_any_batch(bundle: Bundle) -> None:
+    search = {"beam_size": 1, "decoding": {"sampling": True, "temperature": 1.5}}
+    service = CaptionService(bundle, search=search)
+    together = service.caption(pixels(5), num_results=2)
+    alone = [service.caption(image[None], num_results=2)[0] for image in pixels(5)]
+    assert [[text for text, _ in ranked] for ranked in together] == [[text for text, _ in ranked] for ranked in alone]
+    assert len({ranked[0][0] for ranked in together}) > 1
+    other = CaptionService(bundle, search=search | {"decoding": search["decoding"] | {"seed": 1}})  # type: ignore[operator]
+    assert other.caption(pixels(5), num_results=2) != together
+
+
+def test_the_command_sets_keys_of_the_search(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, out = write_images(tmp_path / "images", 3), tmp_path / "captions.jsonl"
+    drawn = ["--beam", "1", "--set", "evaluation.decoding.sampling=true", "--set", "evaluation.decoding.top_p=0.9"]
+    assert main(["caption", *images, "--model", str(folder), "--out", str(out), "--n-best", "3", *drawn]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(len(row["n_best"]) == 3 and row["decoding"]["top_p"] == 0.9 for row in rows)
+    assert "ranking" not in rows[0]
+    written = out.read_text()
+    assert main(["caption", *images, "--model", str(folder), "--out", str(out), "--n-best", "3", *drawn]) == 0
+    assert out.read_text() == written
+    with pytest.raises(UserError, match=r"was written with .*'decoding': \{.*'top_p': 0.9.*, not .*'decoding': None"):
+        caption(images, str(folder), out=str(out), beam_size=1, num_results=1)
+    plain = tmp_path / "plain.jsonl"
+    assert caption(images, str(folder), out=str(plain)) == 0
+    assert "decoding" not in json.loads(plain.read_text().splitlines()[0])
+    with pytest.raises(UserError, match=r"was written with \{'decoding': None\}, not .*'min_length': 8"):
+        caption(images, str(folder), out=str(plain), set_=["evaluation.decoding.min_length=8"])
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["evaluation.decoding.sampling=true"], "evaluation.beam_size is 5; set it to 1"),
+        (["evaluation.decoding.beam_groups=2"], "beam_groups = 2 does not divide evaluation.beam_size = 5"),
+        (["evaluation.decoding.top_k=3"], "top_k is for drawn captions"),
+        (["evaluation.precision=float32"], "key evaluation.precision cannot be given here"),
+        (["evaluation=3"], "--set evaluation: give its keys one by one"),
+        (["data.language=de"], "--set data: only keys of the section evaluation"),
+        (["evaluation.ranking=best"], "evaluation.ranking is 'best'; it must be mean, sum, or the exponent"),
+    ],
+)
+def test_what_contradicts_is_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    images = write_images(tmp_path / "images", 1)
+    arguments = [word for option in options for word in ("--set", option)]
+    assert main(["caption", *images, "--model", str(folder), *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_results": 6}, "num_results = 6 is above beam_size = 5; raise the beam"),
+        ({"constraints": "words.jsonl", "beam_size": 1, "decoding": {"sampling": True}}, "evaluation.constraints is"),
+        ({"constraints": "words.jsonl", "decoding": {"beam_groups": 5}}, "leave out evaluation.decoding.beam_groups"),
+        ({"decoding": {"min_length": 21}}, "min_length = 21 is above evaluation.max_length = 20"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_config(small_config(tmp_path) | {"evaluation": values})
+
+
+def test_open_endings_are_english_words() -> None:
+    key = "evaluation.decoding.no_open_endings=true"
+    assert load_config(ROOT / "configs" / "demo.yaml", [key]).evaluation.decoding.no_open_endings
+    for name, words in (
+        ("demo_de", "the list of these words is English, not de"),
+        ("demo_subword", "with data.tokenizer = subword tokens can be parts of a word"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_config(ROOT / "configs" / f"{name}.yaml", [key])
+
+
+def test_subwords_repeat_no_tokens(tmp_path: Path) -> None:
+    vocabulary = Vocabulary.train_subwords(["a red cat sits on the mat"] * 3, 300, 1)
+    rules = score_rules(EvaluationSection(decoding=Decoding(no_repeat_ngram=2)), vocabulary)
+    assert rules.unk == vocabulary.ids["UNK"] and rules.decoding.no_repeat_ngram == 2
+
+
+def test_constraints_go_with_rules_and_not_with_groups(tmp_path: Path) -> None:
+    captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
+    images = FewImages(torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(3)))
+    settings = EvaluationSection(beam_size=3, max_length=10, decoding=Decoding(min_length=7, no_repeat_ngram=1))
+    automata = build_automata({1: ImageConstraints((("mat",),))}, WORDS, "c")
+    search = CaptionSearch(settings, WORDS)
+    found, _ = caption_split([captioner], [images], search, LocalContext(), automata)
+    words = found[1][0].caption.split()
+    assert "mat" in words and len(words) >= 5 and len(set(words)) == len(words)
+
+
+def test_results_that_were_decoded_differently_are_not_compared(tmp_path: Path) -> None:
+    plain, default = EvaluationSection(decoding=PLAIN), EvaluationSection()
+    trained = Protocol("expansionnet_v2", "grid", False, "scst", True)
+    printed = published_rows(searched(trained, default), "test", [])
+    assert printed and all("printed: all words allowed, ours: no UNK" in reason for _, reason in printed)
+    assert not any("all words allowed" in reason for _, reason in published_rows(searched(trained, plain), "test", []))
+    # models that were evaluated in different ways are one ensemble once the search is given
+    members = [searched(replace(trained, decoding=decoding), default) for decoding in (PLAIN, Decoding(min_length=5))]
+    assert ensemble_protocol(members).decoding == Decoding()
+
+
+def test_the_papers_recipes_suppress_nothing_and_identities_have_the_key_unless_it_is_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
+        monkeypatch.setenv(variable, "coco")
+    for name in ("expansionnet_v2_coco", "meshed_memory_coco", "clustformer_coco", "clustformer_code_coco"):
+        config = load_config(ROOT / "configs" / f"{name}.yaml")
+        assert config.evaluation.decoding == PLAIN
+        assert run_protocol(config, None).decoding == PLAIN
+    demo = ROOT / "configs" / "demo.yaml"
+    before = config_identity(load_config(demo))
+    assert config_identity(load_config(demo, ["evaluation.decoding.suppress_unk=true"])) == before
+    assert config_identity(load_config(demo, ["evaluation.decoding.suppress_unk=false"])) != before
