@@ -422,15 +422,23 @@ class Evaluation:
             metrics=metrics,
             training_captions=training_captions or None,
             language=language,
-            inputs=self._score_inputs(result.several),
+            inputs=self._score_inputs(result.split, result.several),
         )
         is_synthetic = self.config.data.synthetic is not None
         accuracy = main_object_accuracy(captions, references, self.config.data.language) if is_synthetic else None
         return replace(result, scores=scores, main_object=accuracy)
 
-    def _score_inputs(self, several: Mapping[int, Sequence[str]]) -> ScoreInputs:
-        """The inputs of metrics. several: all captions of each image, if there are more than one."""
-        return score_inputs(self.config.evaluation.inputs, self.language, several, self.config.data)
+    def _score_inputs(self, split: str, several: Mapping[int, Sequence[str]]) -> ScoreInputs:
+        """The inputs of metrics of a split. several: all captions of each image, if there are more than one."""
+        config, uris = self.config, self.images_by_split[split].uris()
+        return score_inputs(
+            config.evaluation.inputs,
+            self.language,
+            config.data,
+            several=several,
+            uris=uris,
+            options=config.storage.options,
+        )
 
     def _compared_result(self, result: SplitResult, compared: Captioned) -> SplitResult:
         """The result of the model of `--compare`, with scores for the same images and metrics as `result`."""
@@ -440,7 +448,7 @@ class Evaluation:
             raise JobFailedError(OTHER_IMAGES)
         scored_captions = {image: captions[image] for image in references}
         metrics, language = tuple(result.values), self.language
-        inputs = self._score_inputs(compared.several)
+        inputs = self._score_inputs(result.split, compared.several)
         scores = score_captions(references, scored_captions, metrics=metrics, language=language, inputs=inputs)
         return SplitResult(f"{result.split}, the other", captions, scores=scores)
 

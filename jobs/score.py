@@ -16,7 +16,14 @@ from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH, code_problem
 from pipeline.score_inputs.inputs import score_inputs
 from pipeline.scoring.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
-from pipeline.scoring.result_files import read_n_best, read_predictions, read_references, shorten
+from pipeline.scoring.result_files import (
+    ImageId,
+    read_file_names,
+    read_n_best,
+    read_predictions,
+    read_references,
+    shorten,
+)
 from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.untrusted.names import shown
 
@@ -37,8 +44,9 @@ def score(
     language: Annotated[
         str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")
     ] = ENGLISH,
-    inputs: Annotated[
-        Path | None, typer.Option(help="A YAML file with the keys of evaluation.inputs, for CHAIR.")
+    inputs: Annotated[Path | None, typer.Option(help="A YAML file with the keys of evaluation.inputs.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="The folder of the images that the references name, for CLIPScore and PAC-S.")
     ] = None,
     n_best: Annotated[
         Path | None, typer.Option(help="Several captions per image, as `raycap evaluate` writes them, for diversity.")
@@ -76,13 +84,14 @@ def score(
         print(f"{count} have no prediction: left out, also of the document frequencies")
     section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
     several = None if n_best is None else read_n_best(n_best)
+    uris = None if images is None else _image_files(images, references)
     scores = score_captions(
         captions,
         candidates,
         metrics=metrics or DEFAULT_METRICS,
         java_deadline_s=java_deadline_s,
         language=language,
-        inputs=score_inputs(section, language, several),
+        inputs=score_inputs(section, language, several=several, uris=uris),
     )
     print(format_scores(scores))
     if json_file is not None:
@@ -93,6 +102,13 @@ def score(
         _write_per_image(per_image, scores, [candidates[image] for image in scores.image_ids])
         print(f"Scores of each image: {per_image}")
     return scores
+
+
+def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
+    """The file of each image, by id. Raises UserError for a folder that does not exist."""
+    if not folder.is_dir():
+        raise UserError(f"--images {folder}: no such folder; give the folder of the images")
+    return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}
 
 
 def format_scores(scores: Scores) -> str:

@@ -106,7 +106,22 @@ Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in ste
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the rows of `pipeline.scoring.metrics.TABLE` that are not computed by default
 FurtherMetrics = Annotated[
-    tuple[Literal["CIDEr-R", "CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"], ...],
+    tuple[
+        Literal[
+            "CIDEr-R",
+            "CHAIR-i",
+            "CHAIR-s",
+            "Div-1",
+            "Div-2",
+            "mBLEU-4",
+            "self-CIDEr",
+            "CLIPScore",
+            "RefCLIPScore",
+            "PAC-S",
+            "RefPAC-S",
+        ],
+        ...,
+    ],
     Field(max_length=100),
 ]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
@@ -502,11 +517,21 @@ class WorkersSection(Section):
             )
 
 
+class EncoderSection(Section):
+    """The files of a CLIP model (`models.dual_encoder`)."""
+
+    weights: Annotated[Text, Identity.LARGE_FILE]
+    merges: Annotated[Text, Identity.FILE]  # of its tokenizer
+    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"  # OpenAI's; most models of open_clip have gelu
+
+
 class ScoreInputsSection(Section):
     """Files that some of `evaluation.metrics` need; `pipeline.score_inputs` describes them."""
 
     objects: Annotated[Text | None, Identity.FILE] = None  # the words for objects, for CHAIR
     instances: Annotated[Text | None, Identity.FILE] = None  # COCO's annotations of objects, for CHAIR
+    clip: EncoderSection | None = None  # for CLIPScore
+    pac: EncoderSection | None = None  # for PAC-S: a CLIP with the weights of its authors
 
     def check_values(self) -> None:
         if self.instances is not None and self.objects is None:
@@ -515,6 +540,9 @@ class ScoreInputsSection(Section):
     def files(self) -> dict[str, str]:
         """The files that are named, by key."""
         files = {"objects": self.objects, "instances": self.instances}
+        for key, encoder in (("clip", self.clip), ("pac", self.pac)):
+            if encoder is not None:
+                files |= {f"{key}.weights": encoder.weights, f"{key}.merges": encoder.merges}
         return {f"evaluation.inputs.{key}": file for key, file in files.items() if file is not None}
 
 

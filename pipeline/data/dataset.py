@@ -83,6 +83,10 @@ class Dataset:
         """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
         return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
+    def uris(self) -> dict[int, str]:
+        """Where each image is, by image id."""
+        return dict(zip(self.column("image_id"), self.column("uri"), strict=True))
+
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
         """The data set without captions in which the tokenizer finds no word.
 

@@ -118,16 +118,19 @@ def _read_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) ->
 
 def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult]) -> RunScores:
     """Scores the splits of a run and writes scores.json. Test splits get all metrics."""
-    test_splits = folder.config.data.test_splits
-    language, section = folder.config.data.language, folder.config.evaluation
-    is_synthetic = folder.config.data.synthetic is not None
+    data, section = folder.config.data, folder.config.evaluation
+    language, is_synthetic = data.language, data.synthetic is not None
 
     def score(result: SplitResult) -> SplitResult:
         """The result of a split with its scores added."""
-        references = dataset.split(result.split).references()
+        images = dataset.split(result.split)
+        references = images.references()
         accuracy = main_object_accuracy(result.captions, references, language) if is_synthetic else None
-        metrics = metrics_of_split(section.metrics, is_test=result.split in test_splits)
-        inputs = score_inputs(section.inputs, language, result.several, folder.config.data)
+        metrics = metrics_of_split(section.metrics, is_test=result.split in data.test_splits)
+        options = folder.config.storage.options
+        inputs = score_inputs(
+            section.inputs, language, data, several=result.several, uris=images.uris(), options=options
+        )
         scores = score_captions(references, result.captions, metrics=metrics, language=language, inputs=inputs)
         return replace(result, scores=scores, main_object=accuracy)
 

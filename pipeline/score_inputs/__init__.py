@@ -1,1 +1,1 @@
-"""What some metrics need besides captions: the words for objects, and the objects in images."""
+"""What some metrics need besides captions: the words for objects, the objects in images, and encoders."""

@@ -6,25 +6,40 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.sections import DataSection, ScoreInputsSection
+from pipeline.config.sections import DataSection, EncoderSection, ScoreInputsSection
 from pipeline.data.scene_captions import shape_names
 from pipeline.score_inputs.objects import read_instances, read_names
-from pipeline.scoring.grounding import Objects
+from pipeline.scoring.grounding import Encoder, Objects
 from pipeline.scoring.metrics import ScoreInputs
+from pipeline.storage.path import StorageOptions
 
 
 def score_inputs(
     section: ScoreInputsSection,
     language: str,
-    several: Mapping[Any, Sequence[str]] | None = None,
     data: DataSection | None = None,
+    *,
+    several: Mapping[Any, Sequence[str]] | None = None,
+    uris: Mapping[Any, str] | None = None,
+    options: StorageOptions = StorageOptions(),
 ) -> ScoreInputs:
-    """The inputs of metrics. several: two or more raw captions of each image, by id.
+    """The inputs of metrics.
 
     data: that of the captions. The objects of the synthetic data set are its shapes, unless the section names others.
-    Raises UserError for a file that cannot be read.
+    several: two or more raw captions of each image, by id. uris: of the images, by id. options: of images on S3. Raises
+    UserError for a file of objects that cannot be read; the files of encoders are read when a metric needs them.
     """
-    return ScoreInputs(_objects(section, language, data), several or None)
+
+    def encoder(files: EncoderSection | None) -> Encoder | None:
+        if files is None:
+            return None
+        from pipeline.score_inputs.encoders import FileEncoder
+
+        max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
+        return FileEncoder(files, uris or {}, max_pixels, options)
+
+    objects = _objects(section, language, data)
+    return ScoreInputs(objects, several or None, encoder(section.clip), encoder(section.pac))
 
 
 def _objects(section: ScoreInputsSection, language: str, data: DataSection | None) -> Objects | None:

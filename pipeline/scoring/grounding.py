@@ -1,11 +1,11 @@
-"""Metrics that compare captions with the objects of an image: CHAIR."""
+"""Metrics that compare captions with an image or its objects: CHAIR, CLIPScore and PAC-S."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,21 @@ _PLURALS = {
     **{"man": "men", "person": "people", "child": "children", "foot": "feet", "goose": "geese", "mouse": "mice"},
     **{"knife": "knives", "leaf": "leaves", "shelf": "shelves", "calf": "calves", "wolf": "wolves", "scarf": "scarves"},
 }
+
+
+PROMPT = "A photo depicts "  # before every caption and reference, as in the authors' code of CLIPScore and PAC-S
+CLIP_WEIGHT, PAC_WEIGHT = 2.5, 2.0  # w in `image_similarity`
+
+
+class Encoder(Protocol):
+    """A model that gives unit vectors (N, D) for images, by id, and for texts. name: for the signature of scores."""
+
+    @property
+    def name(self) -> str: ...
+
+    def images(self, image_ids: Sequence[Any]) -> np.ndarray: ...
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -88,3 +103,29 @@ def hallucinations(
     mentions = [objects.mentions(words) for words in captions]
     wrong = [sum(name not in known for name in names) for names, known in zip(mentions, in_images, strict=True)]
     return np.array(wrong), np.array([len(names) for names in mentions])
+
+
+def image_similarity(images: np.ndarray, captions: np.ndarray, weight: float) -> np.ndarray:
+    """CLIPScore or PAC-S of each image (images,): w * max(cos(image, caption), 0), from unit vectors (images, D).
+
+    Sources: Hessel et al. 2021 (arXiv 2104.08718), w = 2.5; Sarto et al. 2023 (arXiv 2303.12112), w = 2, which differs
+    in the encoder's weights. Captions follow PROMPT.
+    """
+    cosine: np.ndarray = (images * captions).sum(1)
+    return weight * np.maximum(cosine, 0.0)
+
+
+def with_references(
+    similarity: np.ndarray, captions: np.ndarray, references: np.ndarray, num_references: Sequence[int]
+) -> np.ndarray:
+    """RefCLIPScore or RefPAC-S of each image (images,).
+
+    It is the harmonic mean of `similarity`, the result of `image_similarity`, and of max(cos(caption, reference), 0),
+    the largest over the image's references; 0 where one of the two is 0. Sources as there. captions (images, D) and
+    references (sum of num_references, D): unit vectors.
+    """
+    first = np.cumsum(num_references) - num_references
+    cosine = (np.repeat(captions, num_references, axis=0) * references).sum(1)
+    nearest = np.maximum(np.maximum.reduceat(cosine, first), 0.0)
+    total = similarity + nearest
+    return np.divide(2 * similarity * nearest, total, out=np.zeros(len(total)), where=total > 0)

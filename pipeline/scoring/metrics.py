@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,16 @@ from pipeline.errors import UserError
 from pipeline.language.languages import ENGLISH
 from pipeline.scoring import java_metrics, ngrams
 from pipeline.scoring.diagnostics import caption_stats
-from pipeline.scoring.grounding import Objects, hallucinations
+from pipeline.scoring.grounding import (
+    CLIP_WEIGHT,
+    PAC_WEIGHT,
+    PROMPT,
+    Encoder,
+    Objects,
+    hallucinations,
+    image_similarity,
+    with_references,
+)
 from pipeline.scoring.java import JavaError
 from pipeline.scoring.metric_words import words_of_all, words_signature
 from pipeline.scoring.result_files import shorten
@@ -45,10 +54,13 @@ class ScoreInputs:
     """What some metrics need besides one caption per image and its references. None: it is not given.
 
     objects: for CHAIR. several: two or more raw captions of each image, by image id, for the metrics of diversity.
+    clip, pac: encoders of images and texts, for CLIPScore and for PAC-S.
     """
 
     objects: Objects | None = None
     several: Mapping[Any, Sequence[str]] | None = None
+    clip: Encoder | None = None
+    pac: Encoder | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,7 @@ class TokenizedCaptions:
     language: str
     java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
     inputs: ScoreInputs
+    raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
@@ -100,6 +113,7 @@ class Metric:
     by_default: bool = True  # whether it is computed where no metrics are named
     test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
+    encoder: Literal["clip", "pac"] | None = None  # the field of `ScoreInputs` that it needs
     jar: str | None = None  # the name of the Java program in the signature
     english_only: bool = False  # whether the metric has no meaning for captions in other languages
     check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
@@ -168,6 +182,26 @@ def _self_cider(captions: TokenizedCaptions) -> list[Score]:
     return [_mean(ngrams.self_cider(captions.several, captions.references))]
 
 
+def _clip_score(captions: TokenizedCaptions) -> list[Score]:
+    return _similarity(captions, captions.inputs.clip, "clip", CLIP_WEIGHT)
+
+
+def _pac_score(captions: TokenizedCaptions) -> list[Score]:
+    return _similarity(captions, captions.inputs.pac, "pac", PAC_WEIGHT)
+
+
+def _similarity(captions: TokenizedCaptions, encoder: Encoder | None, key: str, weight: float) -> list[Score]:
+    """The similarity of captions and images, without and with the references."""
+    if encoder is None:
+        raise UnavailableError(f"it needs the weights of a CLIP; name their files as evaluation.inputs.{key}")
+    images = encoder.images(captions.image_ids)
+    predictions, references = captions.raw
+    texts = encoder.texts([PROMPT + text for text in predictions])
+    others = encoder.texts([PROMPT + text for image in references for text in image])
+    similarity = image_similarity(images, texts, weight)
+    return [_mean(similarity), _mean(with_references(similarity, texts, others, [len(image) for image in references]))]
+
+
 TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
     Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java_metrics.check_meteor),
@@ -182,6 +216,8 @@ TABLE = (
     Metric(("Div-1", "Div-2"), _distinct, by_default=False),
     Metric(("mBLEU-4",), _mutual_bleu, by_default=False),
     Metric(("self-CIDEr",), _self_cider, by_default=False),
+    Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, encoder="clip", english_only=True),
+    Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, encoder="pac", english_only=True),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
@@ -243,9 +279,9 @@ def score_captions(
     metrics = tuple(metrics)
     _check_input(references, predictions, metrics)
     image_ids = [image for image in references if image in predictions]
-    predicted = words_of_all([predictions[image] for image in image_ids], language)
-    words = _words_by_image([references[image] for image in image_ids], language)
-    captions = TokenizedCaptions(predicted, words, image_ids, language, java_deadline_s, inputs)
+    raw = [predictions[image] for image in image_ids], [references[image] for image in image_ids]
+    predicted, words = words_of_all(raw[0], language), _words_by_image(raw[1], language)
+    captions = TokenizedCaptions(predicted, words, image_ids, language, java_deadline_s, inputs, raw)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
@@ -307,10 +343,12 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, languag
         version = "unknown"
     available = {name for name, score in scores.items() if score.unavailable is None}
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
+    used = [metric.encoder for metric in TABLE if metric.encoder and available.issuperset(metric.names)]
+    encoders = [f"|{field}:{getattr(captions.inputs, field).name}" for field in used]
     refs = "-".join(map(str, sorted({min(counts), max(counts)})))
     return (
         f"{words_signature(language)}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
-        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}|raycap:{version}"
+        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}{''.join(encoders)}|raycap:{version}"
     )
 
 
@@ -318,7 +356,8 @@ def _other_language(metric: Metric, language: str) -> str | None:
     """Why a metric has no value for captions in a language; None if it has one."""
     if not metric.english_only or language == ENGLISH:
         return None
-    return f"{' and '.join(metric.names)} is defined for English captions only, and the language is {language}"
+    verb = "is" if len(metric.names) == 1 else "are"
+    return f"{' and '.join(metric.names)} {verb} defined for English captions only, and the language is {language}"
 
 
 def has_meaning(name: str, language: str) -> bool:

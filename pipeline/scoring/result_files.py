@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 from pipeline.untrusted.documents import gunzip, kind_of, parse_json
 from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import quoted, shown
+from pipeline.untrusted.names import quoted, relative_name, shown
 
 ImageId = int | str
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
@@ -24,11 +24,16 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
+    return parse_json(read_content(path), str(path))
+
+
+def read_content(path: Path) -> bytes:
+    """The bytes of a file, unpacked if it is gzipped, under any name. Raises UserError."""
     try:
         data = read_document(path)
     except OSError as error:
         raise UserError(f"file {path} cannot be read: {error}") from error
-    return parse_json(gunzip(data, str(path)) if data.startswith(_GZIP_START) else data, str(path))
+    return gunzip(data, str(path)) if data.startswith(_GZIP_START) else data
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
@@ -53,6 +58,23 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
     if not any(references.values()):
         raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
     return {image: captions for image, captions in references.items() if captions}
+
+
+def read_file_names(path: Path) -> dict[ImageId, str]:
+    """The file of each image by id, relative to a folder of images, from COCO annotations or a Karpathy file.
+
+    Images without a file's name are left out. Raises UserError for a name that leads out of the folder.
+    """
+    data = read_json(path)
+    images = data.get("images") if isinstance(data, dict) else None
+    names: dict[ImageId, str] = {}
+    for number, image in enumerate(images if isinstance(images, list) else []):
+        location, values = f"{path}: images[{number}]", image if isinstance(image, dict) else {}
+        parts = [values.get(key) for key in ("filepath", "filename", "file_name")]
+        if name := "/".join(part for part in parts if isinstance(part, str) and part not in ("", ".")):
+            id_key = next((key for key in ("id", "cocoid", "imgid") if key in values), "id")
+            names[_value(image, id_key, int, str, location=location)] = relative_name(name, location)
+    return names
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:

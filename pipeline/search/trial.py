@@ -378,7 +378,8 @@ def _scores(
 ) -> dict[str, float]:
     """The scores by metric, without those that cannot be computed here."""
     language = config.data.language
-    inputs = score_inputs(config.evaluation.inputs, language, data=config.data)
+    options = config.storage.options
+    inputs = score_inputs(config.evaluation.inputs, language, config.data, uris=images.uris(), options=options)
     scores = score_captions(images.references(), captions, metrics=metrics, language=language, inputs=inputs).by_name
     return {name: score.value for name, score in scores.items() if score.value is not None}
 

@@ -27,7 +27,7 @@ def scored(folder: Path, *test_splits: str) -> RunScores:
     values = small_config(folder)
     values["data"] |= {"test_splits": list(test_splits), "synthetic": None, "root": str(folder)}
     config = parse_config(values)
-    dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES))
+    dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES, uris=dict))
     results = [SplitResult(split, CAPTIONS) for split in dict.fromkeys((*test_splits, "val"))]
     return score_run(
         SimpleNamespace(config=config, path=folder, last_kept=lambda: None, stage=folder.joinpath), dataset, results
