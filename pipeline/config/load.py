@@ -311,7 +311,8 @@ def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """
     if location[-1:] == ("[key]",):
         location = location[:-2]
-    if str(*location[-1:]).startswith("literal[") or location[-1:] in (("int",), ("float",)):  # a value of several types
+    last = str(location[-1]) if location else ""
+    if last in ("int", "float") or last.startswith("literal["):  # a value of several types
         location = location[:-1]
     is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
     return (location[0], *location[2:]) if is_tagged else location
