@@ -15,7 +15,15 @@ from models.config import ExpansionNetConfig, ModelSizes
 from models.registry import build_model
 from pipeline.config.sections import ScstSection, StageSection
 from pipeline.training.batches import Batch
-from pipeline.training.objectives import caption_log_probs, scst_objective, scst_signature, smoothed_cross_entropy
+from pipeline.training.objectives import (
+    DEVIATION_EPS,
+    advantages_of,
+    caption_divergences,
+    caption_log_probs,
+    scst_objective,
+    scst_signature,
+    smoothed_cross_entropy,
+)
 
 
 @given(st.integers(2, 30), st.sampled_from([0.0, 0.01, 0.1, 0.5]), st.integers(0, 10**6))
@@ -113,3 +121,86 @@ def test_the_named_settings_of_the_scst_loss() -> None:
     assert without == pytest.approx(float(-((rewards - rewards.mean(1, keepdim=True)) * words).sum() / 6), rel=1e-5)
     assert without != pytest.approx(plain, rel=1e-3)
     assert scst_loss(baseline="mean", eos_in_reward=False)[0] == pytest.approx(plain), "it is the reward's alone"
+
+
+@given(st.integers(1, 5), st.integers(2, 7), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_leave_one_out_is_the_centered_reward_times_a_constant(images: int, count: int, seed: int) -> None:
+    """n / (n - 1) x (reward - mean of all); a division by the deviation keeps this."""
+    rewards = torch.rand(images, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rewards[0] = rewards[0, 0]  # all equal
+    by_baseline = {}
+    for divides in (False, True):
+        for baseline in ("mean", "leave_one_out"):
+            section = ScstSection(num_samples=count, baseline=baseline, divide_by_deviation=divides)  # type: ignore[arg-type]
+            by_baseline[baseline] = advantages_of(rewards, section)
+            assert by_baseline[baseline][0].abs().max() < 1e-9
+        plain = by_baseline["mean"]
+        torch.testing.assert_close(by_baseline["leave_one_out"], count / (count - 1) * plain, rtol=1e-9, atol=1e-9)
+        for row, values in zip(plain.tolist(), rewards.tolist(), strict=True):
+            mean = sum(values) / count
+            deviation = (sum((value - mean) ** 2 for value in values) / count) ** 0.5 + DEVIATION_EPS
+            expected = [(value - mean) / (deviation if divides else 1) for value in values]
+            assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    """Against torch's, over positions up to the caption's end, and in float32 for bfloat16 logits."""
+    logits, others = torch.randn(2, 3, 4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    tokens = torch.tensor([[1, 4, 2, 0, 0], [1, 4, 5, 6, 3], [1, 2, 0, 0, 0]])
+    found = caption_divergences(logits, others, tokens, 0)
+    for row, length in enumerate((2, 4, 1)):
+        slow = sum(
+            torch.distributions.kl_divergence(
+                torch.distributions.Categorical(logits=logits[row, t]),
+                torch.distributions.Categorical(logits=others[row, t]),
+            ).item()
+            for t in range(length)
+        )
+        assert found[row].item() == pytest.approx(slow, rel=1e-10) and slow > 0
+    halves = caption_divergences(logits.bfloat16(), others.bfloat16(), tokens, 0)
+    assert halves.dtype == torch.float32 and halves.tolist() == pytest.approx(found.tolist(), rel=0.05)
+    assert caption_divergences(logits, logits, tokens, 0).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_divergence_of_captions_is_the_mean_over_samples_of_those_of_the_steps() -> None:
+    """Over all captions of two words from three, with probabilities of their own after each first word."""
+    logits, others = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind(0)
+    tokens = torch.tensor([[0, first, second] for first in range(3) for second in range(3)])
+    used = torch.stack([torch.zeros(9, dtype=torch.int64), 1 + tokens[:, 1]], 1)  # the distribution at each position
+    rows, reference = logits[used], others[used]
+    log_p, log_q = (caption_log_probs(each, tokens, -1) for each in (rows, reference))
+    steps = caption_divergences(rows, reference, tokens, -1)
+    whole = (log_p.exp() * (log_p - log_q)).sum()
+    assert (log_p.exp() * steps).sum().item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_the_divergence_and_the_rewards_are_logged_by_name() -> None:
+    torch.manual_seed(0)
+    config = ExpansionNetConfig(name="transformer", d_model=8, d_ff=8, num_heads=2, dropout=0.0)
+    captioner, reference = (Captioner(build_model(config, ModelSizes(5, 6, 8, 1, 2, 0))) for _ in range(2))
+    tokens = torch.zeros(2, 2, dtype=torch.int64)
+    batch = Batch(Features(torch.randn(2, 4, 5)), tokens, torch.arange(0), torch.arange(2), 4, 2)
+    section = {"num_samples": 3, "max_length": 6, "kl": 0.5}
+    stage = StageSection(name="s", objective="scst", epochs=1, batch_size=2, lr=1, scst=section)  # type: ignore[arg-type]
+    parts = {"ciderd": torch.arange(6).double(), "length": torch.full((6,), 3.0).double()}
+    sampled = []
+
+    def metrics_of(summands: dict[str, torch.Tensor], reference: Captioner | None) -> dict[str, torch.Tensor]:
+        def reward(tokens: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            sampled.append(tokens)
+            return torch.arange(6).double(), summands
+
+        run = scst_objective(stage, reward, torch.arange(2), 0, ("PAD", "SOS", "EOS", "a", "b", "c"), reference)
+        return run(captioner, captioner, batch, torch.Generator().manual_seed(3)).metrics
+
+    metrics = metrics_of(parts, reference.eval())
+    assert metrics["reward_ciderd"] == 2.5 == metrics["reward"] and metrics["reward_length"] == 3.0
+    with torch.no_grad():
+        logits, others = (each(batch.features, sampled[0][:, :-1]) for each in (captioner, reference))
+    divergence = caption_divergences(logits, others, sampled[0], 0).mean().item()
+    assert metrics["kl"].item() == pytest.approx(divergence, rel=1e-5) and divergence > 0
+    plain = metrics_of({"ciderd": parts["ciderd"]}, None)
+    assert not [name for name in plain if name.startswith("reward_") and name != "reward_sq_mean"] and "kl" not in plain
+    difference = metrics["loss"].item() - plain["loss"].item()
+    assert difference == pytest.approx(0.5 * divergence, rel=1e-4)

@@ -1,0 +1,160 @@
+"""Weighted rewards: each summand is its metric, the sum is that of the values, and CIDEr-D alone is unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from pipeline.config.load import parse_config
+from pipeline.config.sections import RewardName
+from pipeline.data.synthetic import make_scene
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.errors import UserError
+from pipeline.language.tokenizers import TOKENIZERS
+from pipeline.rewards import words as words_module
+from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.weighted import REWARDS, WeightedReward
+from pipeline.rewards.words import Length, Repetition
+from pipeline.runs.identity import config_identity
+from pipeline.scoring.metric_words import metric_words
+from pipeline.scoring.metrics import TokenizedCaptions, score_captions
+from tests.conftest import small_config
+
+METRICS = {"bleu1": "BLEU-1", "bleu2": "BLEU-2", "bleu3": "BLEU-3", "bleu4": "BLEU-4", "rouge_l": "ROUGE-L"}
+FORMS = [("en", "expansionnet"), ("en", "spacy"), ("de", "unicode"), ("hi", "unicode"), ("ar", "unicode")]
+FORMS += [("zh", "characters"), ("en", "subword"), ("de", "subword"), ("zh", "subword")]
+
+
+class Case:
+    """Twelve images with references, a vocabulary, and sampled captions (R, T) of them with their images (R,)."""
+
+    def __init__(self, language: str, tokenizer: str) -> None:
+        self.language = language
+        self.references = {100 + index: make_scene(5, index, language)[1] for index in range(12)}
+        texts = [text for captions in self.references.values() for text in captions]
+        if tokenizer == "subword":
+            self.vocabulary = Vocabulary.train_subwords(texts, 400, 2)
+        else:
+            self.vocabulary = Vocabulary.build(map(TOKENIZERS[tokenizer].split, texts), 1, tokenizer)
+        captions = [make_scene(5, 1 + index % 14, language)[1][index % 3] for index in range(24)]
+        captions += ["", f"{texts[0]} {texts[0]}", texts[7], texts[7]]
+        rows = [torch.tensor(self.vocabulary.encode(self.vocabulary.tokenize(caption))) for caption in captions]
+        rows[3] = rows[3][:-1]  # cut off before EOS
+        self.tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
+        self.indices = torch.tensor([index % 12 for index in range(24)] + [0, 0, 2, 3])
+
+    def reward(self, weights: dict[str, float]) -> WeightedReward:
+        cider_d = CiderDReward(self.references, self.vocabulary, eos=True, language=self.language)
+        return WeightedReward(weights, cider_d, self.references, self.vocabulary, self.language)
+
+
+@pytest.mark.parametrize(("language", "tokenizer"), FORMS)
+def test_every_summand_is_its_metric(language: str, tokenizer: str) -> None:
+    """On the texts that the captions are decoded to, for every tokenizer and language."""
+    case = Case(language, tokenizer)
+    weights = dict.fromkeys(REWARDS, 0.3)
+    total, values = case.reward(weights)(case.tokens, case.indices)
+    assert values.keys() == set(REWARDS) and total.dtype == torch.float64
+    expected = torch.zeros(len(total), dtype=torch.float64)
+    decoded = [case.vocabulary.decode(row) for row in case.tokens.tolist()]
+    for row, (caption, index) in enumerate(zip(decoded, case.indices.tolist(), strict=True)):
+        # the last image gives the metric two images; it changes no value of the first one
+        references = {"this": list(case.references.values())[index], "other": ["x"]}
+        captions = {"this": caption, "other": "x"}
+        scores = score_captions(references, captions, metrics=METRICS.values(), language=language).by_name
+        for name, metric in METRICS.items():
+            per_image = scores[metric].per_image
+            assert per_image is not None
+            assert values[name][row].item() == pytest.approx(per_image[0], rel=1e-9, abs=1e-12), (name, caption)
+        assert values["length"][row] == len(metric_words(caption, language))
+    for name, weight in weights.items():
+        expected += weight * values[name]
+    assert torch.allclose(total, expected, rtol=1e-12)
+    assert (values["bleu4"] > 0.3).any() and values["repetition"][25] > 2 and len(values["rouge_l"].unique()) > 5
+
+
+def test_cider_d_alone_is_bit_equal() -> None:
+    case = Case("en", "expansionnet")
+    cider_d = CiderDReward(case.references, case.vocabulary, eos=True)
+    plain = cider_d(case.tokens, case.indices)
+    total, values = case.reward({"ciderd": 1.0})(case.tokens, case.indices)
+    assert torch.equal(total, plain) and values.keys() == {"ciderd"}
+    mixed, values = case.reward({"rouge_l": 0.5, "ciderd": 2.0})(case.tokens, case.indices)
+    assert torch.equal(values["ciderd"], plain) and torch.allclose(mixed, 2 * plain + 0.5 * values["rouge_l"])
+    again, _ = case.reward({"ciderd": 2.0, "rouge_l": 0.5})(case.tokens, case.indices)
+    assert torch.equal(mixed, again), "the order in a file changes nothing"
+
+
+def test_a_caption_and_an_images_references_are_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    split: list[str] = []
+
+    def counted(caption: str, language: str) -> list[str]:
+        split.append(caption)
+        return metric_words(caption, language)
+
+    monkeypatch.setattr(words_module, "metric_words", counted)
+    case = Case("en", "expansionnet")
+    case.reward({"ciderd": 1.0})(case.tokens, case.indices)
+    assert not split, "CIDEr-D of words needs no text"
+    reward = case.reward({"bleu4": 1.0, "length": -0.1})
+    reward(case.tokens, case.indices)
+    distinct = len({case.vocabulary.decode(row) for row in case.tokens.tolist()})
+    num_references = sum(map(len, case.references.values()))
+    assert distinct <= len(split) - num_references <= distinct + 1, "one of the captions also occurs without EOS"
+    first = len(split)
+    reward(case.tokens[:2], case.indices[:2])
+    assert len(split) == first + 2
+
+
+def captions_of(*texts: str) -> TokenizedCaptions:
+    return TokenizedCaptions([text.split() for text in texts], [[["x"]] for _ in texts], None)
+
+
+def test_length_and_repetition_are_counts() -> None:
+    texts = ("", "dog", "a dog", "a dog and a dog", "dog dog dog dog", "a cat in a box in a room")
+    assert Length()(captions_of(*texts)).tolist() == [0, 1, 2, 5, 4, 8]
+    assert Repetition()(captions_of(*texts)).tolist() == [0, 0, 0, 1, 2, 1]
+
+
+def test_configurations_name_all_rewards() -> None:
+    assert get_args(RewardName) == REWARDS
+
+
+def with_scst(folder: Path, **keys: Any) -> Any:
+    stages = small_config(folder)["stages"]
+    stages[2]["scst"] |= keys
+    return parse_config(small_config(folder, stages=stages))
+
+
+def test_the_default_has_the_identity_of_runs_without_the_key(tmp_path: Path) -> None:
+    plain = config_identity(with_scst(tmp_path))
+    default = {"reward": {"ciderd": 1}, "kl": 0, "divide_by_deviation": False}
+    assert config_identity(with_scst(tmp_path, **default)) == plain
+    changed = [{"reward": {"ciderd": 1, "bleu4": 0.2}}, {"reward": {"ciderd": 2}}, {"kl": 0.1}]
+    identities = {config_identity(with_scst(tmp_path, **keys)) for keys in [*changed, {"divide_by_deviation": True}]}
+    assert len(identities | {plain}) == 5
+    orders = ({"ciderd": 1, "length": -1}, {"length": -1, "ciderd": 1})
+    first, second = (config_identity(with_scst(tmp_path, reward=order)) for order in orders)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"reward": {}}, "stages.scst_frozen.scst: reward is {}; give one reward or more a weight other than 0"),
+        ({"reward": {"bleu4": 0}}, "reward is {'bleu4': 0.0}; give one reward"),
+        ({"reward": {"bleu": 1}}, "stages.scst_frozen.scst.reward = 'bleu': input should be 'ciderd', 'bleu1', "),
+        ({"reward": {"length": 1e7}}, "stages.scst_frozen.scst.reward.length = 10000000.0: input should be less"),
+        ({"reward": {"length": True}}, "stages.scst_frozen.scst.reward.length = True: input should be a valid number"),
+        ({"kl": -1}, "stages.scst_frozen.scst.kl = -1: input should be greater than or equal to 0"),
+        ({"divide_by_deviation": True, "baseline": "greedy"}, "stages.scst_frozen.scst: divide_by_deviation needs"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        with_scst(tmp_path, **keys)
+    assert message in str(error.value)
