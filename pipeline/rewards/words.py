@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.scoring.metric_words import metric_words
-from pipeline.scoring.metrics import TokenizedCaptions
+from pipeline.scoring.metrics import CaptionWords
 from pipeline.scoring.ngrams import bleu, rouge_l
 
 # Gives N captions their values, float64 (N,). They must not depend on the other captions.
-WordReward = Callable[[TokenizedCaptions], np.ndarray]
+WordReward = Callable[[CaptionWords], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Bleu:
 
     n: int
 
-    def __call__(self, captions: TokenizedCaptions) -> np.ndarray:
+    def __call__(self, captions: CaptionWords) -> np.ndarray:
         return bleu(captions.corpus)[1][self.n - 1]
 
 
 class RougeL:
     """ROUGE-L of each caption, from 0 to 1: the value per image of the metric."""
 
-    def __call__(self, captions: TokenizedCaptions) -> np.ndarray:
+    def __call__(self, captions: CaptionWords) -> np.ndarray:
         return rouge_l(captions.predictions, captions.references)
 
 
 class Length:
     """The number of words of each caption. A negative weight makes captions shorter."""
 
-    def __call__(self, captions: TokenizedCaptions) -> np.ndarray:
+    def __call__(self, captions: CaptionWords) -> np.ndarray:
         return np.array([len(words) for words in captions.predictions], np.float64)
 
 
@@ -58,7 +58,7 @@ class Repetition:
     "a dog and a dog" has 1, "dog dog dog dog" has 2. A negative weight makes captions repeat less.
     """
 
-    def __call__(self, captions: TokenizedCaptions) -> np.ndarray:
+    def __call__(self, captions: CaptionWords) -> np.ndarray:
         pairs = [list(pairwise(words)) for words in captions.predictions]
         return np.array([len(each) - len(set(each)) for each in pairs], np.float64)
 
@@ -76,7 +76,7 @@ class SampledWords:
         self._references: dict[int, list[list[str]]] = {}
         self._interned: dict[str, str] = {}  # one object per word, because references repeat few words
 
-    def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[TokenizedCaptions, Tensor]:
+    def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[CaptionWords, Tensor]:
         """The distinct pairs of a caption and an image, and the number (R,), on the host, of each row's pair.
 
         tokens, indices: see `CiderDReward`.
@@ -86,7 +86,7 @@ class SampledWords:
         words = {row: self._split(self._vocabulary.decode(row)) for row in dict.fromkeys(rows)}
         numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         predictions = [words[row] for row, _ in numbers]
-        captions = TokenizedCaptions(predictions, [self._of_image(index) for _, index in numbers], None)
+        captions = CaptionWords(predictions, [self._of_image(index) for _, index in numbers])
         return captions, torch.tensor([numbers[pair] for pair in pairs])
 
     def _of_image(self, index: int) -> list[list[str]]:

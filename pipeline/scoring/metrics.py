@@ -64,16 +64,11 @@ class ScoreInputs:
 
 
 @dataclass(frozen=True)
-class TokenizedCaptions:
-    """The tokens of one prediction and of one or more references per image, in the order of `image_ids`."""
+class CaptionWords:
+    """The tokens of one prediction and of one or more references per image, in the same order of images."""
 
     predictions: list[list[str]]
     references: list[list[list[str]]]
-    image_ids: list[Any]
-    language: str
-    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
-    inputs: ScoreInputs
-    raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
@@ -82,6 +77,17 @@ class TokenizedCaptions:
             [" ".join(tokens).split() for tokens in captions] for captions in (self.predictions, *self.references)
         )
         return ngrams.Corpus.build(predictions, references)
+
+
+@dataclass(frozen=True)
+class TokenizedCaptions(CaptionWords):
+    """The captions of the images `image_ids`, and what some metrics need besides their words."""
+
+    image_ids: list[Any]
+    language: str
+    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
+    inputs: ScoreInputs
+    raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
 
     @cached_property
     def several(self) -> list[list[list[str]]]:

@@ -21,7 +21,7 @@ from pipeline.rewards.weighted import REWARDS, WeightedReward
 from pipeline.rewards.words import Length, Repetition
 from pipeline.runs.identity import config_identity
 from pipeline.scoring.metric_words import metric_words
-from pipeline.scoring.metrics import TokenizedCaptions, score_captions
+from pipeline.scoring.metrics import CaptionWords, score_captions
 from tests.conftest import small_config
 
 METRICS = {"bleu1": "BLEU-1", "bleu2": "BLEU-2", "bleu3": "BLEU-3", "bleu4": "BLEU-4", "rouge_l": "ROUGE-L"}
@@ -110,8 +110,8 @@ def test_a_caption_and_an_images_references_are_split_once(monkeypatch: pytest.M
     assert len(split) == first + 2
 
 
-def captions_of(*texts: str) -> TokenizedCaptions:
-    return TokenizedCaptions([text.split() for text in texts], [[["x"]] for _ in texts], None)
+def captions_of(*texts: str) -> CaptionWords:
+    return CaptionWords([text.split() for text in texts], [[["x"]] for _ in texts])
 
 
 def test_length_and_repetition_are_counts() -> None:
