@@ -66,6 +66,7 @@ COMMANDS = {
     "extract": Entry("jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
     "score": Entry("jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
+    "compare": Entry("jobs.side_by_side:compare_models", "Score several models on a split, side by side."),
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("jobs.caption:caption", "Caption image files.", can_submit=True),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, replace
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Writes what several evaluated models have in common to a folder. The second list has those of another system.
+Summarize = Callable[[StoragePath, Sequence[EvaluatedModel], Sequence[EvaluatedModel]], None]
+
 ALL_IMAGES = "all"  # the name for --split that selects every image
 SERVER_IMAGES = {"test2014": 40_775, "val2014": 40_504}  # the images that COCO's evaluation server scores
 
@@ -89,8 +93,11 @@ class Evaluation:
 
     bundles: those of all evaluated models. models: the bundles of each model that is evaluated by itself; those of
     an ensemble are one model. labels: the names of the models, such as "seed 0". label: a name for all of them. place,
-    folder: see `output_folder`. store: the features for models without a backbone.
+    folder: see `output_folder`. store: the features for models without a backbone. seconds_per_image: the time of the
+    last captions, in which processes also load the models; None before.
     """
+
+    seconds_per_image: float | None = None
 
     def __init__(
         self,
@@ -245,7 +252,9 @@ class Evaluation:
                 others = self._caption([compared], compared_tasks)
             return self._score_all(tasks, others, server)
 
-    def run_systems(self, address: str | None, compared: Sequence[StoragePath]) -> list[SplitResult]:
+    def run_systems(
+        self, address: str | None, compared: Sequence[StoragePath], summarize: Summarize = summarize_systems
+    ) -> list[SplitResult]:
         """Captions the images with each of several models, and writes all results with a summary of their scores.
 
         compared: bundles of another system, one per seed. Returns the results of all models.
@@ -259,7 +268,7 @@ class Evaluation:
             self.start(address)
             ours = [self._evaluated(*model) for model in zip(self.labels, self.models, strict=True)]
             theirs = [self._evaluated(f"other {number}", bundles) for number, bundles in enumerate(others, 1)]
-            summarize_systems(self.place, ours, theirs)
+            summarize(self.place, ours, theirs)
         return [result for model in (*ours, *theirs) for result in model.results]
 
     def _evaluated(self, label: str, bundles: Sequence[StoragePath]) -> EvaluatedModel:
@@ -316,14 +325,17 @@ class Evaluation:
 
     def _caption(self, bundles: Sequence[StoragePath], tasks: Mapping[str, SplitTask]) -> dict[str, Captioned]:
         """Captions the images of each split, and each image once if one of the splits is every image."""
+        begin = time.monotonic()
         sources = [bundle_source(bundle, self.config) for bundle in bundles]
         every = {image for task in tasks.values() for image in task.images.column("image_id")}
         whole = {split: task for split, task in tasks.items() if len(task.images) == len(every)}
-        if not whole:
-            return caption_on_cluster(sources, tasks, self.config, store=self.store)
-        split = next(iter(whole))
-        (captions,) = caption_on_cluster(sources, {split: whole[split]}, self.config, store=self.store).values()
-        return {name: captions.of(task.images.column("image_id")) for name, task in tasks.items()}
+        split = next(iter(whole), None)
+        chosen = tasks if split is None else {split: whole[split]}
+        captioned = caption_on_cluster(sources, chosen, self.config, store=self.store)
+        self.seconds_per_image = (time.monotonic() - begin) / len(every)
+        if split is None:
+            return captioned
+        return {name: captioned[split].of(task.images.column("image_id")) for name, task in tasks.items()}
 
     def _write_captions(self, split: str, captioned: Captioned) -> None:
         """Writes predictions-SPLIT.json, and n-best-SPLIT.jsonl if images have several captions."""

@@ -43,7 +43,8 @@ class ReportImage:
     other captions by name, for example those of earlier stages or of another model. parts: the caption's text by token,
     with the spaces between them; by default its words. attention (words, N): the attention
     of each word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each
-    token to the word's log-probability. clusters: the clusters of patches and words in each layer.
+    token to the word's log-probability. clusters: the clusters of patches and words in each layer. contrast: how far
+    the scores of the caption and its alternatives differ, by which the gallery is then sorted; None: not compared.
     """
 
     image_id: int | str
@@ -57,6 +58,7 @@ class ReportImage:
     attribution: np.ndarray | None = None
     clusters: Sequence[LayerColors] = ()
     parts: Sequence[str] = ()
+    contrast: float | None = None
 
     @property
     def finite_score(self) -> float | None:
@@ -74,12 +76,23 @@ class ReportStage:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A table below the scores. rows: (label, one cell per column). note: a line above it."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+@dataclass(frozen=True)
 class Report:
     """The content of the page.
 
     score_rows: (label, one cell per column). The part of a label after a newline is a note in small type ("ExpansionNet
     v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained below the table.
-    metadata: short texts about the run, by name. language: of the captions.
+    metadata: short texts about the run, by name. language: of the captions. tables: further ones below the scores.
+    gallery_note: a line above the pictures.
     """
 
     title: str
@@ -91,6 +104,8 @@ class Report:
     images: list[ReportImage]
     metadata: dict[str, str]
     language: str = ENGLISH
+    tables: Sequence[Table] = ()
+    gallery_note: str = ""
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -125,7 +140,8 @@ def report_html(report: Report) -> str:
             (stage, [plot for name, series in stage.curves.items() if (plot := make_plot(name, [("", series)]))])
             for stage in report.stages
         ],
-        histograms=_histograms(report.images),
+        # Pictures that were chosen by their contrast are no sample of the scores.
+        histograms=_histograms([image for image in report.images if image.contrast is None]),
         cards=cards,
         shape=_aspect_ratio(cards),
         counts=counts,
@@ -212,7 +228,7 @@ def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[d
                 "score": image.finite_score,
                 "thumbnail": thumbnail,
                 "length": len(words),
-                "difference": max(differences, default=0.0),
+                "difference": max(differences, default=0.0) if image.contrast is None else image.contrast,
                 "position": position,
                 "attention": _encode_maps(image, image.attention),
                 "attribution": _encode_maps(image, image.attribution),

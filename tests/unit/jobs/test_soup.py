@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,25 @@ import yaml
 from PIL import Image
 
 import jobs.soup_front
-from jobs.caption_tasks import Captioned, SplitTask
+from jobs.caption_tasks import SplitTask
 from jobs.cli import main
 from jobs.evaluation import Evaluation
 from jobs.soup import soup
 from models.captioner import Captioner
 from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.captioning.captioning import CaptionSearch, caption_batches
-from pipeline.captioning.model_sources import ModelSource, bundle_source
+from pipeline.captioning.model_sources import bundle_source
 from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
 from pipeline.features.model_inputs import Images, on_device
 from pipeline.features.source import Extracted
-from pipeline.features.store import open_store, write_shard
-from pipeline.runtime.context import LocalContext
+from pipeline.features.store import write_shard
 from pipeline.scoring.metrics import score_captions
-from pipeline.storage.path import StoragePath, storage_path
+from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import make_bundle
+from tests.support.captioning import Captioning
 from tests.support.models import (
     one_thread,  # noqa: F401
 )
@@ -55,36 +53,6 @@ def config(tmp_path: Path) -> Path:
     values["evaluation"] = {"beam_size": 2, "max_length": 9, "batch_size": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "run.yaml"
-
-
-class Captioning:
-    """Captions in this process. `num_calls`: how often. `fails_at`: the number of the call that fails."""
-
-    num_calls, fails_at = 0, 0
-
-    def __call__(
-        self,
-        models: Sequence[ModelSource],
-        splits: Mapping[str, SplitTask],
-        config: RunConfig,
-        *,
-        store: StoragePath | None,
-        with_alignment: bool,
-    ) -> dict[str, Captioned]:
-        self.num_calls += 1
-        if self.num_calls == self.fails_at:
-            raise KeyboardInterrupt
-        ((name, (images, constraints)),) = splits.items()
-        (bundle,) = (model.load() for model in models)
-        features = None if bundle.transform or store is None else open_store(store, config.features)
-        inputs = Images(images, features, bundle.transform, max_pixels=10**6, threads=1, options=config.storage.options)
-        search = CaptionSearch(config.evaluation, bundle.vocabulary, with_alignment, True)
-        found = Captioned({}, {})
-        context = LocalContext(torch.device("cpu"))
-        for hypotheses, unreadable in caption_batches([bundle.captioner], [inputs], search, context, constraints):
-            found.hypotheses.update(hypotheses)
-            found.unreadable.update(unreadable)
-        return {name: found}
 
 
 @pytest.fixture

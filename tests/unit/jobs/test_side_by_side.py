@@ -1,0 +1,140 @@
+"""`raycap compare`: numbers, texts, JSON and page of several models, which caption in this process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import jobs.evaluation
+import jobs.gallery
+from jobs.evaluation import Evaluation
+from jobs.side_by_side import compare_models
+from models.backbone import backbone_macs
+from models.macs import cost
+from pipeline.captioning.bundle import load_bundle
+from pipeline.errors import UserError
+from pipeline.scoring.metrics import score_captions
+from tests.conftest import small_config, write_karpathy
+from tests.support.bundles import WORDS, make_bundle
+from tests.support.captioning import Captioning
+from tests.support.models import (
+    one_thread,  # noqa: F401
+)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two bundles of one name in different folders, and the bundle of a run's folder, which is the third path."""
+    folder = tmp_path_factory.mktemp("bundles")
+    paths = [str(make_bundle(folder / name / "best", seed)) for seed, name in enumerate("ab")]
+    make_bundle(folder / "models" / "demo-x" / "demo-x-0123", 2)
+    (folder / "runs" / "demo-x-0123").mkdir(parents=True)
+    (folder / "runs" / "demo-x-0123" / "run.json").write_text("{}")
+    return [*paths, str(folder / "runs" / "demo-x-0123")]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration with five images to test on, whose references have words of the bundles."""
+    file = write_karpathy(tmp_path / "data", {"train": 3, "val": 2, "test": 5}) / "dataset.json"
+    content = json.loads(file.read_text())
+    for number, image in enumerate(content["images"]):
+        image["sentences"] = [{"raw": " ".join(WORDS.words[(number + place) % len(WORDS)] for place in range(5))}]
+    file.write_text(json.dumps(content))
+    values = small_config(tmp_path / "results")
+    values["data"] = {"root": str(tmp_path / "data"), "annotations": "dataset.json", "images": ".", "min_count": 1}
+    values["data"] |= {"train_splits": ["train"], "val_split": "val", "test_splits": ["test"]}
+    values["evaluation"] = {"beam_size": 2, "max_length": 9, "batch_size": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Ray nor Java."""
+    scored = functools.partial(score_captions, metrics=("BLEU-4", "ROUGE-L", "CIDEr-D"))
+    monkeypatch.setattr(jobs.evaluation, "score_captions", scored)
+    monkeypatch.setattr(jobs.evaluation, "caption_on_cluster", Captioning())
+    monkeypatch.setattr(Evaluation, "start", lambda *_: None)
+    monkeypatch.setattr(jobs.gallery, "add_maps", lambda images, *_, **__: list(images))
+
+
+def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: Path, log_lines: list[str]) -> None:
+    out = tmp_path / "out"
+    assert compare_models(bundles, config, out=str(out)) == 0
+    content: dict[str, Any] = json.loads((out / "compare.json").read_text())
+    assert list(content["models"]) == ["best (1)", "best (2)", "demo-x-0123"]
+    assert content["models"]["demo-x-0123"].endswith("models/demo-x/demo-x-0123")
+    each = [json.loads((out / f"model-{n}" / "scores.json").read_text())["splits"]["test"] for n in (1, 2, 3)]
+    scores = [np.array(list(entry["per_image_CIDEr-D"].values())) for entry in each]
+    assert len({tuple(entry["per_image_CIDEr-D"]) for entry in each}) == 1
+    for name, entry, own in zip(content["models"], each, scores, strict=True):
+        assert content["scores"][name] == entry["scores"]
+        low, high = content["intervals"][name]["CIDEr-D"]
+        assert low <= own.mean() <= high and (low < high) == (own.std() > 0)
+        assert "BLEU-4" not in content["intervals"][name], "it is no mean over images"
+    assert list(content["differences"]) == ["best (2)", "demo-x-0123"]
+    for name, own in zip(content["differences"], scores[1:], strict=True):
+        assert content["differences"][name]["CIDEr-D"]["mean"] == pytest.approx((own - scores[0]).mean())
+    assert (
+        log_lines[-2] == f"comparison   {out / 'compare.html'}" or f"comparison   {out / 'compare.html'}" in log_lines
+    )
+    assert any("best (2) (this) and best (1) (other)" in line for line in log_lines)
+
+    page = (out / "compare.html").read_text()
+    for title in ("Intervals", "Differences", "Cost"):
+        assert f"<h2>{title}</h2>" in page and f'">{title}</a>' in page
+    gaps = {
+        int(image): max(own[row] for own in scores) - min(own[row] for own in scores)
+        for row, image in enumerate(each[0]["per_image_CIDEr-D"])
+    }
+    shown = {int(image): float(gap) for image, gap in re.findall(r'data-id="(\d+)".*? data-difference="([^"]+)"', page)}
+    assert shown == {image: pytest.approx(gap) for image, gap in gaps.items() if gap > 0} and shown
+    assert page.count("<dt>best (2), CIDEr-D ") == len(shown) == page.count("data:image/jpeg")
+    assert f"The {len(shown)} of 5 images" in page
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_the_cost_of_a_model(tmp_path: Path, bundles: list[str], config: Path) -> None:
+    compare_models(bundles[:2], config, split="val", out=str(tmp_path / "out"))
+    costs = json.loads((tmp_path / "out" / "compare.json").read_text())["costs"]["best (1)"]
+    captioner = load_bundle(Path(bundles[0])).captioner
+    backbone, model = captioner.backbone, captioner.model
+    assert backbone is not None
+    of_model = cost(model.config, model.sizes, image_tokens=backbone.num_tokens, caption_tokens=1, beams=2, steps=8)
+    assert costs["macs"] == of_model.beam_search + backbone_macs(backbone.config)
+    assert costs["parameters"] == of_model.parameters + sum(each.numel() for each in backbone.parameters())
+    assert 0 < costs["seconds_per_image"] < 600
+
+
+def test_a_page_that_fails_costs_no_score(
+    tmp_path: Path, bundles: list[str], config: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    def broken(*_: Any) -> str:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr("jobs.side_by_side.report_html", broken)
+    assert compare_models(bundles[:2], config, out=str(tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "compare.json").is_file() and not (tmp_path / "out" / "compare.html").exists()
+    assert any("the page of the comparison could not be made" in line for line in log_lines)
+
+
+def test_wrong_models_are_refused(tmp_path: Path, bundles: list[str], config: Path) -> None:
+    with pytest.raises(UserError, match="1 model is given"):
+        compare_models(bundles[:1], config)
+    with pytest.raises(UserError, match="--split none: no image is in it"):
+        compare_models(bundles, config, split="none")
+    (tmp_path / "runs" / "demo-1").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-1" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="demo-1 is a run without a bundle in .*/models/demo/demo-1; finish it"):
+        compare_models([bundles[0], str(tmp_path / "runs" / "demo-1")], config)
+    features = str(make_bundle(tmp_path / "features", backbone=False))
+    with pytest.raises(UserError, match="this bundle has no backbone"):
+        compare_models([bundles[0], features], config)
