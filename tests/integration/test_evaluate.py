@@ -16,6 +16,7 @@ from PIL import Image
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.evaluate import evaluate
+from models.decoding_config import PLAIN
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.comparison.protocol import Protocol
 from pipeline.config.load import load_config
