@@ -34,9 +34,15 @@ VIEWS = {"views": 2, "compute_dtype": "float32"}
 
 
 def prepare_stages(storage: Path) -> tuple[RunFolder, StoragePath]:
-    """A run of all stages with views of the training images; the last one samples with dropout."""
+    """A run of all stages with views of the training images.
+
+    The last two have a penalty to their first weights, and the last one samples with dropout.
+    """
     stages = small_config(storage)["stages"]
-    stages[-1] |= {"dropout": 0.3, "drop_path": 0.2, "scst": stages[-1]["scst"] | {"sampling_dropout": True}}
+    reward = {"ciderd": 1.0, "bleu4": 0.2, "rouge_l": 0.1, "length": -0.01}
+    stages[-2]["scst"] |= {"kl": 5.0, "reward": reward, "divide_by_deviation": True}
+    scst = stages[-1]["scst"] | {"sampling_dropout": True, "kl": 5.0}
+    stages[-1] |= {"dropout": 0.3, "drop_path": 0.2, "scst": scst}
     return prepare_run(storage, stages=stages, features=VIEWS)
 
 
@@ -148,6 +154,9 @@ def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
     assert not any(key.startswith("backbone") for key in best_weights(undisturbed.stage("xe_frozen")))
     tuned = best_weights(undisturbed.stage("xe_finetune"))
     assert any(not torch.equal(value, tuned[f"backbone.safetensors:{key}"]) for key, value in initial.items())
+    rewarded = [entry for entry in read_journal(undisturbed.journal) if "reward_bleu4" in entry]
+    assert rewarded and {entry["stage"] for entry in rewarded} == {"scst_frozen"}
+    assert rewarded[-1].keys() >= {"kl", "reward_ciderd", "reward_rouge_l", "reward_length"} and rewarded[0]["kl"] > 0
     for stage in STAGES:
         result = undisturbed.result(stage)
         assert result and result.steps > 0 and not list(undisturbed.stage(stage).glob("step-*"))

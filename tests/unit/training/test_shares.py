@@ -33,6 +33,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "mean": {"objective": "scst", "scst": {"num_samples": 2, "max_length": 6, "baseline": "mean"}},
     "greedy": {"objective": "scst", "scst": {"num_samples": 2, "max_length": 6, "baseline": "greedy"}},
     "beam": {"objective": "scst", "scst": {"num_samples": 3, "max_length": 6, "sampler": "beam", "fixed_length": 6}},
+    "kl": {"objective": "scst", "scst": {"num_samples": 3, "max_length": 6, "kl": 0.5, "divide_by_deviation": True}},
 }
 
 
@@ -89,10 +90,20 @@ def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: 
     return SimpleNamespace(tokens=torch.cat(captions))
 
 
+def small_captioner(seed: int) -> Captioner:
+    torch.manual_seed(seed)
+    config = ExpansionNetConfig(
+        name="expansionnet_v2", d_model=8, d_ff=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1,
+        static_expansion=(3,), dynamic_expansion=2, dropout=0.0,
+    )  # fmt: skip
+    return Captioner(build_model(config, ModelSizes(5, len(WORDS), 8, SOS, EOS, PAD))).double()
+
+
 def objective_of(stage: StageSection) -> Objective:
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage)
-    return scst_objective(stage, fake_reward, torch.arange(NUM_IMAGES), PAD, WORDS)
+    reference = small_captioner(seed=1).eval() if stage.sampling.kl else None
+    return scst_objective(stage, fake_reward, torch.arange(NUM_IMAGES), PAD, WORDS, reference)
 
 
 def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: int) -> tuple[Tensor, dict[str, float]]:
@@ -114,12 +125,7 @@ def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: in
 @pytest.mark.parametrize("name", STAGES)
 def test_gradients_of_all_ranks_add_up_to_those_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objectives, "sample", sample_by_image)
-    torch.manual_seed(0)
-    config = ExpansionNetConfig(
-        name="expansionnet_v2", d_model=8, d_ff=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1,
-        static_expansion=(3,), dynamic_expansion=2, dropout=0.0,
-    )  # fmt: skip
-    captioner = Captioner(build_model(config, ModelSizes(5, len(WORDS), 8, SOS, EOS, PAD))).double()
+    captioner = small_captioner(seed=0)
 
     @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.integers(0, 5))
     @settings(max_examples=5 if "scst" in STAGES[name] else 20, deadline=None)
