@@ -124,8 +124,9 @@ def with_references(
     the largest over the image's references; 0 where one of the two is 0. Sources as there. captions (images, D) and
     references (sum of num_references, D): unit vectors.
     """
-    first = np.cumsum(num_references) - num_references
-    cosine = (np.repeat(captions, num_references, axis=0) * references).sum(1)
+    counts = np.array(num_references, np.int64)
+    first = np.cumsum(counts) - counts
+    cosine = (np.repeat(captions, counts, axis=0) * references).sum(1)
     nearest = np.maximum(np.maximum.reduceat(cosine, first), 0.0)
     total = similarity + nearest
     return np.divide(2 * similarity * nearest, total, out=np.zeros(len(total)), where=total > 0)

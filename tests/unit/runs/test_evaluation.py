@@ -22,13 +22,13 @@ CAPTIONS = {1: "a dog runs on the grass", 2: "two red cars are parked"}
 REFERENCES = {1: ["a brown dog runs", "a dog on grass"], 2: ["two cars in a street", "red cars parked"]}
 
 
-def scored(folder: Path, *test_splits: str) -> RunScores:
+def scored(folder: Path, *test_splits: str, evaluation: Any = None, several: Any = None) -> RunScores:
     """The scores of a run with these test splits and the validation split "val"."""
     values = small_config(folder)
     values["data"] |= {"test_splits": list(test_splits), "synthetic": None, "root": str(folder)}
-    config = parse_config(values)
+    config = parse_config(values | {"evaluation": values.get("evaluation", {}) | (evaluation or {})})
     dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES, uris=dict))
-    results = [SplitResult(split, CAPTIONS) for split in dict.fromkeys((*test_splits, "val"))]
+    results = [SplitResult(split, CAPTIONS, several=several or {}) for split in dict.fromkeys((*test_splits, "val"))]
     return score_run(
         SimpleNamespace(config=config, path=folder, last_kept=lambda: None, stage=folder.joinpath), dataset, results
     )  # type: ignore[arg-type]
@@ -87,3 +87,18 @@ def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeyp
 def test_spice_itself(tmp_path: Path) -> None:
     scores = scored(tmp_path, "test")
     assert 0 < scores.flat()["test_SPICE"] < 1 and not scores.unavailable
+
+
+def test_a_run_computes_the_metrics_that_its_configuration_names(tmp_path: Path) -> None:
+    """Their inputs come from `evaluation.inputs` and from several captions per image."""
+    names = tmp_path / "names.txt"
+    names.write_text("dog\ncar, bus\n")
+    evaluation = {"metrics": ["CIDEr-R", "CHAIR-i", "Div-1", "CLIPScore"], "inputs": {"objects": str(names)}}
+    several = {1: [CAPTIONS[1], "a dog"], 2: [CAPTIONS[2], "cars"]}
+    scores = scored(tmp_path, "test", evaluation=evaluation, several=several)
+    values = scores.flat()
+    assert values["test_CHAIR-i"] == 0.0 and values["test_Div-1"] == pytest.approx((6 / 8 + 5 / 6) / 2)
+    assert values["test_CIDEr-R"] > 0 and "val_CIDEr-R" in values
+    stored = json.loads((tmp_path / "scores.json").read_text())["splits"]["test"]
+    assert stored["scores"]["CLIPScore"] is None and "evaluation.inputs.clip" in stored["unavailable"]["CLIPScore"]
+    assert "CLIPScore" not in scores.unavailable  # the same command would not find it
