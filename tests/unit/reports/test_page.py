@@ -21,7 +21,7 @@ from pipeline.reports import charts
 from pipeline.reports import page as report
 from pipeline.reports.cluster_pictures import LayerColors
 from pipeline.reports.fonts import drawable
-from pipeline.reports.page import Report, ReportImage, ReportStage, choose_images, write_report
+from pipeline.reports.page import Report, ReportImage, ReportStage, Table, choose_images, write_report
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\" 'single' {{ 7 * 7 }} SCRIPT_DIGEST"
@@ -96,6 +96,26 @@ def test_page_holds_scores_curves_pictures_and_metadata(tmp_path: Path) -> None:
         assert expected in text
     assert html.startswith("<!DOCTYPE html>")
     assert [card["data-id"] for card in reader.all("li", "card")] == ["1", "2"]
+
+
+def test_further_tables_follow_the_scores(tmp_path: Path) -> None:
+    tables = [Table("Cost", "Of this machine.", ["parameters", EVIL], [("ours", ["12", EVIL]), (EVIL, ["13", ""])])]
+    _, reader = _written(tmp_path, _report(tables=tables, gallery_note=EVIL))
+    assert [section["id"] for section in reader.all("section")][:2] == ["scores", "table-1"]
+    assert {"href": "#table-1"} in reader.all("a") and len(reader.all("script")) == 1
+    text = " ".join(" ".join(reader.text).split())
+    assert "Cost Of this machine. Model parameters" in text and text.count(EVIL) == 4
+    assert "Of this machine" not in _written(tmp_path, _report())[0]
+
+
+def test_pictures_that_were_chosen_by_contrast_are_sorted_by_it(tmp_path: Path) -> None:
+    images = [_image(1, 0.2, contrast=0.1, alternatives={"b": "x"}), _image(2, 1.4, contrast=0.7)]
+    html, reader = _written(tmp_path, _report(images=images))
+    assert [option["value"] for option in reader.all("option")].count("different") == 1
+    assert re.search(r'<select name="order">\s*<option value="different">most different CIDEr-D first', html)
+    assert [card["data-difference"] for card in reader.all("li", "card")] == ["0.1", "0.7"]
+    assert not reader.all("figure", "histogram"), "they are no sample of the scores"
+    assert reader.all("figure", "histogram") != _written(tmp_path, _report())[1].all("figure", "histogram")
 
 
 def test_page_loads_no_external_resource(tmp_path: Path) -> None:
