@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from jobs.caption_output import Row, open_output, read_done, written_precision
+from jobs.caption_output import Row, open_output, read_done, review_place, written_precision
 from jobs.cluster import cluster_address, connect
 from jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from jobs.options import Address
@@ -24,6 +24,7 @@ from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
+from pipeline.confidence.confidence import Confidence, Judgement
 from pipeline.config.load import apply_override
 from pipeline.config.sections import EvaluationSection, WorkersSection
 from pipeline.data.image_paths import find_images
@@ -106,6 +107,10 @@ def caption(
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
     ] = "float32",
+    min_confidence: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="With --out: write captions with less confidence to a review file beside it."),
+    ] = None,
     explain: Annotated[
         Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
     ] = None,
@@ -151,19 +156,27 @@ def caption(
     num_heads = opened.bundle.captioner.model.config.num_heads
     if head is not None and (explain is None or head > num_heads):
         raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
+    if min_confidence is not None and out is None:
+        raise UserError(f"--min-confidence {min_confidence:g} needs --out, beside which it writes the review file")
+    confidence = _confidence(opened.bundle, settings, min_confidence)
     cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     signature: dict[str, Any] = {}
     done: dict[str, bool] = {}
     place = None if out is None else storage_path(out)
+    review = None if place is None or min_confidence is None else review_place(place)
     if place is not None:
         if precision == "auto":  # all lines of a file have one precision
-            search["precision"] = written_precision(place) or precision
+            written = written_precision(place) or (review and written_precision(review))
+            search["precision"] = written or precision
         # bundles of one name can have other weights
         weights = file_digest(opened.folder / "model.safetensors")[:16]
         name = opened.bundle.config["name"]
         signature = _signature(settings) | {"precision": search["precision"], "num_results": num_results}
         signature |= {"model": name, "weights": weights}
+        signature |= {"fit": confidence and confidence.digest, "min_confidence": min_confidence}
         done = read_done(place, signature)
+        if review is not None:
+            done |= read_done(review, signature)
     pending = [name for name in names if name not in done]
     if done:
         _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {place} already")
@@ -187,7 +200,7 @@ def caption(
     else:
         pictures = None if explain is None else Pictures(explain, head)
         captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, pictures, decorations))
-    output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature)
+    output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature, min_confidence)
     with output as write, captioning as rows:
         num_failed, largest_gap = _write_rows(rows, len(pending), write)
     if explain is not None:
@@ -202,6 +215,8 @@ def caption(
         seconds = time.monotonic() - begin
         speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
         _print_note(f"captions: {place} ({speed})")
+        if review is not None:
+            _print_note(f"review:   {review} (captions with a confidence below {min_confidence:g})")
     return 1 if num_failed else 0
 
 
@@ -265,13 +280,13 @@ def _caption_in_process(
             batch = names[start : start + BATCH_SIZE]
             loaded = list(pool.map(load_pixels, batch))
             readable = [pixels for pixels in loaded if not isinstance(pixels, str)]
-            captions = iter(service.caption(torch.stack(readable), options.num_results) if readable else [])
+            captions = iter(service.judged_captions(torch.stack(readable), options.num_results) if readable else [])
             for number, (name, pixels) in enumerate(zip(batch, loaded, strict=True), start):
                 if isinstance(pixels, str):
                     yield {"image": name, "error": pixels}
                     continue
-                ranked = next(captions)
-                row = _output_row(name, ranked)
+                ranked, judgement = next(captions)
+                row = _output_row(name, ranked, judgement)
                 if pictures is not None:
                     path = pictures.folder / f"{number:04d}-{Path(name).stem}.png"
                     with decorations.making(f"the picture of {name}"):
@@ -298,9 +313,9 @@ def _captioning_on_ray(
 
         def rows() -> Iterator[dict[str, Any]]:
             captions = caption_stream(names, source, transform, options.search, options.num_results, pool)
-            for name, ranked, error in captions:
+            for name, ranked, judgement, error in captions:
                 progressed()
-                yield {"image": name, "error": error} if error else _output_row(name, ranked)
+                yield {"image": name, "error": error} if error else _output_row(name, ranked, judgement)
 
         yield rows()
 
@@ -363,10 +378,29 @@ def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool
     return pool
 
 
-def _output_row(name: str, ranked: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """The output row of an image. ranked: its captions with their log-probabilities in nats, the best first."""
+def _confidence(bundle: Bundle, search: EvaluationSection, min_confidence: float | None) -> Confidence | None:
+    """The confidence of a bundle in the captions of a search, or None, which is said if it has one for another search.
+
+    min_confidence: the option --min-confidence. Raises UserError if it is given and there is no confidence.
+    """
+    confidence = bundle.confidence(search)
+    if confidence is None and (bundle.confidences or min_confidence is not None):
+        reason = "the model has no confidence in captions of this search"
+        remedy = "`raycap evaluate --model` fits one on the validation split"
+        if min_confidence is not None:
+            raise UserError(f"--min-confidence {min_confidence:g}: {reason}; {remedy}")
+        _print_note(f"{reason}, only of another one; {remedy}")
+    return confidence
+
+
+def _output_row(name: str, ranked: Sequence[tuple[str, float]], judgement: Judgement | None) -> dict[str, Any]:
+    """The output row of an image.
+
+    ranked: its captions with their log-probabilities in nats, the best first. judgement: the confidence in the best.
+    """
     entries = [{"caption": text, "log_prob": round(log_prob, 6)} for text, log_prob in ranked]
-    return {"image": name, **entries[0]} | ({"n_best": entries} if len(entries) > 1 else {})
+    judged = {} if judgement is None else judgement.to_json()
+    return {"image": name, **entries[0]} | judged | ({"n_best": entries} if len(entries) > 1 else {})
 
 
 def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str, head: int | None) -> dict[str, Any]:
@@ -418,7 +452,8 @@ def _printer(json_lines: bool) -> Callable[[Row], None]:
 
 def _format_row(row: Row) -> str:
     """An output row as text for the terminal."""
-    lines = [f"{row['image']}: {row['caption'] if 'caption' in row else 'error: ' + row['error']}"]
+    confidence = f"  (confidence {row['confidence']:.2f})" if "confidence" in row else ""
+    lines = [f"{row['image']}: {row['caption'] + confidence if 'caption' in row else 'error: ' + row['error']}"]
     lines += [f"    {entry['log_prob']:8.3f}  {entry['caption']}" for entry in row.get("n_best", ())]
     return "\n".join(map(printable, lines))
 

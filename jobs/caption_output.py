@@ -17,7 +17,7 @@ from typing import Any
 from jobs.named_files import check_output_file
 from pipeline.errors import UserError
 from pipeline.storage.atomic import write_bytes
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StoragePath, storage_path
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.names import quoted
 
@@ -26,13 +26,14 @@ NUM_READERS = 8
 _PART = re.compile(r"part-(\d+)\.jsonl")
 
 Row = Mapping[str, Any]
+Write = Callable[[Row], None]
 
 
 def read_done(out: StoragePath, signature: Row) -> dict[str, bool]:
     """Returns {image: whether it has a caption} for the images that earlier calls have written to `out`.
 
-    signature: the settings and weights that determine the captions. Every line contains them. Removes an incomplete
-    last line of a local file. Raises UserError if a line has another signature or is no caption.
+    signature: the settings and weights that determine the captions. Every line contains those that are not None.
+    Removes an incomplete last line of a local file. Raises UserError if a line has another signature or is no caption.
     """
     if not out.is_remote:
         check_output_file("--out", out.path)
@@ -59,9 +60,30 @@ def written_precision(out: StoragePath) -> str | None:
     return None
 
 
+def review_place(out: StoragePath) -> StoragePath:
+    """The review file beside an output: NAME.review.jsonl for the file NAME.jsonl, and OUT/review/ on S3."""
+    if out.is_remote:
+        return out / "review"
+    return storage_path(out.path.with_name(f"{out.path.stem}.review{out.path.suffix}"))
+
+
 @contextmanager
-def open_output(out: StoragePath, signature: Row) -> Iterator[Callable[[Row], None]]:
-    """Yields a function that adds the row of an image to `out`, with the signature."""
+def open_output(out: StoragePath, signature: Row, min_confidence: float | None = None) -> Iterator[Write]:
+    """Yields a function that adds the row of an image to `out`, with the signature.
+
+    With `min_confidence`, it adds the captions with less confidence to `review_place(out)` instead.
+    """
+    if min_confidence is None:
+        with _open_place(out, signature) as write:
+            yield write
+        return
+    with _open_place(out, signature) as write, _open_place(review_place(out), signature) as write_review:
+        yield lambda row: (write_review if row.get("confidence", 1.0) < min_confidence else write)(row)
+
+
+@contextmanager
+def _open_place(out: StoragePath, signature: Row) -> Iterator[Write]:
+    """`open_output` for one place."""
     if out.is_remote:
         parts = Parts(out)
         try:

@@ -20,20 +20,29 @@ from jobs.compare import OTHER_IMAGES, EvaluatedModel, compare, summarize_system
 from jobs.named_files import open_bundle
 from jobs.score import format_scores
 from jobs.seeds import group_id, seed_configs
-from pipeline.captioning.bundle import bundle_protocol, read_bundle_config
-from pipeline.captioning.bundle_files import fetched
+from pipeline.captioning.bundle import bundle_protocol, read_bundle_config, read_confidences, store_confidence
+from pipeline.captioning.bundle_files import CONFIDENCE, fetched
 from pipeline.captioning.measured_precision import with_kept_precision
-from pipeline.captioning.model_sources import ModelSource, bundle_source
-from pipeline.captioning.protocols import ensemble_protocol, in_language, search_settings, searched
+from pipeline.captioning.model_sources import bundle_source
+from pipeline.captioning.protocols import (
+    confidence_search,
+    ensemble_protocol,
+    in_language,
+    search_settings,
+    searched,
+)
 from pipeline.comparison.protocol import Protocol
 from pipeline.comparison.published import FinalRow, published_rows
+from pipeline.confidence.confidence import Confidence, find_fit
+from pipeline.confidence.fit import fit_split
+from pipeline.confidence.quality import Quality
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_annotations
-from pipeline.data.synthetic import main_object_accuracy
+from pipeline.data.synthetic import main_object_hits
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import JobFailedError, UserError
 from pipeline.features.source import features_for_bundles
-from pipeline.runs.evaluation import split_result
+from pipeline.runs.evaluation import judged_splits, split_result
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.decorations import Decorations
 from pipeline.score_inputs.inputs import score_inputs
@@ -311,11 +320,14 @@ class Evaluation:
             entries[split], scored = self.score(result, others.get(split))
             reported += [scored] if scored else []
             results.append(scored[0] if scored else result)
-        self.write_scores(entries, missing={})
         decorations = Decorations()
+        quality = self._judge([scored[0] for scored in reported], decorations)
+        for split, each in quality.items():
+            entries[split]["confidence"] = each.to_json()
+        self.write_scores(entries, missing={})
         for scored in reported:
             with decorations.making(f"the report of {scored[0].split}"):
-                self.report(scored, bundle_source(self.bundles[0], self.config), decorations)
+                self.report(scored, quality.get(scored[0].split), decorations)
         if server is not None:
             self._write_server_files(captioned, server)
         self.write_scores(entries, decorations.failed)
@@ -413,6 +425,40 @@ class Evaluation:
             }
         return entry, results
 
+    def _judge(self, results: Sequence[SplitResult], decorations: Decorations) -> dict[str, Quality]:
+        """The quality, by split, of the confidence in the captions. An ensemble has none.
+
+        If the validation split is among the results, the confidence is fitted on it and stored in the bundle.
+        """
+        if len(self.bundles) > 1 or not any(result.signals for result in results):
+            return {}
+        (bundle,), evaluation = self.bundles, self.config.evaluation
+        search = confidence_search(evaluation, _bundle_config(bundle)["sizes"]["max_positions"])
+        validation = [result for result in results if result.split == self.config.data.val_split]
+        confidence = find_fit(read_confidences(fetched(bundle)), search)
+        for result in validation:
+            fitted = fit_split(result, search, evaluation.good_ciderd)
+            if fitted is not None and fitted != confidence:
+                confidence = fitted
+                self._store(bundle, fitted, decorations)
+        if confidence is None:
+            if not validation:
+                logger.info("confidence   none was fitted with this search; evaluate the validation split to fit it")
+            return {}
+        return judged_splits([result for result in results if result not in validation], confidence)
+
+    def _store(self, bundle: StoragePath, confidence: Confidence, decorations: Decorations) -> None:
+        """Stores a confidence in a bundle, except in a champion's, whose digests are recorded elsewhere."""
+        if bundle.name.startswith("champion-"):
+            logger.info(f"confidence   not stored: {bundle} is a champion's bundle, which is never changed")
+            return
+        try:
+            with decorations.making("the confidence in the bundle"):
+                store_confidence(bundle, confidence)
+                logger.info(f"confidence   {bundle / CONFIDENCE}, from {confidence.num_images} images")
+        except UserError as error:
+            logger.warning(f"confidence   not stored: {error}")
+
     def _references(self, result: SplitResult) -> dict[int, list[str]]:
         """The references of the images that have both references and a caption."""
         references = self.images_by_split[result.split].references()
@@ -437,8 +483,9 @@ class Evaluation:
             inputs=self._score_inputs(result.split, result.several),
         )
         is_synthetic = self.config.data.synthetic is not None
-        accuracy = main_object_accuracy(captions, references, self.config.data.language) if is_synthetic else None
-        return replace(result, scores=scores, main_object=accuracy)
+        hits = main_object_hits(captions, references, self.config.data.language) if is_synthetic else {}
+        accuracy = sum(hits.values()) / len(hits) if hits else None
+        return replace(result, scores=scores, main_object=accuracy, main_object_hits=hits)
 
     def _score_inputs(self, split: str, several: Mapping[int, Sequence[str]]) -> ScoreInputs:
         """The inputs of metrics of a split. several: all captions of each image, if there are more than one."""
@@ -482,10 +529,10 @@ class Evaluation:
             values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
             logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
 
-    def report(self, results: Sequence[SplitResult], model: ModelSource, decorations: Decorations) -> None:
+    def report(self, results: Sequence[SplitResult], quality: Quality | None, decorations: Decorations) -> None:
         """Writes report-SPLIT.html of the first result. Scores and captions of a second result are shown beside it.
 
-        model: the report shows this model's maps.
+        quality: of the confidence in the first result's captions. The report shows the maps of the first bundle.
         """
         from jobs.gallery import add_maps
         from pipeline.reports.page import Report, write_report
@@ -499,6 +546,7 @@ class Evaluation:
             for image in report_images(result, dataset, config.storage.options)
         ]
         with decorations.making(f"the heat maps of {result.split}"):
+            model = bundle_source(self.bundles[0], config)
             images = add_maps(images, model, config, self.store, dataset, seed=label)
         report = Report(
             title=f"{label} on {result.split}",
@@ -510,6 +558,7 @@ class Evaluation:
             images=images,
             metadata={"models": ", ".join(label.split("+")), "images": f"{result.split} {len(dataset)}"},
             language=self.language,
+            confidence={} if quality is None else {result.split: quality},
         )
         name = f"report-{result.split}.html"
         write_report(self.folder / name, report)

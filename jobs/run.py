@@ -239,7 +239,8 @@ class RunDriver:
             results = stored_results(folder, dataset, splits) or self._caption(dataset, splits, store)
             scores = score_run(folder, dataset, results)
         folder.push("predictions", "scores.json")
-        bundle, location = bundle_run(folder, scores=scores.flat()), bundle_place(folder)
+        confidences = [] if scores.confidence is None else [scores.confidence]
+        bundle, location = bundle_run(folder, scores=scores.flat(), confidences=confidences), bundle_place(folder)
         decorations = Decorations()
         with self._timed("report"), decorations.making("the report"):
             self._report(dataset, scores, store, StoredBundle(location), decorations)

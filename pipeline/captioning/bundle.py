@@ -5,6 +5,7 @@ config.yaml          format, name, model, backbone (or null), sizes, protocol, i
 vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
 card.md              a summary for people
+confidence.json      the confidence in captions (`pipeline.confidence.confidence`), if it was fitted
 digests.json         the SHA-256 of each file above; digests.sig may sign it (`pipeline.captioning.bundle_files`)
 
 A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
@@ -14,7 +15,8 @@ and its sizes are compared with those of its tensors before memory is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +24,27 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from models.config import BackboneConfig, ModelConfig, ModelSizes
-from pipeline.captioning.bundle_files import MAX_CONFIG_BYTES, REQUIRED_FILES, require_intact, seal
-from pipeline.captioning.protocols import changed_search, model_protocol, search_settings
+from pipeline.captioning.bundle_files import (
+    CONFIDENCE,
+    MAX_BYTES,
+    MAX_CONFIG_BYTES,
+    REQUIRED_FILES,
+    fetched,
+    require_intact,
+    require_sealable,
+    seal,
+)
+from pipeline.captioning.protocols import changed_search, confidence_search, model_protocol, search_settings
 from pipeline.comparison.protocol import Protocol
+from pipeline.confidence.confidence import Confidence, dump_confidences, find_fit, parse_confidences, with_fit
 from pipeline.config.load import parse_section
 from pipeline.config.sections import EvaluationSection, ModelSection
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.language.languages import code_problem
 from pipeline.storage.atomic import atomic_folder
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.path import StoragePath
 from pipeline.untrusted.documents import parse_json, parse_yaml
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import one_line, printable, quoted
@@ -52,12 +66,20 @@ MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such
 
 @dataclass
 class Bundle:
-    """A loaded bundle. `transform` is None for a model of stored features. `config` is the content of config.yaml."""
+    """A loaded bundle. `transform` is None for a model of stored features. `config` is the content of config.yaml.
+
+    confidences: one for each search with which a confidence was fitted.
+    """
 
     captioner: Captioner
     vocabulary: Vocabulary
     transform: ImageTransform | None
     config: dict[str, Any]
+    confidences: tuple[Confidence, ...] = ()
+
+    def confidence(self, search: EvaluationSection) -> Confidence | None:
+        """The confidence that was fitted with this search; None if there is none."""
+        return find_fit(self.confidences, confidence_search(search, self.captioner.model.sizes.max_positions))
 
     @property
     def search(self) -> EvaluationSection:
@@ -80,6 +102,7 @@ def save_bundle(
     name: str,
     protocol: Protocol = Protocol(),
     info: Mapping[str, Any],
+    confidences: Sequence[Confidence] = (),
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
@@ -117,6 +140,8 @@ def save_bundle(
         transform = None if backbone is None else image_transform(backbone.config).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner, info), encoding="utf-8")
+        if confidences:
+            (temporary / CONFIDENCE).write_text(dump_confidences(confidences), encoding="utf-8")
         seal(temporary)
 
 
@@ -152,7 +177,7 @@ def load_bundle(folder: Path) -> Bundle:
     _read(path, lambda file: _require_room(parts, file))
     captioner = parts.build()
     _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
-    return Bundle(captioner.eval(), vocabulary, transform, config)
+    return Bundle(captioner.eval(), vocabulary, transform, config, read_confidences(folder))
 
 
 @dataclass(frozen=True)
@@ -191,6 +216,33 @@ def read_bundle_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("name"), str):
         raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
     return config | {"name": printable(config["name"])}
+
+
+def read_confidences(folder: Path) -> tuple[Confidence, ...]:
+    """The confidences of a bundle, one for each search; () without any. Raises UserError."""
+    path = folder / CONFIDENCE
+    if not path.exists():
+        return ()
+    fits: tuple[Confidence, ...] = _read(
+        path, lambda file: parse_confidences(read_regular_file(file, MAX_BYTES), str(file))
+    )
+    return fits
+
+
+def store_confidence(bundle: StoragePath, confidence: Confidence) -> None:
+    """Adds a confidence to a bundle, in place of that of the same search. The local folder is replaced as a whole.
+
+    Raises UserError for a bundle with a signature that cannot be replaced.
+    """
+    folder = fetched(bundle).resolve()
+    require_sealable(folder)
+    fits = with_fit(read_confidences(folder), confidence)
+    with atomic_folder(folder) as temporary:
+        shutil.copytree(folder, temporary, dirs_exist_ok=True)
+        (temporary / CONFIDENCE).write_text(dump_confidences(fits), encoding="utf-8")
+        seal(temporary)
+    if bundle.is_remote:
+        Mirror(bundle, folder).push()
 
 
 def bundle_protocol(config: Mapping[str, Any]) -> Protocol:

@@ -33,18 +33,19 @@ if TYPE_CHECKING:
 # The identity of a run that starts from a bundle contains the digests of these files: the weights and the words.
 CONTENT_FILES = ("model.safetensors", "vocabulary.json")
 REQUIRED_FILES = ("config.yaml", *CONTENT_FILES)
-DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", "card.md")
+CONFIDENCE = "confidence.json"
+DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", "card.md", CONFIDENCE)
 SIGNATURE = "digests.sig"
 BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS, SIGNATURE)
 
 KEYS_VARIABLE, SIGNING_VARIABLE = "RAYCAP_BUNDLE_KEYS", "RAYCAP_BUNDLE_SIGNING_KEY"
-MAX_BYTES = 2**16  # of digests.json, of its signature and of files of keys
+MAX_BYTES = 2**16  # of digests.json, of its signature, of confidence.json and of files of keys
 MAX_CONFIG_BYTES = 2**20  # of config.yaml, preprocessing.json and card.md
 # The limits with which the files are read. The weights are limited by the machine.
 FILE_LIMITS = {
     **dict.fromkeys(("config.yaml", "preprocessing.json", "card.md"), MAX_CONFIG_BYTES),
     "vocabulary.json": MAX_VOCABULARY_BYTES,
-    **dict.fromkeys((DIGESTS, SIGNATURE), MAX_BYTES),
+    **dict.fromkeys((DIGESTS, SIGNATURE, CONFIDENCE), MAX_BYTES),
 }
 _PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
 
@@ -92,6 +93,12 @@ def seal(folder: Path) -> None:
     write_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
     if file := os.environ.get(SIGNING_VARIABLE):
         (folder / SIGNATURE).write_bytes(_sign((folder / DIGESTS).read_bytes(), Path(file)))
+
+
+def require_sealable(folder: Path) -> None:
+    """Raises UserError for a bundle with a signature that `seal` could not replace."""
+    if (folder / SIGNATURE).exists() and not os.environ.get(SIGNING_VARIABLE):
+        raise UserError(f"{folder} has a signature, which a change would make invalid; set {SIGNING_VARIABLE}")
 
 
 def require_intact(folder: Path) -> None:

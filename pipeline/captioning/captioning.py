@@ -17,6 +17,7 @@ from models.decoding import Captions
 from models.graphed_search import GraphedSearch
 from pipeline.captioning.decoding import beam_options, find_captions
 from pipeline.captioning.protocols import collapsed
+from pipeline.confidence.confidence import caption_signals
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import Vocabulary
@@ -147,6 +148,7 @@ def _caption_batch(
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
     log_probs = captions.log_probs.sum(-1)
+    signals = caption_signals(*(part[:, 0].cpu().numpy() for part in (captions.log_probs, captions.lengths)))
     hypotheses: Hypotheses = {image: [] for image in image_ids}
     for row, image in enumerate(image_ids):
         ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
@@ -156,7 +158,9 @@ def _caption_batch(
                 caption = search.vocabulary.decode(tokens)
                 if search.settings.collapse_repeats:
                     caption = collapsed(caption)
-                hypotheses[image].append(Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens)))
+                of_best = () if rank else signals[row]
+                found = Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens), of_best)
+                hypotheses[image].append(found)
     return hypotheses
 
 

@@ -95,6 +95,15 @@ def changed_search(recorded: EvaluationSection, given: Mapping[str, Any]) -> Eva
     return parse_section(EvaluationSection, merge(values, dict(given)), "evaluation")
 
 
+def confidence_search(settings: EvaluationSection, max_positions: int) -> dict[str, Any]:
+    """The settings of a search that decide its best captions, as plain values. A confidence belongs to one search.
+
+    max_positions: of the model, which no caption exceeds.
+    """
+    search = settings.model_dump(mode="json", include=set(SEARCH_KEYS))
+    return search | {"max_length": min(settings.max_length, max_positions)}
+
+
 def collapsed(caption: str) -> str:
     """The caption with one word in place of equal neighboring words."""
     return " ".join(word for word, _ in groupby(caption.split()))

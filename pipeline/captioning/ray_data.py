@@ -20,6 +20,7 @@ import torch
 from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.service import MAX_PIXELS, CaptionService
+from pipeline.confidence.confidence import Judgement
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from pipeline.data.images import BadImage, decode_image, read_image_file, reason_of
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
@@ -60,13 +61,14 @@ def caption_stream(
     search: dict[str, Any],
     num_results: int,
     pool: CaptionPool = CaptionPool(),
-) -> Iterator[tuple[str, list[tuple[str, float]], str]]:
-    """Yields (name, captions with log-probabilities, reason for a missing caption) of each image, in order.
+) -> Iterator[tuple[str, list[tuple[str, float]], Judgement | None, str]]:
+    """Yields (name, captions, confidence, reason for a missing caption) of each image, in order.
 
-    The best caption comes first. search: the settings of a `CaptionService`, with a precision other than `auto`. Ray
-    must have been started, and every node must be able to read local names. Raises StorageError while the storage is
-    out of order or refuses requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the
-    caller must watch for one.
+    The captions have their log-probabilities, and the best comes first. The confidence is that in the best one.
+    search: the settings of a `CaptionService`, with a precision other than `auto`. Ray must have been started, and
+    every node must be able to read local names. Raises StorageError while the storage is out of order or refuses
+    requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for
+    one.
 
     Each NAMES_AT_A_TIME images are one execution of Ray Data, which starts its own captioning processes. So only the
     list of names grows with the number of images, not the time until the first caption or the memory that Ray needs.
@@ -81,7 +83,9 @@ def caption_stream(
     with one_sentence("captioning"):
         for start in range(0, len(names), NAMES_AT_A_TIME):
             for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], transform, arguments, pool):
-                yield _text(row["name"]), list(zip(row["captions"], row["log_probs"], strict=True)), row["reason"]
+                judgement = None if row["judgement"] is None else Judgement(*row["judgement"])
+                captions = list(zip(row["captions"], row["log_probs"], strict=True))
+                yield _text(row["name"]), captions, judgement, row["reason"]
 
 
 def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
@@ -157,17 +161,21 @@ class _CaptionActor:
         self.num_results, self.service = num_results, CaptionService(model.load(), device=device, **search)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Captions a batch of `_decode`. The new columns captions and log_probs hold lists, empty for bad images."""
+        """Captions a batch of `_decode`. The new columns captions and log_probs hold lists, empty for bad images.
+
+        The column judgement holds null, or a list with the values of a `Judgement`.
+        """
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
-        ranked: dict[int, list[tuple[str, float]]] = {}
+        found: dict[int, tuple[list[tuple[str, float]], Judgement | None]] = {}
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
-            captions = self.service.caption(self.service.transform.normalize(pixels).contiguous(), self.num_results)
-            ranked = dict(zip(readable, captions, strict=True))
-        rows = [ranked.get(index, []) for index in range(len(batch["reason"]))]
+            pixels = self.service.transform.normalize(pixels).contiguous()
+            found = dict(zip(readable, self.service.judged_captions(pixels, self.num_results), strict=True))
+        rows, judgements = zip(*(found.get(index, ([], None)) for index in range(len(batch["reason"]))), strict=True)
         return {
             "name": batch["name"],
             "captions": pa.array([[text for text, _ in row] for row in rows], pa.list_(pa.string())),
             "log_probs": pa.array([[log_prob for _, log_prob in row] for row in rows], pa.list_(pa.float64())),
+            "judgement": pa.array(judgements, pa.list_(pa.float64())),
             "reason": batch["reason"],
         }

@@ -26,6 +26,7 @@ from models.decoding import Captions
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.captioning.decoding import find_captions
 from pipeline.captioning.protocols import collapsed
+from pipeline.confidence.confidence import Judgement, caption_signals
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
 from pipeline.runtime.precision import measure_precisions
@@ -74,6 +75,7 @@ class CaptionService:
         changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         self.bundle, self.search = bundle, bundle.changed_search(changes)
         self.search = self.search.model_copy(update={"max_length": min(self.search.max_length, positions)})
+        self.confidence = bundle.confidence(self.search)
         self.transform, self.precision = bundle.transform, precision
         self.uri_roots = _roots(uri_roots)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -94,14 +96,27 @@ class CaptionService:
         """An image file's normalized pixels (3, H, W). Raises BadImage with the reason."""
         return self.transform(decode_image(data, MAX_PIXELS))
 
-    @torch.no_grad()
     def caption(self, pixels: Tensor, num_results: int = 1) -> list[list[tuple[str, float]]]:
         """The captions of each image (B, 3, H, W) with their log-probabilities, best first."""
+        return [ranked for ranked, _ in self.judged_captions(pixels, num_results)]
+
+    @torch.no_grad()
+    def judged_captions(
+        self, pixels: Tensor, num_results: int = 1
+    ) -> list[tuple[list[tuple[str, float]], Judgement | None]]:
+        """As `caption`, with the confidence in the best caption of each image.
+
+        The confidence is None if the bundle has none for this search.
+        """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             captions = self._search(pixels.to(self.device), num_results)
         log_probs = captions.log_probs.sum(-1).tolist()
         texts = [[self._text(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
-        return [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
+        found = [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
+        if self.confidence is None:
+            return [(ranked, None) for ranked in found]
+        signals = caption_signals(*(part[:, 0].cpu().numpy() for part in (captions.log_probs, captions.lengths)))
+        return [(ranked, self.confidence.judge(each)) for ranked, each in zip(found, signals, strict=True)]
 
     def _search(self, pixels: Tensor, num_results: int) -> Captions:
         """The best captions of each image (B, 3, H, W)."""

@@ -564,6 +564,8 @@ class EvaluationSection(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
     # on a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
+    # a caption with this CIDEr-D is good, for the confidence; the default is that of people's captions on COCO's server
+    good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER, Identity.UNLESS_DEFAULT] = 0.85
     # a file of words that captions must contain (`pipeline.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None
     # metrics that are computed besides the default ones

@@ -267,7 +267,15 @@ def _entry(config: SceneConfig, index: int) -> dict[str, Any]:
 def main_object_accuracy(
     predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
 ) -> float:
-    """Share of images whose predicted caption names the color and the shape of the references' main object.
+    """Share of images whose predicted caption names the main object. ValueError as `main_object_hits`."""
+    hits = main_object_hits(predictions, references, language)
+    return sum(hits.values()) / len(hits)
+
+
+def main_object_hits(
+    predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
+) -> dict[Any, bool]:
+    """Whether each predicted caption names the color and the shape of the references' main object, by image id.
 
     Raises ValueError when the arguments are empty or have different images, and when the references of an image do not
     all name the same main object. All references of the synthetic data set do; those of other data sets need not.
@@ -277,7 +285,7 @@ def main_object_accuracy(
             f"there are {len(predictions)} predicted captions and {len(references)} images with references, of which "
             f"{len(predictions.keys() & references.keys())} are the same; give one prediction for each image"
         )
-    correct = 0
+    hits = {}
     for image_id, captions in references.items():
         expected = {main_object(caption, language) for caption in captions}
         if len(expected) != 1 or None in expected:
@@ -285,5 +293,5 @@ def main_object_accuracy(
                 f"the references of image {image_id} name {len(expected - {None})} main objects instead of one; "
                 "this score is defined for the synthetic data set only"
             )
-        correct += main_object(predictions[image_id], language) in expected
-    return correct / len(references)
+        hits[image_id] = main_object(predictions[image_id], language) in expected
+    return hits

@@ -8,7 +8,7 @@ import io
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from pipeline.confidence.quality import Quality
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.language.languages import ENGLISH
 from pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
 from pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
+from pipeline.reports.confidence_charts import reliability_plot, risk_plot
 from pipeline.reports.text_table import UNAVAILABLE
 from pipeline.scoring.metric_words import metric_words
 from pipeline.storage.atomic import write_text
@@ -93,6 +95,7 @@ class Report:
     v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained below the table.
     metadata: short texts about the run, by name. language: of the captions. tables: further ones below the scores.
     gallery_note: a line above the pictures.
+    confidence: its quality, by split.
     """
 
     title: str
@@ -106,6 +109,7 @@ class Report:
     language: str = ENGLISH
     tables: Sequence[Table] = ()
     gallery_note: str = ""
+    confidence: Mapping[str, Quality] = field(default_factory=dict)
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -142,6 +146,9 @@ def report_html(report: Report) -> str:
         ],
         # Pictures that were chosen by their contrast are no sample of the scores.
         histograms=_histograms([image for image in report.images if image.contrast is None]),
+        confidence=[
+            (split, each, risk_plot(each), reliability_plot(each)) for split, each in report.confidence.items()
+        ],
         cards=cards,
         shape=_aspect_ratio(cards),
         counts=counts,

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.captioning.protocols import run_protocol
+from pipeline.captioning.protocols import confidence_search, run_protocol
+from pipeline.confidence.confidence import SIGNALS, Confidence
+from pipeline.confidence.fit import fit_split
+from pipeline.confidence.quality import Quality, judged_quality
 from pipeline.data.dataset import Dataset
-from pipeline.data.synthetic import main_object_accuracy
+from pipeline.data.synthetic import main_object_hits
 from pipeline.errors import DamagedError, UserError
 from pipeline.language.languages import ENGLISH
 from pipeline.runs.folder import RunFolder
@@ -38,11 +41,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunScores:
-    """The results of a run's splits, and the validation CIDEr-D after each stage, by stage name."""
+    """The results of a run's splits, and the validation CIDEr-D after each stage, by stage name.
+
+    confidence: fitted on the validation split; None if that was not possible. quality: that of it, by test split.
+    """
 
     splits: tuple[SplitResult, ...]
     validation_by_stage: dict[str, float]
     language: str = ENGLISH  # of the captions
+    confidence: Confidence | None = None
+    quality: Mapping[str, Quality] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
@@ -80,7 +88,9 @@ def split_result(
     if counts is not None:
         logger.info(f"{label}{counts}")
     captions = {image: hypothesis.caption for image, hypothesis in best.items()}
-    return SplitResult(split, captions, unreadable, alignment, counts)
+    # A confidence belongs to a search without constraints.
+    signals = {} if automata else {image: each.signals for image, each in best.items() if each.signals}
+    return SplitResult(split, captions, unreadable, alignment, counts, signals=signals)
 
 
 def stored_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) -> list[SplitResult]:
@@ -112,7 +122,12 @@ def _read_results(folder: RunFolder, dataset: Dataset, splits: Sequence[str]) ->
         constraints = None if counts is None else ConstraintCounts(**counts)
         n_best = folder.path / "predictions" / N_BEST.format(split)
         several = {int(image): texts for image, texts in read_n_best(n_best).items()} if n_best.is_file() else {}
-        results.append(SplitResult(split, captions, alignment=alignment, constraints=constraints, several=several))
+        stored = dict(entries[split].get("signals", {}))  # runs of older versions have none
+        signals = {int(image): tuple(map(float, values)) for image, values in stored.items()}
+        if any(len(values) != len(SIGNALS) for values in signals.values()):
+            raise ValueError(f"{path}: an image has other signals than {', '.join(SIGNALS)}")
+        result = SplitResult(split, captions, alignment=alignment, constraints=constraints)
+        results.append(replace(result, several=several, signals=signals))
     return results
 
 
@@ -125,24 +140,51 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
         """The result of a split with its scores added."""
         images = dataset.split(result.split)
         references = images.references()
-        accuracy = main_object_accuracy(result.captions, references, language) if is_synthetic else None
+        hits = main_object_hits(result.captions, references, language) if is_synthetic else {}
+        accuracy = sum(hits.values()) / len(hits) if hits else None
         metrics = metrics_of_split(section.metrics, is_test=result.split in data.test_splits)
         options = folder.config.storage.options
         inputs = score_inputs(
             section.inputs, language, data, several=result.several, uris=images.uris(), options=options
         )
         scores = score_captions(references, result.captions, metrics=metrics, language=language, inputs=inputs)
-        return replace(result, scores=scores, main_object=accuracy)
+        return replace(result, scores=scores, main_object=accuracy, main_object_hits=hits)
 
     # each process of SPICE takes half of the free memory, so that there must be one at a time
     max_workers = 1 if why_unavailable("SPICE") is None else None
     with ThreadPoolExecutor(max_workers) as pool:  # threads suffice: most of the work runs in Java processes
-        run_scores = RunScores(tuple(pool.map(score, results)), _validation_by_stage(folder, dataset), language)
+        scored = tuple(pool.map(score, results))
+    confidence, quality = _confidence(folder, scored)
+    run_scores = RunScores(scored, _validation_by_stage(folder, dataset), language, confidence, quality)
     splits = {result.split: result.to_json() for result in run_scores.splits}
+    for split, each in quality.items():
+        splits[split]["confidence"] = each.to_json()
     protocol = run_protocol(folder.config, folder.last_kept())
     content = {"protocol": asdict(protocol), "signature": protocol.signature, "splits": splits}
     write_json(folder.path / "scores.json", content | {"validation_by_stage": run_scores.validation_by_stage})
     return run_scores
+
+
+def _confidence(folder: RunFolder, results: Sequence[SplitResult]) -> tuple[Confidence | None, dict[str, Quality]]:
+    """The confidence that fits the validation split, or None, and its quality on the test splits."""
+    config = folder.config
+    validation = next(result for result in results if result.split == config.data.val_split)
+    if not validation.signals:
+        return None, {}
+    search = confidence_search(config.evaluation, folder.sizes.max_positions)
+    confidence = fit_split(validation, search, config.evaluation.good_ciderd)
+    others = [result for result in results if result is not validation]
+    return confidence, {} if confidence is None else judged_splits(others, confidence)
+
+
+def judged_splits(results: Sequence[SplitResult], confidence: Confidence) -> dict[str, Quality]:
+    """The quality of a confidence by split, which the log also gets, for the splits where it can be measured."""
+    quality = {}
+    for result in results:
+        if (measured := judged_quality(result, confidence)) is not None:
+            quality[result.split] = measured
+            logger.info(f"confidence   {result.split}: {measured}")
+    return quality
 
 
 def _validation_by_stage(folder: RunFolder, dataset: Dataset) -> dict[str, float]:

@@ -25,6 +25,7 @@ RESULT_SOURCES = (
     "models",
     "pipeline/annotations",
     "pipeline/captioning",
+    "pipeline/confidence",
     "pipeline/config",
     "pipeline/data",
     "pipeline/features",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from models.registry import build_model
 from pipeline.captioning.bundle import save_bundle
 from pipeline.captioning.bundle_files import BUNDLE_FILES
 from pipeline.captioning.protocols import run_protocol
+from pipeline.confidence.confidence import Confidence
 from pipeline.config.sections import StageSection
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.mirror import Mirror
@@ -39,7 +40,12 @@ def local_bundle(folder: RunFolder) -> Path:
     return path
 
 
-def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Mapping[str, float] | None = None) -> Path:
+def bundle_run(
+    folder: RunFolder,
+    stage: StageSection | None = None,
+    scores: Mapping[str, float] | None = None,
+    confidences: Sequence[Confidence] = (),
+) -> Path:
     """Writes the bundle and returns its local folder.
 
     stage: bundle the best weights of this stage, even if the run did not keep it; by default the run's final weights.
@@ -56,7 +62,8 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, scores: Map
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
     protocol = run_protocol(config, stage or folder.last_kept())
-    save_bundle(path, captioner, folder.vocabulary, name=config.name, protocol=protocol, info=info)
+    about: dict[str, Any] = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}
+    save_bundle(path, captioner, folder.vocabulary, **about)
     if location.is_remote:
         Mirror(location, path).push()
     return path

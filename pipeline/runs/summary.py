@@ -133,6 +133,7 @@ def make_report(
             "versions": ", ".join(f"{name} {version}" for name, version in metadata.versions.items()),
         },
         language=config.data.language,
+        confidence=scores.quality,
     )
     write_report(folder.path / "report.html", report)
 

@@ -14,6 +14,7 @@ class Hypothesis(NamedTuple):
 
     alignment: agreement of words and image tokens (`models.alignment`); only for the best caption of a single model.
     num_satisfied: number of its image's constraints that it satisfies; None for an image without constraints.
+    signals: the numbers from which the confidence follows (`pipeline.confidence`); only for the best caption.
     """
 
     caption: str
@@ -21,6 +22,7 @@ class Hypothesis(NamedTuple):
     alignment: float | None = None
     num_satisfied: int | None = None
     tokens: tuple[int, ...] = ()  # with padding, and with EOS unless the length limit cut the caption off
+    signals: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """One entry of an n-best file, without the values that were not computed."""
@@ -64,6 +66,8 @@ class SplitResult:
     scores: Scores | None = None
     several: Mapping[int, Sequence[str]] = field(default_factory=dict)  # all captions of each image, if there are more
     main_object: float | None = None  # share of images whose main object is named; only for the synthetic data set
+    main_object_hits: Mapping[int, bool] = field(default_factory=dict)  # the same by image id
+    signals: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by image id, as in `Hypothesis`
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -90,6 +94,7 @@ class SplitResult:
             "unreadable": dict(self.unreadable),
             "alignment": self.alignment,
             "constraints": self.constraints and self.constraints._asdict(),
+            "signals": dict(self.signals),
             **self.scores_to_json(),
         }
 

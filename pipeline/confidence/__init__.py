@@ -1,0 +1,1 @@
+"""The probability that a caption is good: its fit on a validation split, its use, and its quality."""
