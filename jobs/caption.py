@@ -36,7 +36,7 @@ from pipeline.runtime.progress import progress
 from pipeline.storage.digests import file_digest
 from pipeline.storage.path import storage_path
 from pipeline.storage.s3 import StorageError
-from pipeline.untrusted.names import printable, shown
+from pipeline.untrusted.names import printable, quoted, shown
 
 if TYPE_CHECKING:
     from pipeline.captioning.ray_data import CaptionPool
@@ -389,7 +389,8 @@ def _confidence(bundle: Bundle, search: EvaluationSection, min_confidence: float
         remedy = "`raycap evaluate --model` fits one on the validation split"
         if min_confidence is not None:
             raise UserError(f"--min-confidence {min_confidence:g}: {reason}; {remedy}")
-        _print_note(f"{reason}, only of another one; {remedy}")
+        searches = " and ".join(quoted(fit.search) for fit in bundle.confidences)
+        _print_note(f"{reason}, only of {searches}; {remedy}")
     return confidence
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
@@ -95,13 +96,13 @@ def changed_search(recorded: EvaluationSection, given: Mapping[str, Any]) -> Eva
     return parse_section(EvaluationSection, merge(values, dict(given)), "evaluation")
 
 
-def confidence_search(settings: EvaluationSection, max_positions: int) -> dict[str, Any]:
-    """The settings of a search that decide its best captions, as plain values. A confidence belongs to one search.
+def confidence_search(settings: EvaluationSection, max_positions: int) -> str:
+    """The settings of a search that decide its best captions, as text. A confidence belongs to one search.
 
     max_positions: of the model, which no caption exceeds.
     """
     search = settings.model_dump(mode="json", include=set(SEARCH_KEYS))
-    return search | {"max_length": min(settings.max_length, max_positions)}
+    return json.dumps(search | {"max_length": min(settings.max_length, max_positions)}, sort_keys=True)
 
 
 def collapsed(caption: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -66,13 +66,14 @@ class Linear:
 class Confidence:
     """The confidence in the best captions of one model and one search.
 
-    search: the settings of the search. good_ciderd: a caption is good from this CIDEr-D on; None for the synthetic data
-    set, where it is good if it names the main object. num_images: of the fit. mean, scale: of the signals of these
-    images, which standardize a caption's signals. log_odds: of a good caption. ciderd: the expected CIDEr-D.
+    search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on; None for the
+    synthetic data set, where it is good if it names the main object. num_images: of the fit. mean, scale: of the
+    signals of these images, which standardize a caption's signals. log_odds: of a good caption. ciderd: the expected
+    CIDEr-D.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
-    search: dict[str, Any]
+    search: Annotated[str, Field(max_length=4096)]
     good_ciderd: Annotated[float, Field(ge=0, le=MAX_CIDER), NUMBER] | None
     num_images: Annotated[int, Field(gt=0, le=10**9), NUMBER]
     mean: Numbers
@@ -111,7 +112,7 @@ def caption_signals(log_probs: np.ndarray, lengths: np.ndarray) -> list[tuple[fl
     return [tuple(row.tolist()) if np.isfinite(row).all() else () for row in table.round(6)]
 
 
-def find_fit(fits: Sequence[Confidence], search: Mapping[str, Any]) -> Confidence | None:
+def find_fit(fits: Sequence[Confidence], search: str) -> Confidence | None:
     """The confidence that was fitted with this search; None if there is none."""
     return next((fit for fit in fits if fit.search == search), None)
 

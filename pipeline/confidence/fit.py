@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -28,11 +26,11 @@ def good_by_image(result: SplitResult, good_ciderd: float | None) -> dict[int, b
     return {image: score >= good_ciderd for image, score in result.cider_by_image.items() if image in result.signals}
 
 
-def fit_split(result: SplitResult, search: Mapping[str, Any], good_ciderd: float) -> Confidence | None:
+def fit_split(result: SplitResult, search: str, good_ciderd: float) -> Confidence | None:
     """The confidence that fits the captions of a split; None, with the reason in the log, if it cannot be fitted.
 
-    search: the settings of the search. good_ciderd: a caption is good from this CIDEr-D on, except in the synthetic
-    data set.
+    search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on, except in the
+    synthetic data set.
     """
     limit = None if result.main_object_hits else good_ciderd
     good = good_by_image(result, limit)
@@ -58,7 +56,7 @@ def _obstacle(good: list[bool]) -> str | None:
 
 
 def fit_confidence(
-    signals: np.ndarray, good: np.ndarray, ciderd: np.ndarray, *, search: Mapping[str, Any], good_ciderd: float | None
+    signals: np.ndarray, good: np.ndarray, ciderd: np.ndarray, *, search: str, good_ciderd: float | None
 ) -> Confidence:
     """A logistic regression of `good` and a ridge regression of `ciderd`, both with the penalty L2.
 
@@ -73,7 +71,7 @@ def fit_confidence(
     logistic = LogisticRegression(C=1 / L2, tol=1e-8, max_iter=1000).fit(standardized, good)
     ridge = Ridge(alpha=L2).fit(standardized, ciderd.clip(0, MAX_CIDER))
     return Confidence(
-        search=dict(search),
+        search=search,
         good_ciderd=good_ciderd,
         num_images=len(signals),
         mean=tuple(mean.tolist()),

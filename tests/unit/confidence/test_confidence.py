@@ -1,0 +1,271 @@
+"""The confidence in captions: its signals, its fit, its file and its quality, against plain implementations."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from pipeline.confidence import quality
+from pipeline.confidence.confidence import (
+    MAX_FITS,
+    NUM_LOWEST,
+    SIGNALS,
+    Confidence,
+    Linear,
+    caption_signals,
+    dump_confidences,
+    find_fit,
+    parse_confidences,
+    with_fit,
+)
+from pipeline.confidence.fit import MIN_IMAGES, MIN_OF_EACH, fit_confidence, fit_split
+from pipeline.confidence.quality import COVERAGES, auroc, judged_quality, measure_quality, reliability, risk_coverage
+from pipeline.errors import UserError
+from pipeline.scoring.metrics import Score, Scores
+from pipeline.scoring.split_result import SplitResult
+from tests.support.confidence import make_confidence
+
+WIDTH = len(SIGNALS)
+
+
+def drawn(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Signals, good captions whose log-odds are linear in the signals, and CIDEr-D with noise."""
+    generator = np.random.default_rng(seed)
+    signals = generator.normal(size=(count, WIDTH)) * np.arange(1, WIDTH + 1) - 3
+    odds = 1.5 * (signals[:, 0] + 3) - 0.2 * (signals[:, 4] + 3) + 0.7
+    good = generator.random(count) < 1 / (1 + np.exp(-odds))
+    return signals, good, np.clip(2 + 0.4 * odds + generator.normal(size=count) / 2, 0, 10)
+
+
+def test_signals_against_a_plain_loop() -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        lengths = [chance.randint(2, 12) for _ in range(chance.randint(1, 5))]
+        longest = max(lengths)
+        rows = [[0.0] + [-chance.random() * 5 for _ in range(n - 1)] + [0.0] * (longest - n) for n in lengths]
+        found = caption_signals(np.array(rows, np.float32), np.array(lengths))
+        for row, length, signals in zip(rows, lengths, found, strict=True):
+            tokens = row[1:length]
+            lowest = (sorted(tokens) + [0.0] * NUM_LOWEST)[:NUM_LOWEST]
+            expected = [sum(tokens) / length, sum(tokens), length, *lowest]
+            assert signals == pytest.approx(expected, abs=1e-5)
+    missing = caption_signals(np.array([[0.0, -np.inf], [0.0, -1.0]]), np.array([2, 2]))
+    assert missing[0] == () and missing[1][:3] == (-0.5, -1.0, 2.0)
+
+
+def test_the_fit_against_newtons_method_and_the_normal_equations() -> None:
+    signals, good, ciderd = drawn(400)
+    fit = fit_confidence(signals, good, ciderd, search="a", good_ciderd=1.0)
+    table = (signals - signals.mean(0)) / signals.std(0)
+    with_ones = np.column_stack((table, np.ones(len(table))))
+    penalty = np.diag([1.0] * WIDTH + [0.0])
+    weights = np.zeros(WIDTH + 1)
+    for _ in range(30):
+        share = 1 / (1 + np.exp(-with_ones @ weights))
+        gradient = with_ones.T @ (share - good) + penalty @ weights
+        hessian = with_ones.T @ (with_ones * (share * (1 - share))[:, None]) + penalty
+        weights -= np.linalg.solve(hessian, gradient)
+    assert (*fit.log_odds.weights, fit.log_odds.bias) == pytest.approx(tuple(weights), abs=1e-4)
+    ridge = np.linalg.solve(with_ones.T @ with_ones + penalty, with_ones.T @ ciderd)
+    assert (*fit.ciderd.weights, fit.ciderd.bias) == pytest.approx(tuple(ridge), abs=1e-6)
+    for row, standardized in zip(signals[:20], with_ones, strict=False):
+        judgement = fit.judge(tuple(row))
+        assert judgement is not None
+        assert judgement.confidence == pytest.approx(1 / (1 + math.exp(-standardized @ weights)), abs=1e-4)
+        assert judgement.expected_ciderd == pytest.approx(standardized @ ridge, abs=1e-5)
+    assert fit.judge(()) is None
+
+
+def test_a_signal_that_never_differs_and_values_far_outside() -> None:
+    signals, good, ciderd = drawn(200)
+    signals[:, 2] = 5.0
+    fit = fit_confidence(signals, good, ciderd, search="a", good_ciderd=None)
+    for factor in (-1e9, 0.0, 1e9):
+        judgement = fit.judge([factor] * WIDTH)
+        assert judgement is not None and 0 <= judgement.confidence <= 1 and 0 <= judgement.expected_ciderd <= 10
+
+
+def test_a_fit_is_calibrated_on_other_images() -> None:
+    signals, good, ciderd = drawn(1000)
+    fit = fit_confidence(signals, good, ciderd, search="a", good_ciderd=1.0)
+    signals, good, ciderd = drawn(2000, seed=1)
+    judged = np.array([fit.judge(row.tolist()) for row in signals])
+    measured = measure_quality(judged[:, 0], good)
+    assert measured.calibration_error < 0.05 and measured.auroc is not None and measured.auroc > 0.75
+    assert spearmanr(judged[:, 1], ciderd).statistic > 0.5
+    overconfident = measure_quality(judged[:, 0] ** 0.3, good)
+    assert overconfident.calibration_error > 0.1, "the error must see a wrong calibration"
+    assert overconfident.auroc == pytest.approx(measured.auroc), "and the AUROC only the order"
+
+
+def test_calibration_error_of_bernoulli_draws() -> None:
+    generator = np.random.default_rng(0)
+    confidences = generator.random(2000)
+    assert measure_quality(confidences, generator.random(2000) < confidences).calibration_error < 0.05
+
+
+def test_bins_have_equal_sizes_and_all_images() -> None:
+    generator = np.random.default_rng(0)
+    for count in (1, 3, 10, 37, 200):
+        confidences, good = generator.random(count), generator.random(count) < 0.5
+        bins = reliability(confidences, good)
+        assert len(bins) == min(10, count) and sum(each.num_images for each in bins) == count
+        assert max(each.num_images for each in bins) - min(each.num_images for each in bins) <= 1
+        assert sum(each.num_images * each.good for each in bins) == pytest.approx(good.sum())
+        assert [each.confidence for each in bins] == sorted(each.confidence for each in bins)
+
+
+def test_auroc_against_all_pairs() -> None:
+    generator = np.random.default_rng(0)
+    for count in (2, 9, 60):
+        confidences, good = generator.integers(0, 5, count) / 4, np.arange(count) % 3 == 0  # with equal values
+        pairs = [(a > b) + (a == b) / 2 for a in confidences[good] for b in confidences[~good]]
+        assert auroc(confidences, good) == pytest.approx(np.mean(pairs))
+    assert auroc(confidences, np.ones(60, bool)) is None is auroc(confidences, np.zeros(60, bool))
+
+
+def test_risk_at_each_coverage_against_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(0)
+    monkeypatch.setattr(quality, "RESAMPLES", 20)
+    for count in (1, 7, 40, 133):
+        confidences, good = [chance.random() for _ in range(count)], [chance.random() < 0.6 for _ in range(count)]
+        found = risk_coverage(np.array(confidences), np.array(good))
+        ranked = [is_good for _, is_good in sorted(zip(confidences, good, strict=True), reverse=True)]
+        for each, percent in zip(found, range(5, 101, 5), strict=True):
+            covered = ranked[: -(-count * percent // 100)]
+            assert each.coverage == percent / 100
+            assert each.risk == pytest.approx(covered.count(False) / len(covered))
+        assert found[-1].risk == pytest.approx(good.count(False) / count)
+
+
+def test_the_interval_is_that_of_a_plain_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    confidences = generator.random(300)
+    good = generator.random(300) < confidences
+    means = []
+    for _ in range(1000):
+        drawn_images = generator.integers(0, 300, 300)
+        best = drawn_images[np.argsort(-confidences[drawn_images], kind="stable")][:150]
+        means.append((~good[best]).mean())
+    half = risk_coverage(confidences, good)[COVERAGES.index(0.5)]
+    assert [half.low, half.high] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.015)
+    assert half.low < half.risk < half.high
+    monkeypatch.setattr(quality, "CHUNK_VALUES", 10)  # one resample at a time draws the same numbers
+    assert risk_coverage(confidences, good)[COVERAGES.index(0.5)] == half
+
+
+def split(ciderd: np.ndarray, signals: np.ndarray, hits: dict[int, bool] | None = None) -> SplitResult:
+    """A scored split with the image ids 0, 1, ..."""
+    images = range(len(ciderd))
+    scores = Scores({"CIDEr-D": Score(float(ciderd.mean()), per_image=list(ciderd))}, list(images), "", {})
+    table = {image: tuple(signals[image].tolist()) for image in images}
+    captions = dict.fromkeys(images, "a cat")
+    return SplitResult("val", captions, scores=scores, signals=table, main_object_hits=hits or {})
+
+
+def test_good_means_the_main_object_where_that_is_known_else_cider_d() -> None:
+    signals, good, ciderd = drawn(200)
+    by_cider = fit_split(split(ciderd, signals), "a", good_ciderd=2.0)
+    assert by_cider == fit_confidence(signals, ciderd >= 2.0, ciderd, search="a", good_ciderd=2.0)
+    assert by_cider is not None and by_cider.good == "CIDEr-D of 2 or more" and by_cider.num_images == 200
+    known = split(ciderd, signals, {image: bool(hit) for image, hit in enumerate(good)})
+    by_object = fit_split(known, "a", good_ciderd=2.0)
+    assert by_object == fit_confidence(signals, good, ciderd, search="a", good_ciderd=None)
+    assert by_object is not None and "main object" in by_object.good
+    measured = judged_quality(known, by_object)
+    assert measured is not None and measured.risks[-1].risk == pytest.approx(1 - good.mean())
+    assert "calibration error 0." in str(measured) and "(10 bins of equal size), AUROC 0." in str(measured)
+    assert json.loads(json.dumps(measured.to_json()))["risks"][-1]["coverage"] == 1.0
+    assert judged_quality(split(ciderd, signals), by_object) is None, "other data have no main object"
+    other = judged_quality(split(ciderd, signals), by_cider)
+    assert other is not None and other.risks[-1].risk == pytest.approx((ciderd < 2.0).mean())
+
+
+@pytest.mark.parametrize(
+    ("count", "num_good", "reason"),
+    [
+        (MIN_IMAGES - 1, 20, f"{MIN_IMAGES - 1} scored validation images, and a fit needs {MIN_IMAGES} or more"),
+        (80, 80, f"80 of 80 validation captions are good, and a fit needs {MIN_OF_EACH} or more that are good and"),
+        (80, 0, "0 of 80 validation captions are good"),
+        (80, 80 - MIN_OF_EACH + 1, "76 of 80 validation captions are good"),
+    ],
+)
+def test_too_few_images_give_no_confidence(count: int, num_good: int, reason: str, log_lines: list[str]) -> None:
+    signals, _, _ = drawn(count)
+    ciderd = np.where(np.arange(count) < num_good, 2.0, 0.5)
+    assert fit_split(split(ciderd, signals), "a", good_ciderd=1.0) is None
+    assert len(log_lines) == 1 and reason in log_lines[0]
+    assert fit_split(SplitResult("val", {}), "a", good_ciderd=1.0) is None
+
+
+def test_a_file_holds_one_confidence_for_each_search() -> None:
+    fits: tuple[Confidence, ...] = ()
+    for number in range(MAX_FITS + 3):
+        fits = with_fit(fits, make_confidence(search=f"beam {number}"))
+    assert len(fits) == MAX_FITS and find_fit(fits, "beam 2") is None
+    changed = replace(make_confidence(search="beam 9"), num_images=7)
+    fits = with_fit(fits, changed)
+    assert len(fits) == MAX_FITS and find_fit(fits, "beam 9") == changed
+    assert parse_confidences(dump_confidences(fits).encode(), "it") == fits
+    assert len({fit.digest for fit in fits}) == MAX_FITS
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda content: content.update(format=2), "format"),
+        (lambda content: content.update(signals=["mean"]), "other signals"),
+        (lambda content: content.update(more=1), "more"),
+        (lambda content: content.update(fits=content["fits"] * (MAX_FITS + 1)), "fits"),
+        (lambda content: content.update(fits={}), "fits"),
+        (lambda content: content["fits"][0].update(scale=[0.0] * WIDTH), "scale"),
+        (lambda content: content["fits"][0].update(scale=[-1.0] * WIDTH), "scale"),
+        (lambda content: content["fits"][0].update(mean=[0.0]), "mean"),
+        (lambda content: content["fits"][0].update(mean=[0.0] * 1000), "mean"),
+        (lambda content: content["fits"][0].update(mean=[True] * WIDTH), "mean"),
+        (lambda content: content["fits"][0]["log_odds"].update(bias=1e300), "bias"),
+        (lambda content: content["fits"][0]["log_odds"].update(weights=["x"] * WIDTH), "weights"),
+        (lambda content: content["fits"][0]["ciderd"].update(bias=None), "bias"),
+        (lambda content: content["fits"][0].update(search={"beam_size": 5}), "search"),
+        (lambda content: content["fits"][0].update(search="x" * 5000), "search"),
+        (lambda content: content["fits"][0].update(good_ciderd=-1), "good_ciderd"),
+        (lambda content: content["fits"][0].pop("ciderd"), "ciderd"),
+    ],
+)
+def test_hostile_content_is_refused_with_its_key(change: Change, words: str) -> None:
+    content = json.loads(dump_confidences([make_confidence()]))
+    change(content)
+    with pytest.raises(UserError, match=rf"it\b.*{words}") as raised:
+        parse_confidences(json.dumps(content).encode(), "it")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": 1}', "[" * 5000, '{"format": 1e999}', "\xff"])
+def test_hostile_text_is_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        parse_confidences(text.encode("latin-1"), "it")
+    infinite = dump_confidences([make_confidence()]).replace('"bias": 0.5', '"bias": 1e999')
+    with pytest.raises(UserError, match="bias"):
+        parse_confidences(infinite.encode(), "it")
+
+
+def test_torch_and_numpy_give_the_same_probability() -> None:
+    fit = make_confidence()
+    signals = drawn(10)[0]
+    table = torch.tensor((signals - np.array(fit.mean)) / np.array(fit.scale))
+    expected = torch.sigmoid(table @ torch.tensor(fit.log_odds.weights, dtype=torch.float64) + fit.log_odds.bias)
+    found = [judgement.confidence for row in signals if (judgement := fit.judge(row.tolist())) is not None]
+    assert found == pytest.approx(expected.tolist(), abs=1e-12)
+    assert isinstance(fit.log_odds, Linear)
