@@ -161,6 +161,7 @@ def load_bundle(folder: Path) -> Bundle:
     require_intact(folder)
     config = read_bundle_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
+    confidences = read_confidences(folder)
     parts = _read_parts(config, str(folder / "config.yaml"))
     if len(vocabulary) != parts.sizes.vocabulary_size:
         raise UserError(
@@ -177,7 +178,7 @@ def load_bundle(folder: Path) -> Bundle:
     _read(path, lambda file: _require_room(parts, file))
     captioner = parts.build()
     _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
-    return Bundle(captioner.eval(), vocabulary, transform, config, read_confidences(folder))
+    return Bundle(captioner.eval(), vocabulary, transform, config, confidences)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pipeline.scoring.split_result import SplitResult
 logger = logging.getLogger(__name__)
 
 MIN_IMAGES = 50  # for 8 estimated numbers; the penalty allows fewer than the usual 10 for each
-MIN_OF_EACH = 5  # good captions, and captions that are not good
 L2 = 1.0  # the penalty on the squared weights, which are those of standardized signals; the biases have none
 
 
@@ -47,11 +46,8 @@ def _obstacle(good: list[bool]) -> str | None:
     """Why no confidence can be fitted on these images; None if one can."""
     if len(good) < MIN_IMAGES:
         return f"{len(good)} scored validation images, and a fit needs {MIN_IMAGES} or more"
-    if not MIN_OF_EACH <= sum(good) <= len(good) - MIN_OF_EACH:
-        return (
-            f"{sum(good)} of {len(good)} validation captions are good, and a fit needs {MIN_OF_EACH} or more that are "
-            f"good and {MIN_OF_EACH} or more that are not"
-        )
+    if len(set(good)) == 1:
+        return f"{'all' if good[0] else 'none'} of {len(good)} validation captions are good, and a fit needs both kinds"
     return None
 
 

@@ -13,9 +13,12 @@ from models.base import ModelSizes
 from models.captioner import Captioner
 from models.config import BackboneConfig, ExpansionNetConfig
 from models.registry import build_model
-from pipeline.captioning.bundle import save_bundle
+from pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
+from pipeline.captioning.protocols import confidence_search
 from pipeline.comparison.protocol import Protocol
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.storage.path import storage_path
+from tests.support.confidence import make_confidence
 
 SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 1)
@@ -35,6 +38,14 @@ def make_bundle(
     with torch.no_grad():
         model.lm_head.weight *= 20  # type: ignore[operator, union-attr]
     save_bundle(folder, Captioner(model, swin if backbone else None), WORDS, name="small", protocol=protocol, info={})
+    return folder
+
+
+def with_confidence(folder: Path) -> Path:
+    """The same bundle with a confidence in the captions of its own search, which differ from image to image."""
+    bundle = load_bundle(folder)
+    search = confidence_search(bundle.search, bundle.captioner.model.sizes.max_positions)
+    store_confidence(storage_path(folder), make_confidence(search, bias=0.0))
     return folder
 
 

@@ -38,7 +38,7 @@ from pipeline.storage.lease import LeaseRecord, take_lease
 from pipeline.storage.path import StoragePath
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config, write_karpathy
-from tests.support.bundles import WORDS, make_bundle, write_images
+from tests.support.bundles import WORDS, make_bundle, with_confidence, write_images
 from tests.support.features import write_bomb
 from tests.support.fuzzing import Case
 from tests.support.golden import EXPANSIONNET_SETTINGS, GOLDEN
@@ -111,10 +111,17 @@ def checkpoint(valid: Upstream, case: Case) -> Callable[[], object]:
 
 
 def bundle_folder(folder: Path) -> Path:
-    return make_bundle(folder / "bundle")
+    return with_confidence(make_bundle(folder / "bundle"))
 
 
-BUNDLE_FILES = ("config.yaml", "config.yaml", "model.safetensors", "vocabulary.json", "preprocessing.json")
+BUNDLE_FILES = (
+    "config.yaml",
+    "config.yaml",
+    "model.safetensors",
+    "vocabulary.json",
+    "preprocessing.json",
+    "confidence.json",
+)
 
 
 def bundle(source: Path, case: Case) -> Callable[[], object]:
@@ -141,8 +148,9 @@ def bundle(source: Path, case: Case) -> Callable[[], object]:
     def use() -> None:
         opened = open_bundle("--model", str(folder)).bundle
         if opened.transform is not None:
-            service = CaptionService(opened, beam_size=2, max_length=5)
-            service.caption(service.transform(image)[None])
+            pixels = CaptionService(opened, beam_size=2, max_length=5).transform(image)[None]
+            for options in ({"beam_size": 2, "max_length": 5}, {}):
+                CaptionService(opened, **options).judged_captions(pixels)  # type: ignore[arg-type]
 
     return use
 

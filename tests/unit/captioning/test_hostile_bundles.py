@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from models.transform import ImageTransform
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.bundle_files import seal
+from pipeline.confidence.confidence import dump_confidences
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import without_secrets
 from tests.support.bundles import make_bundle
+from tests.support.confidence import make_confidence
 from tests.support.models import (
     one_thread,  # noqa: F401
 )
@@ -164,6 +166,11 @@ def enlarge_windows(weights: dict[str, torch.Tensor]) -> None:
             weights[name] = torch.zeros(399**2, tensor.shape[1])
 
 
+def confidence(bias: str) -> str:
+    """confidence.json with this text as the bias of the log-odds."""
+    return dump_confidences([make_confidence(bias=0.25)]).replace("0.25", bias)
+
+
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)) + "format: 2\n"
 LONG_TEXT = f"format: 2\na: &a x://u:{'a/' * 90_000}@h\nmodel: [{'*a, ' * 10_000}]\n"
 TWICE = (
@@ -211,6 +218,12 @@ CASES: dict[str, tuple[Craft, str]] = {
     "embed_dim -5": (setting("backbone.embed_dim", -5), UNFIT),
     "image_size -4": (setting("backbone.image_size", -4), f"{UNFIT}|transform"),
     "unknown backbone": (setting("backbone.name", "swin_of_nobody"), "timm does not know"),
+    # the confidence
+    "confidence without fits": (text("confidence.json", '{"format": 1}'), "confidence.json"),
+    "deep confidence": (text("confidence.json", "[" * DEEP), "confidence.json"),
+    "a large confidence": (text("confidence.json", b" " * 2**17), "confidence.json"),
+    "an infinite confidence": (text("confidence.json", confidence("1e999")), "confidence.json.*bias"),
+    "a text as confidence": (text("confidence.json", confidence('"x"')), "confidence.json.*bias"),
     # structure of config.yaml
     "no name": (without("name"), "name must be the model's name, found NoneType"),
     "name a list": (setting("name", ["x"]), "found list"),

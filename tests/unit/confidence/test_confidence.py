@@ -27,7 +27,7 @@ from pipeline.confidence.confidence import (
     parse_confidences,
     with_fit,
 )
-from pipeline.confidence.fit import MIN_IMAGES, MIN_OF_EACH, fit_confidence, fit_split
+from pipeline.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
 from pipeline.confidence.quality import COVERAGES, auroc, judged_quality, measure_quality, reliability, risk_coverage
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import Score, Scores
@@ -194,9 +194,8 @@ def test_good_means_the_main_object_where_that_is_known_else_cider_d() -> None:
     ("count", "num_good", "reason"),
     [
         (MIN_IMAGES - 1, 20, f"{MIN_IMAGES - 1} scored validation images, and a fit needs {MIN_IMAGES} or more"),
-        (80, 80, f"80 of 80 validation captions are good, and a fit needs {MIN_OF_EACH} or more that are good and"),
-        (80, 0, "0 of 80 validation captions are good"),
-        (80, 80 - MIN_OF_EACH + 1, "76 of 80 validation captions are good"),
+        (80, 80, "all of 80 validation captions are good, and a fit needs both kinds"),
+        (80, 0, "none of 80 validation captions are good"),
     ],
 )
 def test_too_few_images_give_no_confidence(count: int, num_good: int, reason: str, log_lines: list[str]) -> None:
@@ -205,6 +204,7 @@ def test_too_few_images_give_no_confidence(count: int, num_good: int, reason: st
     assert fit_split(split(ciderd, signals), "a", good_ciderd=1.0) is None
     assert len(log_lines) == 1 and reason in log_lines[0]
     assert fit_split(SplitResult("val", {}), "a", good_ciderd=1.0) is None
+    assert fit_split(split(np.where(np.arange(80) < 79, 2.0, 0.5), drawn(80)[0]), "a", good_ciderd=1.0) is not None
 
 
 def test_a_file_holds_one_confidence_for_each_search() -> None:

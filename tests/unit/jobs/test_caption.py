@@ -38,7 +38,7 @@ from pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT
-from tests.support.bundles import SWIN, WORDS, make_bundle, without_digests, write_images
+from tests.support.bundles import SWIN, WORDS, make_bundle, with_confidence, without_digests, write_images
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +237,94 @@ def test_a_failure_of_the_storage_is_no_error_of_an_image(
     assert len(out.read_text().splitlines()) == 2
     assert caption(names, str(bundle), out=str(out)) == 0
     assert [json.loads(line)["image"] for line in out.read_text().splitlines()] == names
+
+
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a confidence."""
+    return with_confidence(make_bundle(tmp_path_factory.mktemp("judging") / "small"))
+
+
+def rows_of(*paths: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_captions_have_the_confidence_of_their_search(
+    bundle: Path, judging: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = write_images(tmp_path, 6)
+    assert main(["caption", *names, "--model", str(judging), "--json", "--n-best", "2"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({row["confidence"] for row in rows}) > 1 and all(len(row["n_best"]) == 2 for row in rows)
+    loaded = load_bundle(judging)
+    (fit,), service = loaded.confidences, CaptionService(loaded)
+    pixels = torch.stack([service.pixels(Path(name).read_bytes()) for name in names])
+    with torch.no_grad():
+        found = service._search(pixels, num_results=1)
+    for row, log_probs, length in zip(rows, found.log_probs[:, 0], found.lengths[:, 0], strict=True):
+        mean = (float(log_probs.sum() / length) - fit.mean[0]) / fit.scale[0]
+        assert row["confidence"] == pytest.approx(1 / (1 + np.exp(-fit.log_odds.weights[0] * mean)), abs=1e-3)
+        assert row["expected_ciderd"] == pytest.approx(max(0, 1 + 0.3 * mean), abs=1e-3)
+    assert main(["caption", names[0], "--model", str(judging)]) == 0
+    assert f"  (confidence {rows[0]['confidence']:.2f})" in capsys.readouterr().out
+    assert main(["caption", names[0], "--model", str(judging), "--json", "--beam", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "confidence" not in json.loads(printed.out)
+    assert printed.err.count("the model has no confidence in captions of this search, only of") == 1
+    assert main(["caption", names[0], "--model", str(bundle), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "confidence" not in printed.out + printed.err, "an older bundle"
+
+
+def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
+    bundle: Path, judging: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = write_images(tmp_path / "images", 6)
+    names.append(str(tmp_path / "images" / "broken.png"))
+    Path(names[-1]).write_bytes(b"no image")
+    out, review, plain = (tmp_path / name for name in ("captions.jsonl", "captions.review.jsonl", "plain.jsonl"))
+    assert caption(names, str(judging), out=str(plain)) == 1
+    limit = float(np.median([row["confidence"] for row in rows_of(plain)[:-1]]))
+    assert caption(names, str(judging), out=str(out), min_confidence=limit) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2].startswith(f"captions: {out} (") and said[-1].startswith(
+        f"review:   {review} (captions with a conf"
+    )
+    sure, unsure = rows_of(out), rows_of(review)
+    assert len(sure) == 4 and len(unsure) == 3 and "error" in sure[-1]
+    assert all(row.get("confidence", 1) >= limit for row in sure) and all(row["confidence"] < limit for row in unsure)
+    assert {row["image"] for row in (*sure, *unsure)} == set(names)
+    for cut, rows in ((out, sure), (review, unsure)):
+        lines = cut.read_bytes().splitlines(keepends=True)
+        cut.write_bytes(lines[0] + lines[1][:9])  # killed within the second line
+        assert caption(names, str(judging), out=str(out), min_confidence=limit) == 1
+        assert sorted(row["image"] for row in rows_of(cut)) == sorted(row["image"] for row in rows)
+        assert len(rows_of(out, review)) == 7
+    for changed in (dict[str, Any](), {"min_confidence": limit / 2}):
+        with pytest.raises(UserError, match="line 1 was written with"):
+            caption(names, str(judging), out=str(out), **changed)
+    with pytest.raises(UserError, match="plain.jsonl: line 1 was written with"):
+        caption(names, str(bundle), out=str(plain))  # the same weights without a confidence
+    with pytest.raises(UserError, match="--min-confidence 0.5: the model has no confidence"):
+        caption(names, str(bundle), out=str(tmp_path / "other.jsonl"), min_confidence=0.5)
+    with pytest.raises(UserError, match="--min-confidence 0.5: the model has no confidence"):
+        caption(names, str(judging), out=str(tmp_path / "other.jsonl"), min_confidence=0.5, beam_size=2)
+    with pytest.raises(UserError, match="--min-confidence 0.5 needs --out"):
+        caption(names, str(judging), min_confidence=0.5)
+    assert not (tmp_path / "other.jsonl").exists() and not (tmp_path / "other.review.jsonl").exists()
+
+
+def test_a_review_on_s3_is_a_folder_in_the_output(
+    judging: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
+    names, place = write_images(tmp_path / "images", 5), storage_path(f"s3://data/{tmp_path.name}/judged")
+    assert caption(names[:4], str(judging), out=place.uri, min_confidence=1.0) == 0
+    assert f"review:   {place}/review (captions" in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(name for name, _ in place.walk()) == ["review/part-000001.jsonl"], "no confidence reaches 1"
+    assert caption(names, str(judging), out=place.uri, min_confidence=1.0) == 0
+    assert f"4 of 5 images are in {place} already" in capsys.readouterr().err
+    assert sorted(name for name, _ in place.walk()) == ["review/part-000001.jsonl", "review/part-000002.jsonl"]
 
 
 def flush_twice() -> Callable[[Parts], None]:

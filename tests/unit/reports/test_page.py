@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pipeline.confidence.quality import measure_quality
 from pipeline.reports import charts
 from pipeline.reports import page as report
 from pipeline.reports.cluster_pictures import LayerColors
@@ -116,6 +117,22 @@ def test_pictures_that_were_chosen_by_contrast_are_sorted_by_it(tmp_path: Path) 
     assert [card["data-difference"] for card in reader.all("li", "card")] == ["0.1", "0.7"]
     assert not reader.all("figure", "histogram"), "they are no sample of the scores"
     assert reader.all("figure", "histogram") != _written(tmp_path, _report())[1].all("figure", "histogram")
+
+
+def test_the_page_shows_the_risk_and_the_reliability_of_each_split(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    confidences = generator.random(400)
+    good = generator.random(400) < confidences
+    html, reader = _written(tmp_path, _report(confidence={"novel": measure_quality(confidences, good, EVIL)}))
+    text = " ".join(" ".join(reader.text).split())
+    assert "Confidence" in text and "novel" in text and "not good, by coverage" in text and "AUROC" in text
+    assert "100 %" in text and "10 bins of equal size" in text and len(reader.all("script")) == 1
+    plots = [attributes for attributes in reader.all("div", "plot") if "coverage" in (attributes["aria-label"] or "")]
+    points = json.loads(plots[0]["data-points"] or "")
+    assert len(points) == 20 and points[-1][2] == "coverage 100%"
+    assert points[-1][3].startswith(f"{1 - good.mean():.1%} (") and html.count("#confidence") == 1
+    assert all(0 <= x <= 100 and 0 <= y <= 100 for x, y, *_ in points)
+    assert "#confidence" not in _written(tmp_path, _report())[0]
 
 
 def test_page_loads_no_external_resource(tmp_path: Path) -> None:
