@@ -233,9 +233,10 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
 def store_confidence(bundle: StoragePath, confidence: Confidence) -> None:
     """Adds a confidence to a bundle, in place of that of the same search. The local folder is replaced as a whole.
 
-    Raises UserError for a bundle with a signature that cannot be replaced.
+    Raises UserError for a damaged bundle, and for one with a signature that cannot be replaced.
     """
     folder = fetched(bundle).resolve()
+    require_intact(folder)  # new digests must not hide damage
     require_sealable(folder)
     fits = with_fit(read_confidences(folder), confidence)
     with atomic_folder(folder) as temporary:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import parse_config
-from pipeline.runs.evaluation import RunScores, score_run
+from pipeline.runs.evaluation import RunScores, score_run, stored_results
 from pipeline.runs.summary import score_table
 from pipeline.scoring import java_metrics
 from pipeline.scoring.metrics import why_unavailable
+from pipeline.scoring.result_files import write_predictions
 from pipeline.scoring.split_result import SplitResult
 from tests.conftest import small_config
 
@@ -81,6 +82,37 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
 def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java_metrics, "spice", lambda *_: ([0.5, 0.5], {}))
     assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
+
+
+def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(tmp_path: Path) -> None:
+    """Half of the captions are wrong, and their log-probabilities are low. A later attempt reads the signals again."""
+    config = parse_config(small_config(tmp_path, evaluation={"good_ciderd": 0.3}))
+    names = ["red", "blue", "green", "black", "white"]
+    references = {image: [f"a {names[image % 5]} cat sits on mat number {image}"] for image in range(60)}
+    captions = {image: texts[0] if image % 2 else "two dogs" for image, texts in references.items()}
+    dataset: Any = SimpleNamespace(
+        split=lambda *_: SimpleNamespace(references=lambda: references, column=lambda _: list(references))
+    )
+    signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0) for image in references}
+    results = [SplitResult(split, captions, signals=signals) for split in ("test", "val")]
+    folder: Any = SimpleNamespace(config=config, path=tmp_path, last_kept=lambda: None, stage=tmp_path.joinpath)
+    folder.sizes = SimpleNamespace(max_positions=10)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipeline.runs.evaluation.METRICS", ("CIDEr-D",))
+        patched.setattr("pipeline.runs.evaluation.VALIDATION_METRICS", ("CIDEr-D",))
+        patched.setattr("pipeline.runs.evaluation.main_object_hits", lambda captions, *_: {})
+        scores = score_run(folder, dataset, results)
+    assert scores.confidence is not None and scores.confidence.good_ciderd == 0.3
+    assert json.loads(scores.confidence.search)["max_length"] == 10, "of the model's positions"
+    assert scores.quality.keys() == {"test"} and scores.quality["test"].auroc == 1.0
+    stored = json.loads((tmp_path / "scores.json").read_text())["splits"]
+    assert stored["test"]["confidence"]["risks"][9]["risk"] == 0 and "confidence" not in stored["val"]
+    for split in ("test", "val"):
+        write_predictions(tmp_path / "predictions" / f"{split}.json", captions)
+    assert [result.signals for result in stored_results(folder, dataset, ("test", "val"))] == [signals, signals]
+    stored["val"]["signals"]["3"] = [1.0]
+    (tmp_path / "scores.json").write_text(json.dumps({"splits": stored}))
+    assert stored_results(folder, dataset, ("test", "val")) == []
 
 
 @pytest.mark.skipif(why_unavailable("SPICE") is not None, reason=why_unavailable("SPICE") or "")
