@@ -1,10 +1,12 @@
-"""Captions many images with one model or an ensemble. Each worker runs batched beam search over its share."""
+"""Captions many images with one model or an ensemble. Each worker runs a batched search over its share."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +15,18 @@ from models.alignment import alignment_scores
 from models.base import Memory
 from models.captioner import Captioner
 from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from models.decoding import Captions
+from models.decoding import Captions, Memories, Models, beam_search, by_score, image_draws, sample
 from models.graphed_search import GraphedSearch
-from pipeline.captioning.decoding import beam_options, find_captions
+from models.score_rules import ScoreRules
 from pipeline.captioning.protocols import collapsed
 from pipeline.confidence.confidence import caption_signals
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
-from pipeline.data.vocabulary import Vocabulary
+from pipeline.data.vocabulary import UNK, Vocabulary
 from pipeline.features.model_inputs import Images, on_device
 from pipeline.runtime.context import Context, gather_objects
 from pipeline.runtime.secrets import without_secrets
+from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.scoring.split_result import Hypothesis
 from pipeline.storage.file_cache import ChangedError
 from pipeline.storage.s3 import StorageError
@@ -191,3 +194,38 @@ def _search(
         [count if automaton is not None or count < 0 else None for count in counts]
         for counts, automaton in zip(constrained.num_satisfied.tolist(), automata, strict=True)
     ]
+
+
+def score_rules(settings: EvaluationSection, vocabulary: Vocabulary) -> ScoreRules:
+    """The rules of a search with their words in a vocabulary."""
+    ranking = settings.ranking
+    open_endings = tuple(vocabulary.ids[word] for word in sorted(OPEN_ENDINGS & vocabulary.ids.keys()))
+    normalization = ranking if isinstance(ranking, float) else ranking == "mean"
+    return ScoreRules(settings.decoding, vocabulary.ids[UNK], open_endings, normalization)
+
+
+def beam_options(settings: EvaluationSection, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The options of `beam_search`."""
+    options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
+    return options | {"rules": score_rules(settings, vocabulary)}
+
+
+def find_captions(
+    models: Models, memories: Memories, settings: EvaluationSection, vocabulary: Vocabulary, images: Iterable[object]
+) -> Captions:
+    """The captions of each image, best first.
+
+    images: a text or number for each image, on which its drawn captions depend besides `decoding.seed`; read only to
+    draw captions.
+    """
+    if not settings.decoding.sampling:
+        return beam_search(models, memories, **beam_options(settings, vocabulary))
+    rules, count, length = score_rules(settings, vocabulary), settings.num_results, settings.max_length
+    seeds = [_seed(settings.decoding.seed, image) for image in images]
+    draws = image_draws(seeds, count, length)
+    captions = sample(models, memories, num_samples=count, max_length=length, rules=rules, draws=draws)
+    return by_score(captions, rules.length_normalization)
+
+
+def _seed(seed: int, image: object) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {image}".encode()).digest()[:7])

@@ -24,7 +24,7 @@ from models.base import Features
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions
 from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.decoding import find_captions
+from pipeline.captioning.captioning import find_captions
 from pipeline.captioning.protocols import collapsed
 from pipeline.confidence.confidence import Judgement, caption_signals
 from pipeline.data.images import BadImage, decode_image, read_image_file

@@ -14,9 +14,8 @@ from jobs.caption import caption
 from jobs.cli import main
 from models.decoding_config import PLAIN, Decoding
 from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.captioning import CaptionSearch
+from pipeline.captioning.captioning import CaptionSearch, score_rules
 from pipeline.captioning.constraints import ImageConstraints, build_automata
-from pipeline.captioning.decoding import score_rules
 from pipeline.captioning.protocols import ensemble_protocol, run_protocol, searched
 from pipeline.captioning.service import CaptionService
 from pipeline.comparison.protocol import Protocol
