@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.models import SwinTransformer
 
 from models.captioner import Captioner
 from pipeline.config.load import parse_config
@@ -88,11 +89,16 @@ def test_patterns_that_do_not_fit_are_refused_before_anything_starts(
     assert "\n" not in str(error.value)
 
 
-def test_settings_that_fit_are_accepted(tmp_path: Path) -> None:
+def test_settings_that_fit_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where timm does not number the layers, layer_decay does not fit."""
     values = small_config(tmp_path)
     values["stages"][0]["freeze"] = ["model.token_embedding"]
     values["stages"][1] |= {"freeze": ["backbone.swin.layers.0"], "optimizer": {"layer_decay": 0.5}}
-    require_possible(parse_config(values))
+    config = parse_config(values)
+    require_possible(config)
+    monkeypatch.delattr(SwinTransformer, "group_matcher")
+    with pytest.raises(UserError, match=r"stages.xe_finetune: optimizer.layer_decay needs .* set it to 1"):
+        require_possible(config)
 
 
 def test_a_frozen_part_of_the_backbone_stays_as_it_is(tmp_path: Path) -> None:
