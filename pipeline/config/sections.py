@@ -520,7 +520,7 @@ class WorkersSection(Section):
 class EncoderSection(Section):
     """The files of a CLIP model (`models.dual_encoder`)."""
 
-    weights: Annotated[Text, Identity.LARGE_FILE]
+    weights: Annotated[Text, Identity.FILE]
     merges: Annotated[Text, Identity.FILE]  # of its tokenizer
     activation: Literal["quick_gelu", "gelu"] = "quick_gelu"  # OpenAI's; most models of open_clip have gelu
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import yaml
 from PIL import Image
+from safetensors.torch import save_file
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.evaluate import evaluate
@@ -27,6 +28,7 @@ from pipeline.features.store import mark_complete, write_shard
 from pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle
+from tests.support.clip import MERGES, clip_tensors
 from tests.support.golden import EXPANSIONNET as GOLDEN
 from tests.support.golden import import_expansionnet as imported
 
@@ -80,6 +82,27 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
     with pytest.raises(UserError, match="4 captions for the 5 images"):
         evaluate(config, models=[model], server="raycap", out=str(tmp_path / "four"))
+
+
+@pytest.mark.ray
+def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_session: None) -> None:
+    """With several captions per image, and with the images themselves."""
+    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
+    other = str(make_bundle(tmp_path / "b", seed=1))
+    save_file(clip_tensors(), tmp_path / "clip.safetensors")
+    (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, MERGES)))
+    settings = [
+        "evaluation.metrics=[CIDEr-R, CHAIR-s, self-CIDEr, CLIPScore, RefCLIPScore]",
+        f"evaluation.inputs.clip.weights={tmp_path / 'clip.safetensors'}",
+        f"evaluation.inputs.clip.merges={tmp_path / 'merges.txt'}",
+    ]
+    assert evaluate(config, settings, models=[model], compared=[other], out=str(tmp_path / "out")) == 0
+    entry = scores(tmp_path / "out")
+    for each in (entry, entry["compared"]):
+        assert "evaluation.inputs.objects" in each["unavailable"]["CHAIR-s"]
+        assert 0 <= each["scores"]["self-CIDEr"] <= 1 and 0 <= each["scores"]["CLIPScore"] <= 2.5
+        assert "|clip:" in each["signature"]
+    assert {"CIDEr-R", "self-CIDEr", "RefCLIPScore"} <= entry["compared"]["differences"].keys()
 
 
 def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:

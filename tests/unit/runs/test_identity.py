@@ -97,5 +97,5 @@ def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
                 count[marks[-1]] += 1
                 one, copied, other = (config_identity(changed(config, place, str(file))) for file in files)
                 assert one == copied != other, place
-    assert count == {Identity.FILE: 7, Identity.LARGE_FILE: 2}
+    assert count == {Identity.FILE: 11, Identity.LARGE_FILE: 2}
     assert config_identity(changed(regions_run(), ("features", "hdf5"), SYNTHETIC)) == config_identity(regions_run())
