@@ -255,7 +255,7 @@ class Evaluation:
         self.fit_length([] if compared is None else [compared])
         self._log_plan()
         with writing_results(self.place, self.folder):
-            self.start(address)
+            self._start(address)
             others: dict[str, Captioned] = {}
             if compared is not None:
                 others = self._caption([compared], compared_tasks)
@@ -274,7 +274,7 @@ class Evaluation:
         self.fit_length(compared)
         self._log_plan()
         with writing_results(self.place, self.folder):
-            self.start(address)
+            self._start(address)
             ours = [self._evaluated(*model) for model in zip(self.labels, self.models, strict=True)]
             theirs = [self._evaluated(f"other {number}", bundles) for number, bundles in enumerate(others, 1)]
             summarize(self.place, ours, theirs)
@@ -300,7 +300,7 @@ class Evaluation:
         counts = ", ".join(f"{split} {len(images)}" for split, images in self.images_by_split.items())
         logger.info(f"data      {counts} images")
 
-    def start(self, address: str | None) -> None:
+    def _start(self, address: str | None) -> None:
         """Starts or joins Ray. `evaluation.precision: auto` is replaced by the faster precision."""
         self.config = with_precision(self.config, address)
         logger.info(f"protocol  {self.protocol_of(self.models[0]).signature}")

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.cluster import start_ray
+from jobs.cluster import start_ray, with_precision
 from jobs.compare import OTHER_IMAGES
 from jobs.evaluation import Evaluation
 from jobs.seeds import group_id
@@ -84,7 +84,9 @@ class Front:
         logger.info(f"points    {len(grid)}, of which {len(grid) - len(missing)} have scores")
         if missing:
             self._share_features(address)
-            self.evaluation.start(address)
+            self.evaluation.config = with_precision(self.evaluation.config, address)
+            logger.info(f"protocol  {replace(self.evaluation.protocol, num_models=1).signature}")
+            start_ray(self.evaluation.config, address, "captions")
         for weights in missing:
             entries[weights] = self._entry(weights)
             self._write(list(entries.values()))

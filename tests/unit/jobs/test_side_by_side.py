@@ -14,7 +14,6 @@ import yaml
 
 import jobs.evaluation
 import jobs.gallery
-from jobs.evaluation import Evaluation
 from jobs.side_by_side import compare_models
 from models.backbone import backbone_macs
 from models.macs import cost
@@ -62,7 +61,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = functools.partial(score_captions, metrics=("BLEU-4", "ROUGE-L", "CIDEr-D"))
     monkeypatch.setattr(jobs.evaluation, "score_captions", scored)
     monkeypatch.setattr(jobs.evaluation, "caption_on_cluster", Captioning())
-    monkeypatch.setattr(Evaluation, "start", lambda *_: None)
+    monkeypatch.setattr(jobs.evaluation, "start_ray", lambda *_: None)
     monkeypatch.setattr(jobs.gallery, "add_maps", lambda images, *_, **__: list(images))
 
 

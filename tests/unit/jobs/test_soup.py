@@ -60,7 +60,7 @@ def captioning(monkeypatch: pytest.MonkeyPatch) -> Captioning:
     """Replaces Ray."""
     captioning = Captioning()
     monkeypatch.setattr(jobs.soup_front, "caption_on_cluster", captioning)
-    monkeypatch.setattr(Evaluation, "start", lambda *_: None)
+    monkeypatch.setattr(jobs.soup_front, "start_ray", lambda *_: None)
     return captioning
 
 
