@@ -85,8 +85,10 @@ def test_cider_d_alone_is_bit_equal() -> None:
     assert torch.equal(total, plain) and values.keys() == {"ciderd"}
     mixed, values = case.reward({"rouge_l": 0.5, "ciderd": 2.0})(case.tokens, case.indices)
     assert torch.equal(values["ciderd"], plain) and torch.allclose(mixed, 2 * plain + 0.5 * values["rouge_l"])
-    again, _ = case.reward({"ciderd": 2.0, "rouge_l": 0.5})(case.tokens, case.indices)
-    assert torch.equal(mixed, again), "the order in a file changes nothing"
+    weights = {"ciderd": 0.7, "rouge_l": 0.3, "bleu1": 1 / 3, "length": -0.01}
+    orders = (weights, dict(reversed(weights.items())))
+    first, second = (case.reward(order)(case.tokens, case.indices)[0] for order in orders)
+    assert torch.equal(first, second), "the order in a file changes nothing"
 
 
 def test_a_caption_and_an_images_references_are_split_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,10 @@ def test_the_signature_names_the_setting() -> None:
     assert len(signatures) == len(ScstSection.model_fields) - 1, (
         "all settings but max_cider_drop, which only ends a stage"
     )
+    assert scst_signature(ScstSection()) not in signatures
     assert scst_signature(ScstSection(eos_in_loss=False)).endswith("+1.0.0|eos_in_loss:false")
+    mixed = ScstSection(reward={"length": -0.01, "ciderd": 1}, kl=0.05, divide_by_deviation=True)
+    assert scst_signature(mixed).endswith("+1.0.0|divide_by_deviation:true|kl:0.05|reward:1*ciderd+-0.01*length")
 
 
 def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
