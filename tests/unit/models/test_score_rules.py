@@ -81,6 +81,14 @@ def test_a_restriction_forbids_what_the_rules_say(
                 assert found[row, word] == (log_probs[row, word] if word in words else -torch.inf)
 
 
+def test_a_caption_ends_where_every_word_is_forbidden() -> None:
+    """Three words that may occur once, and six tokens at least."""
+    rules, sizes = ScoreRules(Decoding(min_length=6, no_repeat_ngram=1), unk=3), ModelSizes(5, 5, 20, 0, EOS, pad=2)
+    log_probs = torch.randn(2, 5).log_softmax(-1)
+    found = rules.restriction(sizes, 9, CPU)(log_probs, torch.tensor([[SOS, 2, 4], [SOS, 2, 2]]))
+    assert found.isfinite().nonzero().tolist() == [[0, EOS], [1, 4]]
+
+
 def test_no_rule_costs_nothing() -> None:
     log_probs, tokens = torch.randn(2, SIZES.vocabulary_size), torch.zeros(2, 3, dtype=torch.int64)
     for rules in (ScoreRules(), ScoreRules(Decoding()), ScoreRules(PLAIN, unk=3, open_endings=(4,))):
