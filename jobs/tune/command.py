@@ -27,6 +27,7 @@ from pipeline.errors import JobFailedError, UserError
 from pipeline.runs.identity import code_digest
 from pipeline.runs.preflight import check_before_writing
 from pipeline.runtime.decorations import Decorations
+from pipeline.score_inputs.inputs import score_inputs
 from pipeline.scoring.metrics import why_unavailable
 from pipeline.search.results import front, point_results, selection_note, write_tables
 from pipeline.search.spec import MAX_SEEDS, Search, load_search
@@ -51,8 +52,9 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
+    inputs = score_inputs(search.base.evaluation.inputs, search.base.data.language, search.base.data)
     for name in search.config.objectives:
-        if reason := why_unavailable(name, search.base.data.language):
+        if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
     from pipeline.data.loading import find_data
     from pipeline.runs.prepare import readable

@@ -32,6 +32,14 @@ from pipeline.scoring.java import JavaError
 from pipeline.scoring.metric_words import words_of_all, words_signature
 from pipeline.scoring.result_files import shorten
 
+Input = Literal["objects", "several", "clip", "pac"]
+# What each input is, and where it comes from
+_INPUTS: dict[Input, str] = {
+    "objects": "the words for objects; name their file as evaluation.inputs.objects",
+    "several": "several captions per image; set evaluation.num_results to 2 or more, or give `raycap score` --n-best",
+    "clip": "the weights of a CLIP; name its files as evaluation.inputs.clip",
+    "pac": "the weights of a CLIP trained for PAC-S; name its files as evaluation.inputs.pac",
+}
 BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
 
@@ -63,6 +71,13 @@ class ScoreInputs:
     pac: Encoder | None = None
 
 
+def _needed(inputs: ScoreInputs, field: Input) -> Any:
+    """The value of a field. Raises UnavailableError if it is not given."""
+    if (value := getattr(inputs, field)) is None:
+        raise UnavailableError(f"it needs {_INPUTS[field]}")
+    return value
+
+
 @dataclass(frozen=True)
 class CaptionWords:
     """The tokens of one prediction and of one or more references per image, in the same order of images."""
@@ -92,20 +107,16 @@ class TokenizedCaptions(CaptionWords):
     @cached_property
     def several(self) -> list[list[list[str]]]:
         """The tokens of two or more captions per image. Raises UnavailableError unless all images have them."""
-        given = self.inputs.several or {}
+        given: Mapping[Any, Sequence[str]] = _needed(self.inputs, "several")
         if lacking := [image for image in self.image_ids if len(given.get(image, ())) < 2]:
-            raise UnavailableError(
-                f"it needs two captions or more per image, which {len(lacking)} of {len(self.image_ids)} images lack; "
-                "set evaluation.num_results to 2 or more, or give `raycap score` a file with --n-best"
-            )
+            count = f"{len(lacking)} of {len(self.image_ids)} images"
+            raise UnavailableError(f"{count} have fewer than two captions (ids {shorten(lacking)})")
         return _words_by_image([given[image] for image in self.image_ids], self.language)
 
     @cached_property
     def hallucinations(self) -> tuple[np.ndarray, np.ndarray]:
         """See `grounding.hallucinations`. Raises UnavailableError without objects."""
-        objects = self.inputs.objects
-        if objects is None:
-            raise UnavailableError("it needs the words for objects; name their file as evaluation.inputs.objects")
+        objects: Objects = _needed(self.inputs, "objects")
         in_images = map(objects.in_image, self.image_ids, self.references)
         return hallucinations(self.predictions, list(in_images), objects)
 
@@ -119,7 +130,7 @@ class Metric:
     by_default: bool = True  # whether it is computed where no metrics are named
     test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
-    encoder: Literal["clip", "pac"] | None = None  # the field of `ScoreInputs` that it needs
+    needs: Input | None = None  # the field of `ScoreInputs` without which it is unavailable
     jar: str | None = None  # the name of the Java program in the signature
     english_only: bool = False  # whether the metric has no meaning for captions in other languages
     check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
@@ -189,17 +200,16 @@ def _self_cider(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _clip_score(captions: TokenizedCaptions) -> list[Score]:
-    return _similarity(captions, captions.inputs.clip, "clip", CLIP_WEIGHT)
+    return _similarity(captions, "clip", CLIP_WEIGHT)
 
 
 def _pac_score(captions: TokenizedCaptions) -> list[Score]:
-    return _similarity(captions, captions.inputs.pac, "pac", PAC_WEIGHT)
+    return _similarity(captions, "pac", PAC_WEIGHT)
 
 
-def _similarity(captions: TokenizedCaptions, encoder: Encoder | None, key: str, weight: float) -> list[Score]:
-    """The similarity of captions and images, without and with the references."""
-    if encoder is None:
-        raise UnavailableError(f"it needs the weights of a CLIP; name their files as evaluation.inputs.{key}")
+def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> list[Score]:
+    """The similarity of captions and images, without and with the references. field: that of the encoder."""
+    encoder: Encoder = _needed(captions.inputs, field)
     images = encoder.images(captions.image_ids)
     predictions, references = captions.raw
     texts = encoder.texts([PROMPT + text for text in predictions])
@@ -217,13 +227,15 @@ TABLE = (
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java_metrics.check_spice
     ),
     Metric(("CIDEr-R",), _cider_r, by_default=False),
-    Metric(("CHAIR-i",), _chair_i, by_default=False, compare_by_image=False),  # a share of mentions, not of images
-    Metric(("CHAIR-s",), _chair_s, by_default=False),
-    Metric(("Div-1", "Div-2"), _distinct, by_default=False),
-    Metric(("mBLEU-4",), _mutual_bleu, by_default=False),
-    Metric(("self-CIDEr",), _self_cider, by_default=False),
-    Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, encoder="clip", english_only=True),
-    Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, encoder="pac", english_only=True),
+    Metric(  # a share of mentions, not of images
+        ("CHAIR-i",), _chair_i, by_default=False, needs="objects", compare_by_image=False
+    ),
+    Metric(("CHAIR-s",), _chair_s, by_default=False, needs="objects"),
+    Metric(("Div-1", "Div-2"), _distinct, by_default=False, needs="several"),
+    Metric(("mBLEU-4",), _mutual_bleu, by_default=False, needs="several"),
+    Metric(("self-CIDEr",), _self_cider, by_default=False, needs="several"),
+    Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, needs="clip", english_only=True),
+    Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, needs="pac", english_only=True),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
@@ -349,8 +361,8 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, languag
         version = "unknown"
     available = {name for name, score in scores.items() if score.unavailable is None}
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
-    used = [metric.encoder for metric in TABLE if metric.encoder and available.issuperset(metric.names)]
-    encoders = [f"|{field}:{getattr(captions.inputs, field).name}" for field in used]
+    used = [metric.needs for metric in TABLE if available.issuperset(metric.names)]
+    encoders = [f"|{field}:{getattr(captions.inputs, field).name}" for field in used if field in ("clip", "pac")]
     refs = "-".join(map(str, sorted({min(counts), max(counts)})))
     return (
         f"{words_signature(language)}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
@@ -371,10 +383,10 @@ def has_meaning(name: str, language: str) -> bool:
     return not any(_other_language(metric, language) for metric in TABLE if name in metric.names)
 
 
-def why_unavailable(name: str, language: str = ENGLISH) -> str | None:
+def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | None = None) -> str | None:
     """The reason why a score or a cost such as macs cannot be computed on this machine or for captions in a language.
 
-    None when nothing is missing.
+    None when nothing is missing. inputs: they must have what the metric needs; None if they are not known.
     """
     try:
         for metric in TABLE:
@@ -382,6 +394,8 @@ def why_unavailable(name: str, language: str = ENGLISH) -> str | None:
                 if reason := _other_language(metric, language):
                     return reason
                 metric.check()
-    except JavaError as error:
+                if inputs is not None and metric.needs is not None:
+                    _needed(inputs, metric.needs)
+    except (JavaError, UnavailableError) as error:
         return str(error)
     return None

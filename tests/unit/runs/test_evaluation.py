@@ -15,8 +15,9 @@ from pipeline.runs.evaluation import RunScores, score_run, stored_results
 from pipeline.runs.summary import score_table
 from pipeline.scoring import java_metrics
 from pipeline.scoring.metrics import why_unavailable
-from pipeline.scoring.result_files import write_predictions
+from pipeline.scoring.result_files import N_BEST, write_n_best, write_predictions
 from pipeline.scoring.split_result import SplitResult
+from pipeline.storage.atomic import write_json
 from tests.conftest import small_config
 
 CAPTIONS = {1: "a dog runs on the grass", 2: "two red cars are parked"}
@@ -134,3 +135,19 @@ def test_a_run_computes_the_metrics_that_its_configuration_names(tmp_path: Path)
     stored = json.loads((tmp_path / "scores.json").read_text())["splits"]["test"]
     assert stored["scores"]["CLIPScore"] is None and "evaluation.inputs.clip" in stored["unavailable"]["CLIPScore"]
     assert "CLIPScore" not in scores.unavailable  # the same command would not find it
+
+
+def test_stored_results_have_all_captions(tmp_path: Path) -> None:
+    """An attempt that scores the captions of an earlier one finds the same inputs."""
+    several = {1: ["a dog", "dogs"], 2: ["a cat", "cats"]}
+    write_predictions(tmp_path / "predictions" / "test.json", {image: texts[0] for image, texts in several.items()})
+    path = tmp_path / "predictions" / N_BEST.format("test")
+    write_n_best(path, {image: [{"caption": text} for text in texts] for image, texts in several.items()})
+    write_json(tmp_path / "scores.json", {"splits": {"test": {"alignment": None, "constraints": None}}})
+    folder: Any = SimpleNamespace(path=tmp_path)
+    dataset: Any = SimpleNamespace(split=lambda _: SimpleNamespace(column=lambda _: [1, 2]))
+    assert [result.several for result in stored_results(folder, dataset, ["test"])] == [several]
+    path.write_text("{")
+    assert stored_results(folder, dataset, ["test"]) == []
+    path.unlink()
+    assert [result.several for result in stored_results(folder, dataset, ["test"])] == [{}]

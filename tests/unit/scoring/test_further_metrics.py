@@ -15,7 +15,14 @@ from jobs.bench.reference_cider import PlainCiderD
 from pipeline.errors import UserError
 from pipeline.scoring.grounding import Objects
 from pipeline.scoring.metric_words import metric_words
-from pipeline.scoring.metrics import DEFAULT_METRICS, FURTHER_METRICS, ScoreInputs, metrics_of_split, score_captions
+from pipeline.scoring.metrics import (
+    DEFAULT_METRICS,
+    FURTHER_METRICS,
+    ScoreInputs,
+    metrics_of_split,
+    score_captions,
+    why_unavailable,
+)
 from pipeline.scoring.result_files import read_n_best, write_n_best
 
 WORDS = ["a", "the", "man", "dog", "on", "red", "street", "x", "y", "runs"]
@@ -179,8 +186,10 @@ def test_without_their_inputs_metrics_are_unavailable() -> None:
         names = ["CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
         scores = score_captions(references, predictions, metrics=names, inputs=inputs).by_name
         assert all(score.value is None and score.unavailable for score in scores.values())
-    assert "1 of 3 images lack" in (scores["Div-1"].unavailable or "")
-    assert "evaluation.inputs.objects" in (scores["CHAIR-s"].unavailable or "")
+    assert scores["Div-1"].unavailable == "1 of 3 images have fewer than two captions (ids 0)"
+    for name, words in (("CHAIR-s", "inputs.objects"), ("Div-1", "num_results"), ("PAC-S", "inputs.pac")):
+        assert words in (why_unavailable(name, inputs=ScoreInputs()) or "") and why_unavailable(name) is None
+    assert why_unavailable("Div-1", inputs=ScoreInputs(several=several)) is None
 
 
 def test_n_best_files_are_read_back(tmp_path: Path) -> None:
