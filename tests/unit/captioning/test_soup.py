@@ -85,9 +85,11 @@ def test_the_sum_is_numpys(shares: list[int], seed: int) -> None:
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    states = [{"x": torch.tensor([value], dtype=torch.bfloat16)} for value in (1.0, 2.0, 4.0)]
-    found = mixed_tensors(states, [0.25, 0.25, 0.5])["x"]
-    assert found.dtype == torch.bfloat16 and found == torch.tensor(2.75, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(100, generator=generator).bfloat16() for _ in range(2)]
+    found = mixed_tensors([{"x": tensor} for tensor in tensors], [0.3, 0.7])["x"]
+    expected = 0.3 * tensors[0].float() + 0.7 * tensors[1].float()
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected.bfloat16())
 
 
 def test_whole_numbers_that_differ_are_refused() -> None:
