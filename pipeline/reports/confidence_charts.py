@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.confidence.quality import Quality
-from pipeline.reports.charts import DOTS_UP_TO, Line, Plot, Ticks
+from pipeline.reports.charts import DOTS_UP_TO, Line, Plot, Ticks, choose_round_values, format_number
 
 PERCENT_TICKS = tuple(range(0, 101, 25))
 
@@ -21,7 +21,8 @@ def risk_plot(quality: Quality) -> Plot:
         (f"coverage {each.coverage:.0%}", f"{each.risk:.1%} ({each.low:.1%} to {each.high:.1%})")
         for each in quality.risks
     ]
-    ticks = [(100.0 - percent, f"{highest * percent / 100:.1%}") for percent in PERCENT_TICKS]
+    values = choose_round_values(0.0, 100 * highest, 4)
+    ticks = [(round(100 - value / highest, 2), f"{format_number(value)} %") for value in values]
     return _plot("not good, by coverage", lines[0], lines[1:], readings, ticks)
 
 
@@ -31,7 +32,7 @@ def reliability_plot(quality: Quality) -> Plot:
     readings = [
         (f"confidence {each.confidence:.1%}", f"{each.good:.1%} good of {each.num_images}") for each in quality.bins
     ]
-    ticks = [(100.0 - percent, f"{percent} %") for percent in PERCENT_TICKS]
+    ticks = [(float(100 - percent), f"{percent} %") for percent in PERCENT_TICKS]
     return _plot("good, by confidence", line, [[(0.0, 100.0), (100.0, 0.0)]], readings, ticks)
 
 

@@ -29,7 +29,8 @@ from models.config import ClustFormerConfig
 from models.layers import CrossAttention
 from models.registry import build_model
 from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.captioning.ray_data import CaptionPool
+from pipeline.captioning.model_sources import StoredBundle
+from pipeline.captioning.ray_data import CaptionPool, _CaptionActor
 from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
@@ -352,6 +353,18 @@ def test_patterns_on_s3_match_as_local_ones(tmp_path: Path, s3: str, monkeypatch
         assert found == find_images([pattern]), pattern
     with pytest.raises(UserError, match=r"\*.gif: no image found there"):
         find_images([f"{place}/*.gif"])
+
+
+def test_an_actor_gives_the_confidences_of_the_service(bundle: Path, judging: Path, tmp_path: Path) -> None:
+    service = CaptionService(load_bundle(judging), device="cpu")
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    batch = {"name": np.array([b"a", b"b", b"c"]), "pixels": pixels, "reason": np.array(["", "broken", ""])}
+    expected = service.judged_captions(service.transform.normalize(torch.from_numpy(pixels[[0, 2]])))
+    found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)
+    judgements = [list(judgement) for _, judgement in expected if judgement is not None]
+    assert found["judgement"].to_pylist() == [pytest.approx(judgements[0]), None, pytest.approx(judgements[1])]
+    assert found["captions"].to_pylist() == [[expected[0][0][0][0]], [], [expected[1][0][0][0]]]
+    assert _CaptionActor(StoredBundle(storage_path(bundle)), {}, 1, 0.0)(batch)["judgement"].null_count == 3
 
 
 @pytest.mark.parametrize(
