@@ -92,15 +92,16 @@ def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(t
     references = {image: [f"a {names[image % 5]} cat sits on mat number {image}"] for image in range(60)}
     captions = {image: texts[0] if image % 2 else "two dogs" for image, texts in references.items()}
     dataset: Any = SimpleNamespace(
-        split=lambda *_: SimpleNamespace(references=lambda: references, column=lambda _: list(references))
+        split=lambda *_: SimpleNamespace(
+            references=lambda: references, column=lambda _: list(references), uris=lambda: dict.fromkeys(references)
+        )
     )
     signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0) for image in references}
     results = [SplitResult(split, captions, signals=signals) for split in ("test", "val")]
     folder: Any = SimpleNamespace(config=config, path=tmp_path, last_kept=lambda: None, stage=tmp_path.joinpath)
     folder.sizes = SimpleNamespace(max_positions=10)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pipeline.runs.evaluation.METRICS", ("CIDEr-D",))
-        patched.setattr("pipeline.runs.evaluation.VALIDATION_METRICS", ("CIDEr-D",))
+        patched.setattr("pipeline.runs.evaluation.metrics_of_split", lambda *_, **__: ("CIDEr-D",))
         patched.setattr("pipeline.runs.evaluation.main_object_hits", lambda captions, *_: {})
         scores = score_run(folder, dataset, results)
     assert scores.confidence is not None and scores.confidence.good_ciderd == 0.3
