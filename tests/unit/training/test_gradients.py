@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from models.base import Features
 from models.captioner import Captioner
@@ -58,7 +61,7 @@ class Loss:
         sizes = ModelSizes(5, VOCABULARY, LENGTH, SOS, EOS, PAD)
         reference, model = (Captioner(build_model(config, sizes)).double() for _ in range(2))
         # the reference has other weights than the model, so that the divergence is far from its minimum
-        self.captioner, self.rewarded = model.train(), list[list[int]]()
+        self.captioner, self.reference, self.rewarded = model.train(), reference.eval(), list[list[int]]()
         values = {"objective": "scst"} | settings
         if values["objective"] == "scst":
             section = {"num_samples": SAMPLES, "max_length": LENGTH}
@@ -68,7 +71,7 @@ class Loss:
             self.objective = cross_entropy_objective(stage)
         else:
             self.objective = scst_objective(
-                stage, self.reward, torch.arange(IMAGES), PAD, ("a",) * VOCABULARY, reference.eval()
+                stage, self.reward, torch.arange(IMAGES), PAD, ("a",) * VOCABULARY, self.reference
             )
         tokens = torch.tensor([[SOS, 4, 5, EOS], [SOS, 6, EOS, PAD], [SOS, 3, 8, EOS]])
         features = Features(torch.randn(IMAGES, 4, 5, dtype=torch.float64))
@@ -78,9 +81,11 @@ class Loss:
         self.rewarded.append(tokens.flatten().tolist())
         return reward_of(tokens, indices)
 
-    def __call__(self) -> Tensor:
+    def __call__(self, wrapped: nn.Module | None = None) -> Tensor:
         torch.manual_seed(5)
-        return self.objective(self.captioner, self.captioner, self.batch, torch.Generator().manual_seed(3)).loss
+        return self.objective(
+            wrapped or self.captioner, self.captioner, self.batch, torch.Generator().manual_seed(3)
+        ).loss
 
 
 @pytest.mark.parametrize(
@@ -133,3 +138,35 @@ def test_the_reference_gets_no_gradient_and_no_dropout() -> None:
         assert all(parameter.grad is None for parameter in reference.parameters())
     assert losses[0.0][0] == losses[1000.0][0]
     torch.testing.assert_close(losses[0.0][1], losses[1000.0][1], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["kl", "sampling_dropout"])
+def test_workers_exchange_the_gradient_of_the_divergence(name: str) -> None:
+    loss = Loss(SYSTEMS["meshed_memory"], OBJECTIVES[name])
+    loss().backward()  # type: ignore[no-untyped-call]
+    alone = {key: each.grad.clone() for key, each in loss.captioner.named_parameters() if each.grad is not None}
+    loss.captioner.zero_grad()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loss(DistributedDataParallel(loss.captioner)).backward()  # type: ignore[no-untyped-call]
+    finally:
+        dist.destroy_process_group()
+    for key, parameter in loss.captioner.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone[key])
+
+
+def test_the_divergence_under_autocast_is_near_that_of_float32() -> None:
+    """Its sums are float32, whatever the products are."""
+    found = []
+    for is_bfloat16 in (False, True):
+        loss = Loss(SYSTEMS["meshed_memory"], {"kl": 1000.0})
+        loss.captioner.float()
+        loss.reference.float()
+        loss.batch = replace(loss.batch, features=Features(loss.batch.features.tokens.float()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
+            value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        assert value.dtype == torch.float32
+        assert all(each.grad is None or bool(each.grad.isfinite().all()) for each in loss.captioner.parameters())
+        found.append(value.item())
+    assert found[1] == pytest.approx(found[0], rel=0.1) and found[0] != found[1]
