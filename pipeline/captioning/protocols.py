@@ -86,11 +86,11 @@ def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> Ev
 
 
 def changed_search(recorded: EvaluationSection, given: Mapping[str, Any]) -> EvaluationSection:
-    """The recorded settings of a search with the given values of SEARCH_KEYS and num_results.
+    """The recorded settings of a search with the given values of SEARCH_KEYS.
 
     Keys of `decoding` replace the recorded ones one by one. Raises UserError.
     """
-    if unknown := sorted(given.keys() - {*SEARCH_KEYS, "num_results"}):
+    if unknown := sorted(given.keys() - set(SEARCH_KEYS)):
         raise UserError(f"key evaluation.{shown(unknown[0])} cannot be given here; known: {', '.join(SEARCH_KEYS)}")
     values = recorded.model_dump(include=set(SEARCH_KEYS))
     return parse_section(EvaluationSection, merge(values, dict(given)), "evaluation")

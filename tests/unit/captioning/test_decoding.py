@@ -153,6 +153,7 @@ def test_the_command_sets_keys_of_the_search(folder: Path, tmp_path: Path, capsy
         (["evaluation.decoding.beam_groups=2"], "beam_groups = 2 does not divide evaluation.beam_size = 5"),
         (["evaluation.decoding.top_k=3"], "top_k is for drawn captions"),
         (["evaluation.precision=float32"], "key evaluation.precision cannot be given here"),
+        (["evaluation.num_results=2"], "key evaluation.num_results cannot be given here"),
         (["evaluation=3"], "--set evaluation: give its keys one by one"),
         (["data.language=de"], "--set data: only keys of the section evaluation"),
         (["evaluation.ranking=best"], "evaluation.ranking is 'best'; it must be mean, sum, or the exponent"),
