@@ -40,7 +40,7 @@ INTERVAL_NOTE = "95 % bootstrap intervals over the images"
 
 
 def compare_models(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL MODEL...", help="Model bundles, or folders of runs.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model bundles, or folders of runs.")],
     config: Annotated[Path, typer.Option(help="The YAML file that names the images.")],
     set_: Set = None,
     split: Annotated[str | None, typer.Option(help="The default is the first of data.test_splits.")] = None,

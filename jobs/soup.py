@@ -33,7 +33,7 @@ SHORT_NAMES = {"cider": "CIDEr-D", "rouge": "ROUGE-L"}  # in addition to the nam
 
 
 def soup(
-    bundles: Annotated[list[str], typer.Argument(metavar="BUNDLE BUNDLE...", help="Model bundles of one recipe.")],
+    bundles: Annotated[list[str], typer.Argument(metavar="BUNDLE", help="Model bundles of one recipe.")],
     weights: Annotated[
         str | None, typer.Option(metavar="W,W...", help="One for each bundle, with the sum 1. The default is equal.")
     ] = None,
@@ -56,6 +56,7 @@ def soup(
     The bundles must have one architecture, vocabulary and language, and should have been trained from the same weights,
     for example with different rewards. With --front, each sum of their weights captions a split; the results are a
     table, JSON, and a picture of two metrics with the Pareto front. The same command continues after an interruption.
+    The exit code is 1 when an image cannot be read.
 
     Example: raycap soup models/cider models/bleu --weights 0.3,0.7 -o models/soup
 

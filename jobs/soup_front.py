@@ -87,8 +87,9 @@ class Front:
             self.evaluation.config = with_precision(self.evaluation.config, address)
             logger.info(f"protocol  {replace(self.evaluation.protocol, num_models=1).signature}")
             start_ray(self.evaluation.config, address, "captions")
+            sources = [bundle_source(bundle, self.evaluation.config) for bundle in self.evaluation.bundles]
         for weights in missing:
-            entries[weights] = self._entry(weights)
+            entries[weights] = self._entry(Soup(sources, weights, without_backbone=self.is_shared))
             self._write(list(entries.values()))
             values = "  ".join(f"{name} {value:.4f}" for name, value in entries[weights]["scores"].items())
             logger.info(f"point     {_label(weights)}: {values}")
@@ -133,11 +134,9 @@ class Front:
         usable = images.without(sorted(extracted.missing)).readable()
         evaluation.images_by_split = {self.split: usable}
 
-    def _entry(self, weights: Weights) -> dict[str, Any]:
+    def _entry(self, soup: Soup) -> dict[str, Any]:
         """Captions and scores the split with one weighted sum."""
         evaluation = self.evaluation
-        sources = [bundle_source(bundle, evaluation.config) for bundle in evaluation.bundles]
-        soup = Soup(sources, weights, without_backbone=self.is_shared)
         task = {self.split: SplitTask(self._images)}
         store = evaluation.store
         captioned = caption_on_cluster([soup], task, evaluation.config, store=store, with_alignment=False)[self.split]
@@ -147,7 +146,7 @@ class Front:
             if score.value is None:
                 raise JobFailedError(f"{name} is unavailable: {score.unavailable}")
         unreadable = sorted(self.references.keys() - captions.keys())
-        return {"weights": list(weights), "scores": scores.values, "unreadable": unreadable}
+        return {"weights": list(soup.weights), "scores": scores.values, "unreadable": unreadable}
 
     def _write(self, entries: Sequence[dict[str, Any]]) -> None:
         """Writes front.json."""
