@@ -20,7 +20,7 @@ from pipeline.comparison.front import grid_size, weight_grid
 from pipeline.config.load import load_config
 from pipeline.errors import UserError
 from pipeline.runs.preflight import check_storage
-from pipeline.scoring.metrics import METRICS, why_unavailable
+from pipeline.scoring.metrics import TEXT_METRICS, why_unavailable
 from pipeline.storage.digests import file_digest
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
@@ -119,7 +119,7 @@ def _numbers(text: str) -> list[float]:
 
 def _metrics(text: str, language: str) -> tuple[str, str]:
     """The two metrics of --metrics. Raises UserError for others and for metrics that cannot be computed."""
-    known = {name.lower().replace("-", ""): name for name in METRICS} | SHORT_NAMES
+    known = {name.lower().replace("-", ""): name for name in TEXT_METRICS} | SHORT_NAMES
     words = [word.strip().lower().replace("-", "").replace("_", "") for word in text.split(",")]
     names = [known[word] for word in words if word in known]
     if len(names) != 2 or len(words) != 2 or names[0] == names[1]:
