@@ -108,6 +108,7 @@ def test_options_that_do_not_fit_are_refused(bundles: list[str], options: dict[s
         ({"metrics": "cider"}, "--metrics cider: give two of bleu1, "),
         ({"metrics": "cider,CIDEr-D"}, "give two of"),
         ({"metrics": "cider,none"}, "give two of"),
+        ({"metrics": "cider,CHAIR-s"}, "give two of"),  # of CHAIR less is better
         ({"split": "none"}, "--split none: no image is in it"),
         ({"front": 1000}, "--front 1000 has more than 1000 points for 2 bundles"),
     ],
