@@ -292,5 +292,5 @@ def test_images_are_not_skipped_while_storage_fails(tmp_path: Path, is_replaced:
 
 def test_a_split_without_references_has_no_scores() -> None:
     result = SplitResult("test", {1: "a cat"}, {2: "empty file"}, alignment=0.5)
-    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None}
+    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None, "signals": {}}
     assert result.to_json() == expected and result.flat() == {"test_alignment": 0.5}

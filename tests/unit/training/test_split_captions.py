@@ -13,6 +13,7 @@ from models.base import CaptionModel, Features
 from models.decoding import beam_search
 from models.registry import build_model
 from models.transform import ImageTransform
+from pipeline.captioning.captioning import score_rules
 from pipeline.data.images import decode_image
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import LocalContext
@@ -62,5 +63,8 @@ def test_a_trained_backbone_that_was_kept_reads_the_images(tmp_path: Path, kept:
             features = backbone(pixels[None])
             features = features if kept else features.half().float()  # as the store has them
             memory = model.encode(Features(features))
-            found = beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length)
+            rules = score_rules(settings, folder.vocabulary)
+            found = beam_search(
+                model, memory, beam_size=settings.beam_size, max_length=settings.max_length, rules=rules
+            )
         assert captions[image] == folder.vocabulary.decode(found.tokens[0, 0].tolist())
