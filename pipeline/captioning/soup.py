@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models.decoding_config import PLAIN
 from pipeline.captioning.bundle import Bundle, bundle_protocol, save_bundle
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.captioning.protocols import common_protocol
@@ -49,13 +50,17 @@ class Soup:
 def mixed(bundles: Sequence[Bundle], weights: Sequence[float], names: Sequence[str] = ()) -> Bundle:
     """The bundle with the weighted sum of the bundles' weights, and the protocol that all of them share.
 
+    Bundles that record different rules of decoding, as those of older and newer versions do, give one without rules.
     weights: one for each bundle. names: of the bundles in errors. Raises UserError for weights or bundles that do not
     fit together.
     """
     names = names or [f"bundle {number}" for number in range(1, len(bundles) + 1)]
     check_weights(weights, len(bundles))
     require_alike(bundles, names)
-    protocol = common_protocol([bundle_protocol(bundle.config) for bundle in bundles])
+    protocols = [bundle_protocol(bundle.config) for bundle in bundles]
+    if len({each.decoding for each in protocols}) > 1:
+        protocols = [replace(each, decoding=PLAIN) for each in protocols]
+    protocol = common_protocol(protocols)
     captioner = copy.deepcopy(bundles[0].captioner)
     captioner.load_state_dict(mixed_tensors([bundle.captioner.state_dict() for bundle in bundles], weights))
     return replace(bundles[0], captioner=captioner, config=bundles[0].config | {"protocol": asdict(protocol)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.config import ExpansionNetConfig
+from models.decoding_config import PLAIN, Decoding
 from pipeline.captioning.bundle import Bundle, load_bundle
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
@@ -172,6 +173,14 @@ def test_the_protocol_is_what_the_members_share(members: list[Bundle]) -> None:
     two = recorded(members[1], objective="scst", beam_size=3)
     protocol = mixed([one, two], [0.5, 0.5]).config["protocol"]
     assert protocol["objective"] == "scst" and protocol["beam_size"] is None
+
+
+def test_a_bundle_of_an_older_version_is_joined_with_a_newer_one(members: list[Bundle]) -> None:
+    """The older one records no rules of decoding, and the sum has none."""
+    newer = replace(members[0], config=members[0].config | {"protocol": asdict(Protocol(decoding=Decoding()))})
+    older = replace(members[1], config=members[1].config | {"protocol": {}})
+    assert mixed([newer, older], [0.5, 0.5]).config["protocol"]["decoding"] == asdict(PLAIN)
+    assert mixed([newer, newer], [0.5, 0.5]).config["protocol"]["decoding"] == asdict(Decoding())
 
 
 def test_a_written_soup_is_a_bundle_that_names_its_sources(tmp_path: Path, members: list[Bundle]) -> None:
