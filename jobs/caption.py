@@ -158,7 +158,7 @@ def caption(
         raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
     if min_confidence is not None and out is None:
         raise UserError(f"--min-confidence {min_confidence:g} needs --out, beside which it writes the review file")
-    confidence = _confidence(opened.bundle, settings, min_confidence)
+    confidence = _confidence(opened.bundle, settings.model_copy(update={"num_results": num_results}), min_confidence)
     cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     signature: dict[str, Any] = {}
     done: dict[str, bool] = {}

@@ -71,14 +71,16 @@ def review_place(out: StoragePath) -> StoragePath:
 def open_output(out: StoragePath, signature: Row, min_confidence: float | None = None) -> Iterator[Write]:
     """Yields a function that adds the row of an image to `out`, with the signature.
 
-    With `min_confidence`, it adds the captions with less confidence to `review_place(out)` instead.
+    With `min_confidence`, it adds the captions with less confidence, or none, to `review_place(out)` instead.
     """
     if min_confidence is None:
         with _open_place(out, signature) as write:
             yield write
         return
     with _open_place(out, signature) as write, _open_place(review_place(out), signature) as write_review:
-        yield lambda row: (write_review if row.get("confidence", 1.0) < min_confidence else write)(row)
+        yield lambda row: (
+            write_review if "caption" in row and row.get("confidence", -1.0) < min_confidence else write
+        )(row)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pipeline.errors import JobFailedError
 from pipeline.reports.seed_scores import Rows, SeedScores, Spread
 from pipeline.reports.text_table import format_table
 from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import COMPARED_BY_IMAGE
+from pipeline.scoring.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
 from pipeline.scoring.split_result import SplitResult
 from pipeline.storage.path import StoragePath
 
@@ -137,7 +137,8 @@ def compare(
         if name in COMPARED_BY_IMAGE:
             ours, theirs = ([score.per_image or [] for score in side] for side in scores)
             found[name] = difference_of_seeds(ours, theirs, same_runs=same_runs)
-            text = f"{found[name]}, better in {found[name].better:.1%} of resamples"
+            word = "higher" if name in LESS_IS_BETTER else "better"
+            text = f"{found[name]}, {word} in {found[name].better:.1%} of resamples"
         cells = [Spread.of(side).text(digits=4) for side in values]
         logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
     return found

@@ -44,6 +44,7 @@ from pipeline.errors import JobFailedError, UserError
 from pipeline.features.source import features_for_bundles
 from pipeline.runs.evaluation import judged_splits, split_result
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.preflight import check_score_inputs
 from pipeline.runtime.decorations import Decorations
 from pipeline.score_inputs.inputs import score_inputs
 from pipeline.scoring.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
@@ -121,6 +122,7 @@ class Evaluation:
         config: with the images of the data file `data`, if there is one. features: a feature store. constraints: a file
         of words that captions must contain; None for no constraints. Raises UserError.
         """
+        check_score_inputs(config)
         self.config = config
         self.constraints = constraints
         self.data_suffix = "" if data is None else f"-{data.stem}"

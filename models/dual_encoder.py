@@ -22,6 +22,7 @@ Activation = Literal["quick_gelu", "gelu"]
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training images
 MAX_IMAGE_SIZE = 4096
+MAX_GRID = 64  # patches in a row; published models have 37 at most
 # Heads are 64 wide, except in the image towers of open_clip's ViT-H, ViT-g and ViT-bigG, here by the tower's width.
 HEAD_WIDTH = 64
 IMAGE_HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
@@ -56,20 +57,22 @@ class DualEncoder:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], activation: Activation, device: torch.device | str) -> None:
-        named = {name: tensor for name, tensor in _with_openai_names(tensors).items() if not IGNORED.fullmatch(name)}
-        self._tensors = {name: tensor.to(device, torch.float32) for name, tensor in named.items()}
         self._activation, self._used = activation, set[str]()
         self.device = torch.device(device)
         try:
+            named = {key: tensor for key, tensor in _with_openai_names(tensors).items() if not IGNORED.fullmatch(key)}
+            self._tensors = {name: tensor.to(device, torch.float32) for name, tensor in named.items()}
             self._patch = self["visual.conv1.weight"].shape[-1]
             grid = math.isqrt(len(self["visual.positional_embedding"]) - 1)
             self.image_size = grid * self._patch
             self.num_positions, self.num_pieces = len(self["positional_embedding"]), len(self["token_embedding.weight"])
             if not 1 <= self.image_size <= MAX_IMAGE_SIZE:
                 raise ValueError(f"images of {self.image_size} px; the limit is {MAX_IMAGE_SIZE}")
+            if grid > MAX_GRID:
+                raise ValueError(f"{grid} x {grid} patches; the limit is {MAX_GRID} x {MAX_GRID}")
             self.encode_images(torch.zeros(1, 3, self.image_size, self.image_size, device=device))
             self.encode_texts(torch.zeros(1, self.num_positions, dtype=torch.long, device=device))
-        except (KeyError, ValueError, RuntimeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
             raise ValueError(f"the tensors are not those of a CLIP with Transformers as towers ({reason})") from error
         if unknown := sorted(named.keys() - self._used):

@@ -233,11 +233,18 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
 def store_confidence(bundle: StoragePath, confidence: Confidence) -> None:
     """Adds a confidence to a bundle, in place of that of the same search. The local folder is replaced as a whole.
 
-    Raises UserError for a damaged bundle, and for one with a signature that cannot be replaced.
+    Raises UserError for a damaged bundle, for one with a signature that cannot be replaced, and for one with links or
+    special files: a copy of a stranger's bundle must not read or write what they lead to.
     """
     folder = fetched(bundle).resolve()
     require_intact(folder)  # new digests must not hide damage
     require_sealable(folder)
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(
+                f"{quoted(path)} is a link or a special file, and a confidence is stored in bundles of plain files "
+                "only; copy the files"
+            )
     fits = with_fit(read_confidences(folder), confidence)
     with atomic_folder(folder) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)

@@ -101,7 +101,8 @@ def confidence_search(settings: EvaluationSection, max_positions: int) -> str:
 
     max_positions: of the model, which no caption exceeds.
     """
-    search = settings.model_dump(mode="json", include=set(SEARCH_KEYS))
+    keys = {*SEARCH_KEYS, "num_results"} if settings.decoding.sampling else set(SEARCH_KEYS)  # the best of the draws
+    search = settings.model_dump(mode="json", include=keys)
     return json.dumps(search | {"max_length": min(settings.max_length, max_positions)}, sort_keys=True)
 
 

@@ -75,7 +75,6 @@ class CaptionService:
         changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         self.bundle, self.search = bundle, bundle.changed_search(changes)
         self.search = self.search.model_copy(update={"max_length": min(self.search.max_length, positions)})
-        self.confidence = bundle.confidence(self.search)
         self.transform, self.precision = bundle.transform, precision
         self.uri_roots = _roots(uri_roots)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -113,10 +112,11 @@ class CaptionService:
         log_probs = captions.log_probs.sum(-1).tolist()
         texts = [[self._text(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
         found = [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
-        if self.confidence is None:
+        confidence = self.bundle.confidence(self.search.model_copy(update={"num_results": num_results}))
+        if confidence is None:
             return [(ranked, None) for ranked in found]
         signals = caption_signals(*(part[:, 0].cpu().numpy() for part in (captions.log_probs, captions.lengths)))
-        return [(ranked, self.confidence.judge(each)) for ranked, each in zip(found, signals, strict=True)]
+        return [(ranked, confidence.judge(each)) for ranked, each in zip(found, signals, strict=True)]
 
     def _search(self, pixels: Tensor, num_results: int) -> Captions:
         """The best captions of each image (B, 3, H, W)."""

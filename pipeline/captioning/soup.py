@@ -63,7 +63,8 @@ def mixed(bundles: Sequence[Bundle], weights: Sequence[float], names: Sequence[s
     protocol = common_protocol(protocols)
     captioner = copy.deepcopy(bundles[0].captioner)
     captioner.load_state_dict(mixed_tensors([bundle.captioner.state_dict() for bundle in bundles], weights))
-    return replace(bundles[0], captioner=captioner, config=bundles[0].config | {"protocol": asdict(protocol)})
+    config = bundles[0].config | {"protocol": asdict(protocol)}
+    return replace(bundles[0], captioner=captioner, config=config, confidences=())
 
 
 def require_alike(bundles: Sequence[Bundle], names: Sequence[str]) -> None:

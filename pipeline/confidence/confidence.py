@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,6 @@ from pydantic import Field
 
 from models.values import NUMBER
 from pipeline.config.load import parse_section
-from pipeline.errors import UserError
 from pipeline.untrusted.documents import parse_json
 
 FORMAT = 1
@@ -30,6 +30,8 @@ NUM_LOWEST = 4
 # the missing ones. Signals of the other beams have improved nothing (BENCHMARKS.md).
 SIGNALS = ("mean", "sum", "length", *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)))
 MAX_CIDER = 10.0  # the largest CIDEr-D
+logger = logging.getLogger(__name__)
+
 MAX_FITS = 16  # searches of one model; of more, the oldest are removed
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False), NUMBER]
@@ -138,8 +140,12 @@ class _Content:
 
 
 def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
-    """The content of confidence.json. name: the file, for messages. Raises UserError."""
-    content = parse_section(_Content, parse_json(data, name), name)
-    if content.signals != SIGNALS:
-        raise UserError(f"{name} was fitted with other signals than {', '.join(SIGNALS)}; remove it and fit it again")
-    return content.fits
+    """The content of confidence.json; () if its signals are those of another version. Raises UserError.
+
+    name: the file, for messages.
+    """
+    content = parse_json(data, name)
+    if isinstance(content, dict) and content.get("signals", [*SIGNALS]) != [*SIGNALS]:
+        logger.info(f"{name} is not used: it was fitted with other signals than {', '.join(SIGNALS)}")
+        return ()
+    return parse_section(_Content, content, name).fits

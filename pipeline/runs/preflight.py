@@ -88,11 +88,16 @@ def check_files(config: RunConfig) -> None:
         from pipeline.captioning.constraints import read_constraints
 
         read_constraints(Path(config.evaluation.constraints))
+    check_score_inputs(config)
+    if config.init_from is not None:
+        check_bundle("init_from", config.init_from, config)
+
+
+def check_score_inputs(config: RunConfig) -> None:
+    """The part of `check_files` for the files of `evaluation.inputs`."""
     for key, file in config.evaluation.inputs.files().items():
         _require_file(key, file)
     score_inputs(config.evaluation.inputs, config.data.language)
-    if config.init_from is not None:
-        check_bundle("init_from", config.init_from, config)
 
 
 def check_bundle(key: str, uri: str, config: RunConfig) -> None:

@@ -40,8 +40,10 @@ class FileEncoder:
 
     @property
     def name(self) -> str:
-        """The begin of the weights' digest."""
-        return weights_file_digest(Path(self._section.weights).expanduser())[:10]
+        """The begin of the digests of weights and merges, and the activation."""
+        files = (self._section.weights, self._section.merges)
+        digests = [weights_file_digest(Path(file).expanduser())[:10] for file in files]
+        return "-".join([*digests, self._section.activation])
 
     @cached_property
     def _model(self) -> DualEncoder:

@@ -130,6 +130,7 @@ class Metric:
     by_default: bool = True  # whether it is computed where no metrics are named
     test_only: bool = False  # whether a run computes the metric on its test splits only
     compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
+    less_is_better: bool = False
     needs: Input | None = None  # the field of `ScoreInputs` without which it is unavailable
     jar: str | None = None  # the name of the Java program in the signature
     english_only: bool = False  # whether the metric has no meaning for captions in other languages
@@ -228,11 +229,11 @@ TABLE = (
     ),
     Metric(("CIDEr-R",), _cider_r, by_default=False),
     Metric(  # a share of mentions, not of images
-        ("CHAIR-i",), _chair_i, by_default=False, needs="objects", compare_by_image=False
+        ("CHAIR-i",), _chair_i, by_default=False, less_is_better=True, needs="objects", compare_by_image=False
     ),
-    Metric(("CHAIR-s",), _chair_s, by_default=False, needs="objects"),
+    Metric(("CHAIR-s",), _chair_s, by_default=False, less_is_better=True, needs="objects"),
     Metric(("Div-1", "Div-2"), _distinct, by_default=False, needs="several"),
-    Metric(("mBLEU-4",), _mutual_bleu, by_default=False, needs="several"),
+    Metric(("mBLEU-4",), _mutual_bleu, by_default=False, less_is_better=True, needs="several"),
     Metric(("self-CIDEr",), _self_cider, by_default=False, needs="several"),
     Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, needs="clip", english_only=True),
     Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, needs="pac", english_only=True),
@@ -242,6 +243,7 @@ DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name i
 FURTHER_METRICS = tuple(name for metric in TABLE if not metric.by_default for name in metric.names)
 # those that need captions and references only; of all of them more is better
 TEXT_METRICS = tuple(name for metric in TABLE if metric.needs is None for name in metric.names)
+LESS_IS_BETTER = tuple(name for metric in TABLE if metric.less_is_better for name in metric.names)
 _TEST_ONLY = frozenset(name for metric in TABLE if metric.test_only for name in metric.names)
 JAVA_METRICS = tuple(name for metric in TABLE if metric.jar for name in metric.names)
 COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image for name in metric.names)

@@ -11,9 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from jobs.evaluation import Evaluation
+from models.decoding_config import Decoding
 from pipeline.captioning.bundle import load_bundle, read_confidences, store_confidence
 from pipeline.captioning.bundle_files import fetched
+from pipeline.captioning.protocols import confidence_search
 from pipeline.config.load import parse_config
+from pipeline.config.sections import EvaluationSection
 from pipeline.errors import UserError
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.metrics import Score, Scores
@@ -57,6 +60,22 @@ def test_new_digests_hide_no_damage(bundle: Path) -> None:
         store_confidence(storage_path(bundle), make_confidence())
     store_confidence(storage_path(without_digests(bundle)), make_confidence("a"))
     assert load_bundle(bundle).confidences == (make_confidence("a"),)
+
+
+def test_links_in_a_strangers_bundle_are_not_followed(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (bundle / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"bundle/link.* is a link or a special file"):
+        store_confidence(storage_path(bundle), make_confidence())
+    assert (bundle / "link").is_symlink() and not (bundle / "confidence.json").exists()
+
+
+def test_drawn_captions_have_the_confidence_of_as_many_draws() -> None:
+    drawn = EvaluationSection(beam_size=1, decoding=Decoding(sampling=True))
+    texts = [confidence_search(drawn.model_copy(update={"num_results": count}), 20) for count in (1, 5)]
+    assert texts[0] != texts[1]
+    beams = [confidence_search(EvaluationSection(num_results=count), 20) for count in (1, 5)]
+    assert beams[0] == beams[1]
 
 
 def test_a_signed_bundle_is_signed_again_or_not_changed(

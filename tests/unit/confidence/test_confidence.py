@@ -219,6 +219,13 @@ def test_a_file_holds_one_confidence_for_each_search() -> None:
     assert len({fit.digest for fit in fits}) == MAX_FITS
 
 
+def test_a_file_of_other_signals_is_not_used() -> None:
+    content = json.loads(dump_confidences([make_confidence()]))
+    content["signals"] = ["mean"]
+    content["fits"][0]["mean"] = [0.0]
+    assert parse_confidences(json.dumps(content).encode(), "it") == ()
+
+
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -226,7 +233,6 @@ Change = Callable[[dict[str, Any]], Any]
     ("change", "words"),
     [
         (lambda content: content.update(format=2), "format"),
-        (lambda content: content.update(signals=["mean"]), "other signals"),
         (lambda content: content.update(more=1), "more"),
         (lambda content: content.update(fits=content["fits"] * (MAX_FITS + 1)), "fits"),
         (lambda content: content.update(fits={}), "fits"),

@@ -119,6 +119,18 @@ def test_names_of_the_package_transformers() -> None:
         ({"visual.conv1.weight": None}, "it lacks 'visual.conv1.weight'"),
         ({"visual.positional_embedding": torch.zeros(11, WIDTH)}, "not those of a CLIP"),
         ({"visual.positional_embedding": torch.zeros(10**6, 1)}, "the limit is 4096"),
+        ({"visual.positional_embedding": torch.tensor(1.0)}, "not those of a CLIP"),
+        (
+            {"visual.conv1.weight": torch.zeros(8, 3, 1, 1), "visual.positional_embedding": torch.zeros(66**2 + 1, 1)},
+            "64",
+        ),
+        (
+            {
+                f"text_model.encoder.layers.0.self_attn.{part}_proj.weight": torch.zeros(3, 3 + i)
+                for i, part in enumerate("qkv")
+            },
+            "not those of a CLIP",
+        ),
         ({"text_projection": torch.zeros(3, 3)}, "not those of a CLIP"),
         ({"visual.layer1.0.conv1.weight": torch.zeros(3)}, "visual.layer1.0.conv1.weight and 0 more are unknown"),
     ],
