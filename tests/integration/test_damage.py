@@ -311,7 +311,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path, world: World, count: int, lo
     stage, config, device = folder.stage(STAGE), folder.config, torch.device("cpu")
     data = folder.dataset.split(*config.data.train_splits)
     section = config.stages[0].model_copy(update={"objective": "scst"})
-    make_objective(section, data, folder.vocabulary, "en", device)
+    captioner = stage_captioner(folder, config.stages[0], device)
+    make_objective(section, captioner, data, folder.vocabulary, "en")
 
     def stage_damage() -> str:
         return " ".join(resumed(folder)[1])
@@ -321,7 +322,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, world: World, count: int, lo
 
     def index_damage() -> str:
         log_lines.clear()
-        make_objective(section, data, folder.vocabulary, "en", device)
+        make_objective(section, captioner, data, folder.vocabulary, "en")
         return " ".join(log_lines)
 
     indexes = cache_folder() / REWARD_INDEXES
