@@ -136,9 +136,9 @@ def compare(
         text = ""
         if name in COMPARED_BY_IMAGE:
             ours, theirs = ([score.per_image or [] for score in side] for side in scores)
-            found[name] = difference_of_seeds(ours, theirs, same_runs=same_runs)
-            word = "higher" if name in LESS_IS_BETTER else "better"
-            text = f"{found[name]}, {word} in {found[name].better:.1%} of resamples"
+            is_less_better = name in LESS_IS_BETTER
+            found[name] = difference_of_seeds(ours, theirs, same_runs=same_runs, less_is_better=is_less_better)
+            text = f"{found[name]}, better in {found[name].better:.1%} of resamples"
         cells = [Spread.of(side).text(digits=4) for side in values]
         logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
     return found

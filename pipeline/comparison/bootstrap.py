@@ -41,6 +41,7 @@ def difference_of_seeds(
     b: Sequence[Sequence[float]],
     *,
     same_runs: bool = False,
+    less_is_better: bool = False,
     resamples: int = RESAMPLES,
     confidence: float = 0.95,
     seed: int = 0,
@@ -48,7 +49,7 @@ def difference_of_seeds(
     """As `paired_difference`, for systems that were trained with several seeds each.
 
     a, b: (seeds, images) scores; the numbers of seeds may differ. same_runs: row i of both belongs to the same run, so
-    that the seeds are paired, too. Without it they are independent.
+    that the seeds are paired, too. Without it they are independent. less_is_better: a is better where a - b is below 0.
 
     Each resample has two levels. Images are sampled with replacement, the same for all seeds of both sides. The seeds
     add a deviation of their mean. A sample of 2 to 5 seeds with replacement has few values and a variance that is too
@@ -80,7 +81,8 @@ def difference_of_seeds(
         means += math.sqrt(variance) * generator.standard_t(degrees, resamples)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Difference(float(differences.mean()), float(low), float(high), float((means > 0).mean()))
+    better = means < 0 if less_is_better else means > 0
+    return Difference(float(differences.mean()), float(low), float(high), float(better.mean()))
 
 
 def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:

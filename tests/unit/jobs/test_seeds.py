@@ -171,6 +171,25 @@ def test_systems_are_compared_over_images_and_seeds(log_lines: list[str]) -> Non
         compare(sides[0], [result(theirs[0], range(1, 31))])
 
 
+def test_of_some_metrics_less_is_better(log_lines: list[str]) -> None:
+    """The first system has the smaller score of every image."""
+    names = ("CIDEr-D", "CHAIR-s", "mBLEU-4")
+    sides = [
+        [
+            SplitResult(
+                "test", {}, scores=Scores({name: Score(value, [value] * 4) for name in names}, [*range(4)], "", {})
+            )
+        ]
+        for value in (0.2, 0.6)
+    ]
+    found = compare(*sides)
+    assert {name: each.better for name, each in found.items()} == {"CIDEr-D": 0, "CHAIR-s": 1, "mBLEU-4": 1}
+    assert all(each.mean == pytest.approx(-0.4) for each in found.values())
+    assert [line.rpartition("better in ")[2] for line in log_lines[1:]] == [
+        f"{share} of resamples" for share in ("0.0%", "100.0%", "100.0%")
+    ]
+
+
 @pytest.mark.parametrize(
     ("runs", "other_runs", "same"),
     [

@@ -14,7 +14,9 @@ import yaml
 
 import jobs.evaluation
 import jobs.gallery
+from jobs.evaluate import evaluate
 from jobs.side_by_side import compare_models
+from jobs.soup import soup
 from models.backbone import backbone_macs
 from models.macs import cost
 from pipeline.captioning.bundle import load_bundle
@@ -123,6 +125,32 @@ def test_a_page_that_fails_costs_no_score(
     assert compare_models(bundles[:2], config, out=str(tmp_path / "out")) == 0
     assert (tmp_path / "out" / "compare.json").is_file() and not (tmp_path / "out" / "compare.html").exists()
     assert any("the page of the comparison could not be made" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare", "soup"])
+@pytest.mark.parametrize(("content", "words"), [(None, "does not exist or is not a file"), (b"\xff\xfe", "cannot be")])
+def test_files_for_metrics_are_checked_before_any_caption(
+    tmp_path: Path,
+    bundles: list[str],
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    content: bytes | None,
+    words: str,
+) -> None:
+    captions: Any = lambda *_, **__: pytest.fail("images are captioned")  # noqa: E731
+    monkeypatch.setattr(jobs.evaluation, "caption_on_cluster", captions)
+    objects = tmp_path / "objects.txt"
+    if content is not None:
+        objects.write_bytes(content)
+    set_ = [f"evaluation.inputs.objects={objects}"]
+    with pytest.raises(UserError, match=f"objects.*{words}"):
+        if command == "evaluate":
+            evaluate(config, set_, models=bundles[:1])
+        elif command == "compare":
+            compare_models(bundles[:2], config, set_)
+        else:
+            soup(bundles[:2], front=1, config=config, set_=set_)
 
 
 def test_wrong_models_are_refused(tmp_path: Path, bundles: list[str], config: Path) -> None:
