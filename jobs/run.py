@@ -23,6 +23,7 @@ from pipeline.captioning.measured_precision import with_kept_precision
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.captioning.protocols import run_protocol
 from pipeline.cluster.stalls import StallWatch
+from pipeline.confidence.confidence import Confidence, with_fit
 from pipeline.config.load import dump_config, load_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
@@ -63,6 +64,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     from pipeline.runs.prepare import prepare
+    from pipeline.runs.run_bundle import stored_confidences
 
     begin = time.monotonic()
     folder = prepare(config, data)
@@ -85,6 +87,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
             else:
                 logger.info(f"{folder.run_id} is complete except for {', '.join(missing)}")
                 driver.durations |= summary["durations"]
+                driver.confidences = stored_confidences(folder)
             driver.evaluate()
         except BaseException as error:
             failure = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
@@ -191,6 +194,7 @@ class RunDriver:
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
+        self.confidences: tuple[Confidence, ...] = ()  # in the bundle of a complete run; `raycap evaluate` adds some
         self.tracker = Tracker(self.folder, self.config)
         self.tracker.start()
 
@@ -239,7 +243,7 @@ class RunDriver:
             results = stored_results(folder, dataset, splits) or self._caption(dataset, splits, store)
             scores = score_run(folder, dataset, results)
         folder.push("predictions", "scores.json")
-        confidences = [] if scores.confidence is None else [scores.confidence]
+        confidences = self.confidences if scores.confidence is None else with_fit(self.confidences, scores.confidence)
         bundle, location = bundle_run(folder, scores=scores.flat(), confidences=confidences), bundle_place(folder)
         decorations = Decorations()
         with self._timed("report"), decorations.making("the report"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 from models.backbone import Backbone
 from models.captioner import Captioner
 from models.registry import build_model
-from pipeline.captioning.bundle import save_bundle
-from pipeline.captioning.bundle_files import BUNDLE_FILES
+from pipeline.captioning.bundle import read_confidences, save_bundle
+from pipeline.captioning.bundle_files import BUNDLE_FILES, require_intact
 from pipeline.captioning.protocols import run_protocol
 from pipeline.confidence.confidence import Confidence
 from pipeline.config.sections import StageSection
+from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.weights import load_weights
+
+logger = logging.getLogger(__name__)
 
 
 def _bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
@@ -38,6 +42,17 @@ def local_bundle(folder: RunFolder) -> Path:
     if location.is_remote:
         Mirror(location, path).pull(only=BUNDLE_FILES)
     return path
+
+
+def stored_confidences(folder: RunFolder) -> tuple[Confidence, ...]:
+    """The confidences in a run's bundle; () without a bundle, and for a damaged one, which the log names."""
+    path = local_bundle(folder)
+    try:
+        require_intact(path)
+        return read_confidences(path)
+    except UserError as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; the bundle is written again without its confidences")
+        return ()
 
 
 def bundle_run(

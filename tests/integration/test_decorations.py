@@ -10,9 +10,12 @@ import pytest
 
 import jobs.run
 from jobs.run import run
+from pipeline.captioning.bundle import store_confidence
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.run_bundle import bundle_place, stored_confidences
 from pipeline.runtime.context import LocalContext
 from pipeline.training.loop import StageJob, train_stages
+from tests.support.confidence import make_confidence
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
 
 
@@ -48,6 +51,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     trained: RunFolder, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     config, report = trained.config, trained.path / "report.html"
+    monkeypatch.setattr("pipeline.runs.evaluation.fit_split", lambda result, search, _: make_confidence(search))
     with monkeypatch.context() as failing:
         failing.setattr("jobs.gallery.add_maps", broken)
         failing.setattr("pipeline.runs.summary.make_report", broken)
@@ -62,6 +66,9 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     for name in ("heat maps", "report"):
         assert f"the {name} could not be made ({reason}); the same command makes it again" in log_lines
     assert any("does not accept everything (broken on purpose)" in line for line in log_lines)
+    (own,) = stored_confidences(trained)
+    evaluated = make_confidence("a search of raycap evaluate")
+    store_confidence(bundle_place(trained), evaluated)
 
     monkeypatch.setattr(jobs.run, "caption_on_cluster", broken)  # the captions are there
     with monkeypatch.context() as failing:
@@ -74,6 +81,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     repaired["test"]["scores"]["METEOR"] = None
     assert repaired["test"]["scores"] == scores["test"]["scores"], "the other scores are the same"
     assert summary(trained)["tracked"] is False, "the plots are missing"
+    assert stored_confidences(trained) == (evaluated, own), "the bundle was written again"
 
     page = report.stat().st_mtime_ns
     run(config)

@@ -24,6 +24,7 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
 from pipeline.storage.path import storage_path
 from tests.support.bundles import make_bundle, without_digests
+from tests.support.confidence import make_confidence
 from tests.support.models import (
     one_thread,  # noqa: F401
 )
@@ -181,6 +182,12 @@ def test_a_bundle_of_an_older_version_is_joined_with_a_newer_one(members: list[B
     older = replace(members[1], config=members[1].config | {"protocol": {}})
     assert mixed([newer, older], [0.5, 0.5]).config["protocol"]["decoding"] == asdict(PLAIN)
     assert mixed([newer, newer], [0.5, 0.5]).config["protocol"]["decoding"] == asdict(Decoding())
+
+
+def test_the_confidences_of_the_members_are_not_those_of_their_soup(members: list[Bundle]) -> None:
+    judging = [replace(member, confidences=(make_confidence("a"),)) for member in members[:2]]
+    assert mixed(judging, [0.5, 0.5]).confidences == ()
+    assert judging[0].confidences == (make_confidence("a"),)
 
 
 def test_a_written_soup_is_a_bundle_that_names_its_sources(tmp_path: Path, members: list[Bundle]) -> None:

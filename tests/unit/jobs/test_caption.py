@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from jobs.caption import ClusterOptions, caption, start_pool
-from jobs.caption_output import Parts
+from jobs.caption_output import Parts, open_output
 from jobs.cli import main
 from models.attention_maps import cross_attention
 from models.backbone import Backbone
@@ -28,8 +28,9 @@ from models.captioner import Captioner
 from models.config import ClustFormerConfig
 from models.layers import CrossAttention
 from models.registry import build_model
-from pipeline.captioning.bundle import load_bundle, save_bundle
+from pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
 from pipeline.captioning.model_sources import StoredBundle
+from pipeline.captioning.protocols import confidence_search
 from pipeline.captioning.ray_data import CaptionPool, _CaptionActor
 from pipeline.captioning.service import CaptionService
 from pipeline.data.image_paths import find_images
@@ -40,6 +41,7 @@ from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT
 from tests.support.bundles import SWIN, WORDS, make_bundle, with_confidence, without_digests, write_images
+from tests.support.confidence import make_confidence
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +279,30 @@ def test_captions_have_the_confidence_of_their_search(
     assert "confidence" not in printed.out + printed.err, "an older bundle"
 
 
+def test_a_confidence_in_drawn_captions_belongs_to_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best of three draws is another caption than the only one. The best beam is the same, however many follow."""
+    names, folder = write_images(tmp_path / "images", 2), make_bundle(tmp_path / "bundle")
+    drawn: dict[str, Any] = {"beam_size": 1, "decoding": {"sampling": True}}
+    beams: dict[str, Any] = {"beam_size": 3}
+    for search in (drawn, beams):
+        settings = load_bundle(folder).changed_search(search).model_copy(update={"num_results": 3})
+        store_confidence(storage_path(folder), make_confidence(confidence_search(settings, 12)))
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    for search, is_judged in ((drawn, False), (beams, True)):
+        service = CaptionService(load_bundle(folder), search=search)
+        for count, expected in ((1, is_judged), (3, True)):
+            judged = [judgement is not None for _, judgement in service.judged_captions(pixels, count)]
+            assert judged == [expected] * 2, (search, count)
+    command = ["caption", *names, "--model", str(folder), "--beam", "1", "--set", "evaluation.decoding.sampling=true"]
+    out = ["--out", str(tmp_path / "captions.jsonl"), "--min-confidence", "0"]
+    assert main([*command, *out]) == 2
+    assert "the model has no confidence in captions of this search" in capsys.readouterr().err
+    assert main([*command, *out, "--n-best", "3"]) == 0
+    assert all("confidence" in row for row in rows_of(tmp_path / "captions.jsonl"))
+
+
 def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
     bundle: Path, judging: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +339,18 @@ def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
     with pytest.raises(UserError, match="--min-confidence 0.5 needs --out"):
         caption(names, str(judging), min_confidence=0.5)
     assert not (tmp_path / "other.jsonl").exists() and not (tmp_path / "other.review.jsonl").exists()
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
+def test_a_caption_without_a_judgement_is_reviewed(limit: float, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"image": "a", "caption": "a cat"}, {"image": "b", "error": "cannot be read"}]
+    rows += [{"image": f"{value}", "caption": "a cat", "confidence": value} for value in (0.0, 0.5, 1.0)]
+    out = tmp_path / "captions.jsonl"
+    with open_output(storage_path(out), {}, limit) as write:
+        for row in rows:
+            write(row)
+    assert rows_of(tmp_path / "captions.review.jsonl") == [rows[0], *(r for r in rows[2:] if r["confidence"] < limit)]
+    assert rows_of(out) == [rows[1], *(row for row in rows[2:] if row["confidence"] >= limit)]
 
 
 def test_a_review_on_s3_is_a_folder_in_the_output(

@@ -20,9 +20,12 @@ from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import JobFailedError, UserError
 from pipeline.runs.evaluation import stored_results
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.prepare import prepare
+from pipeline.runs.run_bundle import bundle_run, stored_confidences
 from pipeline.storage.s3 import StorageError
 from pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
+from tests.support.confidence import make_confidence
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
 TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
@@ -75,6 +78,18 @@ def test_a_damaged_summary_is_written_again(
     run(cast(RunConfig, None))
     assert calls == ["train", "evaluate"], "the driver repeats only what is not finished"
     assert log_lines[0].startswith(f"damaged   {tmp_path}/COMPLETE.json is damaged: ")
+
+
+def test_a_damaged_bundle_has_no_confidences_to_keep(tmp_path: Path, log_lines: list[str]) -> None:
+    folder = prepare(parse_config(small_config(tmp_path)))
+    log_lines.clear()
+    assert stored_confidences(folder) == () and log_lines == [], "no bundle yet"
+    bundle = bundle_run(folder, confidences=[make_confidence("a"), make_confidence("b")])
+    assert [fit.search for fit in stored_confidences(folder)] == ["a", "b"] and log_lines == []
+    content = (bundle / "confidence.json").read_bytes()
+    (bundle / "confidence.json").write_bytes(content.replace(b"100", b"101"))
+    assert stored_confidences(folder) == ()
+    assert len(log_lines) == 1 and log_lines[0].startswith(f"damaged   {bundle / 'confidence.json'} does not have the")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"splits": {"test": 3}}'])
