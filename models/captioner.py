@@ -38,7 +38,7 @@ class Captioner(nn.Module):
     def frozen_by(self, patterns: Sequence[str]) -> list[nn.Parameter]:
         """The parameters that match one of the patterns.
 
-        A pattern is the name of a parameter or module, with `*` and `?` for any text. A module's name stands for all
+        A pattern is the name of a parameter or module, with `*` and `?` for any text. A module's name includes all
         parameters in it. Raises ValueError for a pattern that matches nothing, and if the patterns match all that can
         be trained.
         """

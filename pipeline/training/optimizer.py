@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from models.captioner import Captioner
 
@@ -82,7 +81,9 @@ def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[d
             f"backbone.{name}": section.backbone_lr_factor * section.layer_decay ** layers.get(name, 0)
             for name, _ in captioner.backbone.named_parameters()
         }
-    linear = {each.weight for each in captioner.modules() if isinstance(each, nn.Linear | _ConvNd)}
+    linear = {
+        each.weight for each in captioner.modules() if isinstance(each, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    }
     groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
     for name, parameter in captioner.named_parameters():
         if parameter.requires_grad:
