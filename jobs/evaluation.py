@@ -486,8 +486,7 @@ class Evaluation:
         )
         is_synthetic = self.config.data.synthetic is not None
         hits = main_object_hits(captions, references, self.config.data.language) if is_synthetic else {}
-        accuracy = sum(hits.values()) / len(hits) if hits else None
-        return replace(result, scores=scores, main_object=accuracy, main_object_hits=hits)
+        return replace(result, scores=scores, main_object_hits=hits)
 
     def _score_inputs(self, split: str, several: Mapping[int, Sequence[str]]) -> ScoreInputs:
         """The inputs of metrics of a split. several: all captions of each image, if there are more than one."""

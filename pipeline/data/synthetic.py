@@ -264,14 +264,6 @@ def _entry(config: SceneConfig, index: int) -> dict[str, Any]:
     }
 
 
-def main_object_accuracy(
-    predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
-) -> float:
-    """Share of images whose predicted caption names the main object. ValueError as `main_object_hits`."""
-    hits = main_object_hits(predictions, references, language)
-    return sum(hits.values()) / len(hits)
-
-
 def main_object_hits(
     predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
 ) -> dict[Any, bool]:

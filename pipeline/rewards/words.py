@@ -19,6 +19,8 @@ from pipeline.scoring.metric_words import metric_words
 from pipeline.scoring.metrics import CaptionWords
 from pipeline.scoring.ngrams import bleu, rouge_l
 
+MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
+
 # Gives N captions their values, float64 (N,). They must not depend on the other captions.
 WordReward = Callable[[CaptionWords], np.ndarray]
 
@@ -67,8 +69,8 @@ class SampledWords:
     """Splits sampled token ids and the references of their images into words.
 
     references: raw captions by image id. language: of the captions. The work is done on the host and takes 0.1 to
-    0.3 ms per caption: once per distinct sampled caption of a call, and once per image for its references, whose words
-    are kept (about 1 kB per image with five references).
+    0.3 ms per caption: once per distinct sampled caption of a call, and once per image for its references. Their words
+    are kept for MAX_IMAGES images (about 1 kB each with five references); of more, they are split again in each epoch.
     """
 
     def __init__(self, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, language: str) -> None:
@@ -92,6 +94,8 @@ class SampledWords:
     def _of_image(self, index: int) -> list[list[str]]:
         """The words of each reference of an image."""
         if index not in self._references:
+            if len(self._references) >= MAX_IMAGES:
+                self._references.clear()
             self._references[index] = [self._split(text) for text in self._texts[index]]
         return self._references[index]
 

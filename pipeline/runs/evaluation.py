@@ -141,14 +141,13 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
         images = dataset.split(result.split)
         references = images.references()
         hits = main_object_hits(result.captions, references, language) if is_synthetic else {}
-        accuracy = sum(hits.values()) / len(hits) if hits else None
         metrics = metrics_of_split(section.metrics, is_test=result.split in data.test_splits)
         options = folder.config.storage.options
         inputs = score_inputs(
             section.inputs, language, data, several=result.several, uris=images.uris(), options=options
         )
         scores = score_captions(references, result.captions, metrics=metrics, language=language, inputs=inputs)
-        return replace(result, scores=scores, main_object=accuracy, main_object_hits=hits)
+        return replace(result, scores=scores, main_object_hits=hits)
 
     # each process of SPICE takes half of the free memory, so that there must be one at a time
     max_workers = 1 if why_unavailable("SPICE") is None else None

@@ -65,14 +65,20 @@ class SplitResult:
     constraints: ConstraintCounts | None = None  # None if no image has any
     scores: Scores | None = None
     several: Mapping[int, Sequence[str]] = field(default_factory=dict)  # all captions of each image, if there are more
-    main_object: float | None = None  # share of images whose main object is named; only for the synthetic data set
-    main_object_hits: Mapping[int, bool] = field(default_factory=dict)  # the same by image id
+    # whether the main object is named, by image id; only for the synthetic data set
+    main_object_hits: Mapping[int, bool] = field(default_factory=dict)
     signals: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by image id, as in `Hypothesis`
 
     @property
     def values(self) -> dict[str, float | None]:
         """Score by metric; None for a metric that is unavailable."""
         return {} if self.scores is None else self.scores.values
+
+    @property
+    def main_object(self) -> float | None:
+        """The share of images whose main object is named; None for other data sets than the synthetic one."""
+        hits = self.main_object_hits.values()
+        return sum(hits) / len(hits) if hits else None
 
     @property
     def signature(self) -> str:

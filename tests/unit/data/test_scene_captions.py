@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.sections import SceneConfig
 from pipeline.data.scene_captions import GRAMMARS, main_object
-from pipeline.data.synthetic import SHAPES, main_object_accuracy, make_scene, write_dataset
+from pipeline.data.synthetic import SHAPES, main_object_hits, make_scene, write_dataset
 from pipeline.language.languages import suggested_tokenizer
 from pipeline.language.tokenizers import TOKENIZERS
 
@@ -109,9 +109,9 @@ def test_main_object_of_other_captions(language: str, caption: str, expected: tu
     assert main_object(caption, language) == expected
 
 
-def test_main_object_accuracy_in_another_language() -> None:
+def test_main_object_hits_in_another_language() -> None:
     references = {1: ["Ein roter Kreis.", "Es gibt einen roten Kreis über einem blauen Stern."]}
-    assert main_object_accuracy({1: "das Bild zeigt einen großen roten Kreis"}, references, "de") == 1
-    assert main_object_accuracy({1: "ein roter Stern"}, references, "de") == 0
+    assert main_object_hits({1: "das Bild zeigt einen großen roten Kreis"}, references, "de") == {1: True}
+    assert main_object_hits({1: "ein roter Stern"}, references, "de") == {1: False}
     with pytest.raises(ValueError, match="name 0 main objects"):
-        main_object_accuracy({1: "a red circle"}, references, "en")
+        main_object_hits({1: "a red circle"}, references, "en")

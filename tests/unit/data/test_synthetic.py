@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config.sections import SceneConfig
 from pipeline.data import synthetic
-from pipeline.data.synthetic import NOVEL, main_object, main_object_accuracy, make_scene, write_dataset
+from pipeline.data.synthetic import NOVEL, main_object, main_object_hits, make_scene, write_dataset
 from pipeline.language.english import tokenize
 
 SCENES = [make_scene(0, index) for index in range(1500)]
@@ -214,7 +214,7 @@ def test_main_object(caption: str, expected: tuple[str, str] | None) -> None:
     assert main_object(caption) == expected
 
 
-def test_main_object_accuracy() -> None:
+def test_main_object_hits() -> None:
     references = {
         1: ["a big red circle alone", "there is a red circle"],
         2: ["a blue star over a red cross"],
@@ -222,10 +222,10 @@ def test_main_object_accuracy() -> None:
         4: ["a black square"],
     }
     predictions = {1: "a small red circle", 2: "a blue cross over a red star", 3: "a green", 4: "a black square"}
-    assert main_object_accuracy(predictions, references) == 0.5
+    assert main_object_hits(predictions, references) == {1: True, 2: False, 3: False, 4: True}
     with pytest.raises(ValueError, match="one prediction for each image"):
-        main_object_accuracy({1: "a red circle"}, references)
+        main_object_hits({1: "a red circle"}, references)
     with pytest.raises(ValueError, match="one prediction for each image"):
-        main_object_accuracy({}, {})
+        main_object_hits({}, {})
     with pytest.raises(ValueError, match="synthetic data set only"):
-        main_object_accuracy({1: "a dog"}, {1: ["a dog on a couch"]})
+        main_object_hits({1: "a dog"}, {1: ["a dog on a couch"]})

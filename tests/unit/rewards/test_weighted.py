@@ -112,6 +112,17 @@ def test_a_caption_and_an_images_references_are_split_once(monkeypatch: pytest.M
     assert len(split) == first + 2
 
 
+def test_the_split_references_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("en", "expansionnet")
+    expected, _ = case.reward({"rouge_l": 1.0})(case.tokens, case.indices)
+    monkeypatch.setattr(words_module, "MAX_IMAGES", 3)
+    reward = case.reward({"rouge_l": 1.0})
+    for row in range(len(case.tokens)):
+        value, _ = reward(case.tokens[row : row + 1], case.indices[row : row + 1])
+        assert value.item() == expected[row].item()
+        assert reward._split is not None and len(reward._split._references) <= 3
+
+
 def captions_of(*texts: str) -> CaptionWords:
     return CaptionWords([text.split() for text in texts], [[["x"]] for _ in texts])
 
