@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PICTURES = 60  # of the page
 INTERVAL_NOTE = "95 % bootstrap intervals over the images"
+METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score above differs."
 
 
 def compare_models(
@@ -200,8 +201,11 @@ def write_comparison(place: StoragePath, comparison: Comparison, evaluation: Eva
     (place / "compare.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
     decorations = Decorations()
     with decorations.making("the page of the comparison"):
+        note = f"Means over the images with {INTERVAL_NOTE}."
+        if any("METEOR" in by_metric for by_metric in intervals.values()):
+            note += f" {METEOR_NOTE}"
         tables = [
-            _table("Intervals", f"Means with {INTERVAL_NOTE}.", intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
+            _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
             _table("Differences", f"Each model minus {comparison.names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
             Table("Cost", "Seconds per image are measured here and include the loading of models.", *cost_table(costs)),
         ]
