@@ -53,8 +53,6 @@ def store_captions(config: RunConfig, captions: Sequence[str | None]) -> Mapping
     Returns them by content key.
     """
     keys = images_to_caption(config, prepare(config).dataset).column("key")
-    texts = {
-        key: [captions[(number + rank) % len(captions)] for rank in range(3)] for number, key in enumerate(keys)
-    }
+    texts = {key: [captions[(number + rank) % len(captions)] for rank in range(3)] for number, key in enumerate(keys)}
     stored_captions(config).write(keys, texts)
     return texts
