@@ -21,7 +21,7 @@ from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import UNK
-from pipeline.distillation.caption_store import IMAGES_PER_CHUNK, CaptionStore
+from pipeline.distillation.caption_store import CaptionStore
 from pipeline.errors import UserError
 from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
@@ -186,7 +186,8 @@ def _caption_chunks(
     features: StoragePath | None,
 ) -> Iterator[tuple[int, dict[int, str]]]:
     """Captions and writes every `num_workers`-th chunk. Yields (number of images, unreadable ones) batch by batch."""
-    starts = range(0, len(images), IMAGES_PER_CHUNK)[rank :: config.workers.num_workers]
+    size = captions.images_per_chunk
+    starts = range(0, len(images), size)[rank :: config.workers.num_workers]
     if not starts:  # the model need not be loaded
         return
     from pipeline.captioning.captioning import CaptionSearch, caption_batches
@@ -195,7 +196,7 @@ def _caption_chunks(
     search = CaptionSearch(config.evaluation, captioner.vocabulary, skip_unreadable=True)
     batch_size = config.evaluation.images_at_a_time(captioner.context.device.type)
     for start in starts:
-        chunk = Dataset(images.table.slice(start, IMAGES_PER_CHUNK))
+        chunk = Dataset(images.table.slice(start, size))
         keys = dict(zip(chunk.column("image_id"), chunk.column("key"), strict=True))
         if captions.has(list(keys.values())):  # Ray repeats a lost task, which must then yield as many items
             for first in range(0, len(chunk), batch_size):

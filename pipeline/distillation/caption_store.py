@@ -26,7 +26,6 @@ from pipeline.storage.tables import read_cache, read_table, write_table
 
 # a caption that the teacher did not finish, or that contains UNK, is null
 CHUNK = pa.schema([("key", pa.string()), ("captions", pa.list_(pa.string()))])
-IMAGES_PER_CHUNK = 512
 MAX_CAPTION = 10_000  # characters; a bundle may come from a stranger
 NUM_READS = 8  # chunks read at the same time
 
@@ -36,6 +35,7 @@ class CaptionStore:
     """The captions of one teacher. It can be pickled, so that the tasks of a cluster write their chunks."""
 
     folder: StoragePath
+    images_per_chunk: int = 512  # of the chunks that tasks write
 
     def chunks(self) -> list[str]:
         """The names of the chunks, in a fixed order."""

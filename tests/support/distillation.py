@@ -18,22 +18,21 @@ from pipeline.config.run import RunConfig
 from pipeline.distillation.caption_store import CaptionStore, caption_store, images_to_caption
 from pipeline.distillation.teacher import find_teacher
 from pipeline.runs.prepare import prepare
-from tests.conftest import small_config
 
 
-def make_teacher(bundle: Path, storage: Path, seed: int = 1, **changes: Any) -> Path:
-    """A bundle with random weights and the words of the small configuration with `changes`. Writes a run in `storage`.
+def make_teacher(bundle: Path, values: Mapping[str, Any], seed: int = 1) -> Path:
+    """A bundle with random weights, and the words, inputs and sizes of a configuration, of which it prepares a run.
 
-    Larger output weights make its captions differ, and a larger bias of EOS lets most of them end.
+    Larger output weights make its captions differ, and with a larger bias of EOS most of them end after a few words.
     """
-    search = {"beam_size": 3, "max_length": 8, "batch_size": 8}
-    folder = prepare(parse_config(small_config(storage, **{"seed": seed, "evaluation": search} | changes)))
+    search = {"beam_size": 3, "max_length": 8, "batch_size": 8, "decoding": {"min_length": 4}}
+    folder = prepare(parse_config({**values, "seed": seed, "evaluation": search}))
     config = folder.config
     torch.manual_seed(seed)
     model = build_model(config.model, folder.sizes)
     backbone = Backbone(config.backbone) if config.has_backbone else None
     with torch.no_grad():
-        model.lm_head.weight *= 20  # type: ignore[operator, union-attr]
+        model.lm_head.weight *= 4  # type: ignore[operator, union-attr]
         model.lm_head.bias[folder.vocabulary.eos] += 8  # type: ignore[operator, union-attr, index]
     protocol = run_protocol(config, None)
     save_bundle(bundle, Captioner(model, backbone), folder.vocabulary, name="teacher", protocol=protocol, info={})
