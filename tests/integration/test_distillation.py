@@ -26,7 +26,6 @@ from pipeline.runs.folder import RunFolder
 from tests.conftest import small_config, write_karpathy
 from tests.support.distillation import make_teacher, stored_captions
 from tests.support.runs import (
-    MESHED_MEMORY,
     SMALL_MODEL,
     assert_same_weights,
     best_weights,
@@ -135,7 +134,10 @@ def test_captions_do_not_depend_on_workers_and_earlier_attempts(
 
 @pytest.mark.ray
 def test_a_teacher_of_regions_captions_regions(tmp_path: Path, ray_session: None) -> None:
-    changes: dict[str, Any] = {"model": SMALL_MODEL | MESHED_MEMORY, "data__synthetic": SCENES | {"num_images": 60}}
+    changes: dict[str, Any] = {
+        "model": SMALL_MODEL | {"name": "transformer"},
+        "data__synthetic": SCENES | {"num_images": 60},
+    }
     settings = student(tmp_path / "storage", tmp_path / "teacher", **changes)
     del settings["backbone"]
     settings["features"] = {"hdf5": "synthetic", "max_regions": 4}
