@@ -2,12 +2,13 @@
 
 Ray sends the tasks the list of images and the constraints. The tasks read models and features from the storage, so that
 the nodes need no common disk if the storage is on S3. A task yields its captions batch by batch. Ray repeats it on
-another node if its node is lost.
+another node if its node is lost. The captions of a teacher do not pass through the driver: tasks write them to a store.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from pipeline.captioning.model_sources import ModelSource
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
+from pipeline.data.vocabulary import UNK
+from pipeline.distillation.caption_store import CaptionStore
 from pipeline.errors import UserError
 from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
@@ -30,6 +33,7 @@ from pipeline.storage.weights import load_weights
 
 if TYPE_CHECKING:
     from models.constraints import ConstraintAutomaton
+    from pipeline.features.model_inputs import Images
 
 logger = logging.getLogger(__name__)
 
@@ -137,34 +141,113 @@ def _caption_shard(
 ) -> Iterator[tuple[str, dict[int, list[Hypothesis]], dict[int, str]]]:
     """Captions the part of the images that belongs to worker number `rank`. Yields (split, captions, unreadable)."""
     from pipeline.captioning.captioning import CaptionSearch, caption_batches
-    from pipeline.features.model_inputs import Images
-    from pipeline.runtime.context import LocalContext, device_for
-    from pipeline.runtime.cpu import prepare_processor
 
-    workers = config.workers
-    context = LocalContext(device_for(workers.gpus_per_worker))
-    context.world_rank, context.world_size = rank, workers.num_workers
-    prepare_processor(workers.threads_per_worker)
-    bundles = [model.load() for model in models]
-    vocabulary = bundles[0].vocabulary
-    if any(bundle.vocabulary != vocabulary for bundle in bundles):
-        raise UserError(
-            "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
-        )
-    for bundle in bundles:
-        bundle.captioner.to(context.device)
-    feature_store = None if store is None else open_store(store, config.features)
-    search = CaptionSearch(config.evaluation, vocabulary, with_alignment, skip_unreadable)
-    reading: dict[str, Any] = {
-        "max_pixels": config.data.max_pixels,
-        "threads": workers.threads_per_worker,
-        "options": config.storage.options,
-    }
-    captioners = [bundle.captioner for bundle in bundles]
+    captioner = _TaskCaptioner(models, config, store)
+    search = CaptionSearch(config.evaluation, captioner.vocabulary, with_alignment, skip_unreadable)
+    context = captioner.context
+    context.world_rank, context.world_size = rank, config.workers.num_workers
     for name, (images, constraints) in splits.items():
-        inputs = [
-            Images(images, None if bundle.transform else feature_store, bundle.transform, **reading)
-            for bundle in bundles
-        ]
-        for hypotheses, unreadable in caption_batches(captioners, inputs, search, context, constraints):
+        inputs = captioner.inputs(images)
+        for hypotheses, unreadable in caption_batches(captioner.models, inputs, search, context, constraints):
             yield name, hypotheses, unreadable
+
+
+def caption_to_store(
+    model: ModelSource, images: Dataset, captions: CaptionStore, config: RunConfig, features: StoragePath | None
+) -> dict[int, str]:
+    """Captions images with a model and writes all captions of its search to a store. Ray must have been started.
+
+    One task captions all images of a chunk. So its captions depend neither on the number of workers nor on what an
+    earlier attempt has left, and the driver holds none. features: for a model without a backbone. Returns {image id:
+    reason} of images that cannot be read. Raises StalledError as `caption_on_cluster`.
+    """
+    import ray
+
+    workers, watch, begin = config.workers, StallWatch("captioning", config.workers), time.monotonic()
+    unreadable: dict[int, str] = {}
+    task = ray.remote(_caption_chunks).options(num_returns="streaming", **workers.task_options)
+    arguments = (model, ray.put(images), captions, config.without_tracker(), features)
+    with watch, progress("teacher   ", len(images)) as advance:
+        tasks = [task.remote(rank, *arguments) for rank in range(workers.num_workers)]
+        for count, reasons in watch.results(tasks):
+            unreadable.update(reasons)
+            advance(count)
+    seconds = time.monotonic() - begin
+    logger.info(f"teacher     {len(images)} images in {seconds:.0f} s, {len(images) / seconds:.1f} images/s")
+    return unreadable
+
+
+def _caption_chunks(
+    rank: int,
+    model: ModelSource,
+    images: Dataset,
+    captions: CaptionStore,
+    config: RunConfig,
+    features: StoragePath | None,
+) -> Iterator[tuple[int, dict[int, str]]]:
+    """Captions and writes every `num_workers`-th chunk. Yields (number of images, unreadable ones) batch by batch."""
+    size = captions.images_per_chunk
+    starts = range(0, len(images), size)[rank :: config.workers.num_workers]
+    if not starts:  # the model need not be loaded
+        return
+    from pipeline.captioning.captioning import CaptionSearch, caption_batches
+
+    captioner = _TaskCaptioner([model], config, features)
+    search = CaptionSearch(config.evaluation, captioner.vocabulary, skip_unreadable=True)
+    batch_size = config.evaluation.images_at_a_time(captioner.context.device.type)
+    for start in starts:
+        chunk = Dataset(images.table.slice(start, size))
+        keys = dict(zip(chunk.column("image_id"), chunk.column("key"), strict=True))
+        if captions.has(list(keys.values())):  # Ray repeats a lost task, which must then yield as many items
+            for first in range(0, len(chunk), batch_size):
+                yield min(batch_size, len(chunk) - first), {}
+            continue
+        texts: dict[str, list[str | None]] = {}
+        inputs = captioner.inputs(chunk)
+        for hypotheses, unreadable in caption_batches(captioner.models, inputs, search, captioner.context):
+            texts |= {keys[image]: captioner.finished(ranked) for image, ranked in hypotheses.items()}
+            yield len(hypotheses) + len(unreadable), unreadable
+        captions.write(list(keys.values()), texts)
+
+
+class _TaskCaptioner:
+    """The models of a task in its process, with what their inputs are read from."""
+
+    def __init__(self, models: Sequence[ModelSource], config: RunConfig, store: StoragePath | None) -> None:
+        """store: the features for models without a backbone. Raises UserError for models of different vocabularies."""
+        from pipeline.runtime.context import LocalContext, device_for
+        from pipeline.runtime.cpu import prepare_processor
+
+        workers = config.workers
+        self.context = LocalContext(device_for(workers.gpus_per_worker))
+        prepare_processor(workers.threads_per_worker)
+        self.bundles = [model.load() for model in models]
+        self.vocabulary = self.bundles[0].vocabulary
+        if any(bundle.vocabulary != self.vocabulary for bundle in self.bundles):
+            raise UserError(
+                "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
+            )
+        for bundle in self.bundles:
+            bundle.captioner.to(self.context.device)
+        self.models = [bundle.captioner for bundle in self.bundles]
+        self.features = None if store is None else open_store(store, config.features)
+        self.reading: dict[str, Any] = {
+            "max_pixels": config.data.max_pixels,
+            "threads": workers.threads_per_worker,
+            "options": config.storage.options,
+        }
+
+    def inputs(self, images: Dataset) -> list[Images]:
+        """Each model's inputs of these images."""
+        from pipeline.features.model_inputs import Images
+
+        return [
+            Images(images, None if bundle.transform else self.features, bundle.transform, **self.reading)
+            for bundle in self.bundles
+        ]
+
+    def finished(self, ranked: Sequence[Hypothesis]) -> list[str | None]:
+        """The captions of an image, with None for those that have no EOS or contain UNK."""
+        eos, unknown = self.vocabulary.eos, self.vocabulary.ids[UNK]
+        found = [each for each in ranked if math.isfinite(each.log_prob)]  # a beam may have found fewer than its size
+        return [each.caption if eos in each.tokens and unknown not in each.tokens else None for each in found]

@@ -29,12 +29,13 @@ def check(
     """
     from pipeline.data.loading import planned_data
     from pipeline.runs.check import check_data
-    from pipeline.runs.preflight import check_storage
+    from pipeline.runs.preflight import check_distill, check_storage
 
     run_config = load_config(config, set_ or ())
     if json_file is not None:
         check_output_file("--json", json_file)
     check_storage(run_config)
+    check_distill(run_config)
     planned_data(run_config)
     result = check_data(run_config)
     _print_statistics(result.statistics)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
+from jobs.distillation import caption_training_images
 from jobs.evaluate import evaluate_ensemble
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
@@ -32,6 +33,7 @@ from pipeline.data.loading import find_data
 from pipeline.errors import DamagedError, UserError
 from pipeline.features.source import describe_features, extract_features
 from pipeline.reports.text_table import format_table
+from pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
 from pipeline.runs.folder import RunFolder, try_lock
 from pipeline.runs.preflight import check_before_writing
@@ -223,6 +225,7 @@ class RunDriver:
             self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
         ):
             self._dry_run()
+        self._distill()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
@@ -261,6 +264,8 @@ class RunDriver:
         logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
+        if metadata.distilled is not None:
+            logger.info(f"teacher   {metadata.distilled}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
         if metadata.unreadable:
@@ -275,7 +280,6 @@ class RunDriver:
             per_sample = f" x {stage.sampling.num_samples} samples"
         elif stage.captions_per_image > 1:
             per_sample = f" x {stage.captions_per_image} captions"
-        train = self.folder.dataset.split(*self.config.data.train_splits)
         what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
         if stage.ema is not None:
             what += f", weights averaged with decay {stage.ema:g}"
@@ -283,11 +287,27 @@ class RunDriver:
             what += f", without training {', '.join(stage.freeze)}"
         if self.folder.result(stage.name):
             return f"{what}, done"
+        is_open = not has_distilled_captions(self.folder)
+        train = (
+            self.folder.dataset.split(*self.config.data.train_splits) if is_open else self.folder.training_set(stage)
+        )
+        more = " or more" if is_open and stage.samples_are_pairs else ""
         return (
-            f"{what}, {total_steps(stage, num_samples(stage, train))} steps "
+            f"{what}, {total_steps(stage, num_samples(stage, train))}{more} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )
+
+    def _distill(self) -> None:
+        """Gives the run the captions of its teacher, if it has one. Missing captions are computed on the cluster.
+
+        This follows the dry run, which shows a lack of memory before a teacher captions for hours.
+        """
+        is_learned = any(stage.objective == "cross_entropy" for stage in self._pending)
+        if is_learned and not has_distilled_captions(self.folder):
+            with self._timed("teacher"):
+                caption_training_images(self.config, self.folder.dataset, self.address)
+                self.folder = with_distilled_captions(self.folder)
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""

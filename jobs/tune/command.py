@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from jobs.cluster import check_address, connect, require_others
+from jobs.distillation import caption_training_images
 from jobs.options import Address, Set
 from jobs.run import alone
 from jobs.tune.adapter import run_trials
@@ -76,6 +77,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     with alone(folder.path), _lease(folder) as lease:
         folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
+        caption_training_images(search.base, dataset, address)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if lease is not None:

@@ -162,7 +162,7 @@ def load_bundle(folder: Path) -> Bundle:
     config = read_bundle_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
     confidences = read_confidences(folder)
-    parts = _read_parts(config, str(folder / "config.yaml"))
+    parts = read_parts(config, str(folder / "config.yaml"))
     if len(vocabulary) != parts.sizes.vocabulary_size:
         raise UserError(
             f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {parts.sizes.vocabulary_size}"
@@ -182,7 +182,7 @@ def load_bundle(folder: Path) -> Bundle:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class BundleParts:
     """The sections of config.yaml that describe a captioner."""
 
     model: ModelConfig
@@ -270,7 +270,7 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
     return replace(protocol, system=model.name, attend_padding=attends_padding)
 
 
-def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
+def read_parts(config: Mapping[str, Any], path: str) -> BundleParts:
     """The captioner's description in config.yaml. Raises UserError for values that no bundle of raycap has.
 
     path: the file, for messages.
@@ -302,10 +302,10 @@ def _read_parts(config: Mapping[str, Any], path: str) -> _Parts:
     for key, (name, expected) in files.items():
         if name != expected:
             raise UserError(f"{path}: {key} is {quoted(name)}; a bundle contains its weights and opens no other file")
-    return _Parts(model, sizes, backbone)
+    return BundleParts(model, sizes, backbone)
 
 
-def _require_room(parts: _Parts, path: Path) -> None:
+def _require_room(parts: BundleParts, path: Path) -> None:
     """Raises ValueError unless the file has the tensors of the captioner, and the captioner needs little more memory.
 
     Neither the tensors nor the captioner take memory here, and the state of the random generator does not change.

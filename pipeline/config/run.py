@@ -13,6 +13,7 @@ from models.config import BackboneConfig, Identity
 from pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
+    DistillSection,
     EvaluationSection,
     FeatureSection,
     FileName,
@@ -45,6 +46,7 @@ class RunConfig(Section):
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     # a model bundle whose weights training starts from, with a fresh optimizer
     init_from: Annotated[Place | None, Identity.BUNDLE] = None
+    distill: Annotated[DistillSection | None, Identity.UNLESS_DEFAULT] = None
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()
@@ -87,6 +89,11 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
+        if self.distill is not None and all(stage.objective != "cross_entropy" for stage in self.stages):
+            raise ValueError(
+                "distill is set, and a teacher's captions are learned by stages of cross entropy, of which there is "
+                "none; leave distill out"
+            )
         self._check_regions()
         self.evaluation.require_words(self.data.language, self.data.tokenizer)
         if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:

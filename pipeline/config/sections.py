@@ -468,6 +468,16 @@ class StageSection(Section):
         return self.scst or ScstSection()
 
 
+class DistillSection(Section):
+    """A teacher, whose captions of the training images are learned in stages of cross entropy besides those of people.
+
+    `pipeline.distillation` has the rules.
+    """
+
+    model: Annotated[Place, Identity.TEACHER]  # a bundle
+    captions_per_image: Beams = 1  # the best of the teacher's search, at most its beam
+
+
 class WorkersSection(Section):
     """The data-parallel training workers on the Ray cluster."""
 

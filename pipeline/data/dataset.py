@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -54,6 +55,11 @@ class Dataset:
     def __len__(self) -> int:
         return self.table.num_rows
 
+    @property
+    def num_captions(self) -> int:
+        """The number of captions of all images."""
+        return pc.sum(pc.list_value_length(self.table["captions"])).as_py() or 0
+
     def split(self, *names: str) -> Dataset:
         """The images of these splits."""
         return Dataset(self.table.filter(pc.is_in(self.table["split"], pa.array(names, pa.string()))))
@@ -65,6 +71,20 @@ class Dataset:
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
         """A copy in which this column of SCHEMA has these values, one per row."""
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
+
+    def with_more_captions(self, more: pa.Table) -> Dataset:
+        """The data set with further captions, which follow those that an image has.
+
+        more: has the columns key and captions, and each key once. A tokenizer of tokens splits them at spaces.
+        """
+        rows = pc.index_in(self.table["key"], value_set=more["key"])
+        further = more["captions"].combine_chunks().take(rows.combine_chunks())  # null for images without any
+        dataset = self
+        for name in ("captions", TOKENS.name):
+            if name in self.table.column_names:
+                joined = _joined(self.table[name].combine_chunks(), further)
+                dataset = dataset.with_column(name, joined.cast(TOKENS.type))
+        return dataset
 
     def keyed_by_id(self) -> Dataset:
         """The data set with `id-<image id>` as content keys, for images whose files are not available."""
@@ -151,6 +171,16 @@ class Dataset:
                 raise  # the machine is at fault, and not the file
             raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
         return cls(table)
+
+
+def _joined(first: pa.ListArray, second: pa.ListArray) -> pa.ListArray:
+    """The lists of two arrays of equal length, joined row by row. A null is an empty list."""
+    counts = [pc.fill_null(pc.list_value_length(each), 0).to_numpy(zero_copy_only=False) for each in (first, second)]
+    values = pa.concat_arrays([first.flatten(), second.flatten()])
+    # the number of the row of each value; a stable sort leaves the values of the first array before those of the other
+    owners = np.concatenate([np.repeat(np.arange(len(each)), each) for each in counts])
+    order = np.argsort(owners, kind="stable")
+    return pa.ListArray.from_arrays(np.cumsum([0, *(counts[0] + counts[1])]), values.take(pa.array(order)))
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
 from pipeline.features.store import MANIFEST
-from pipeline.runs.folder import RunMetadata
+from pipeline.runs.folder import DISTILLED, RunMetadata
 from pipeline.runs.journal import num_damaged_lines
 from pipeline.storage.atomic import decode_json
 from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
@@ -101,15 +101,17 @@ def _in_journal(path: StoragePath) -> Iterator[str]:
 
 
 def _in_run(path: StoragePath) -> Iterator[str]:
-    """The damage of a run's vocabulary. Raises DamagedError for a damaged run.json."""
+    """The damages of a run's vocabulary and teacher's captions. Raises DamagedError for a damaged run.json."""
     metadata = RunMetadata.parse(decode_json(path.read_bytes(), str(path)), str(path))
-    vocabulary = StoragePath(f"{path.uri.rsplit('/', 1)[0]}/vocabulary.json", path.options)
-    try:
-        if metadata.vocabulary and stored_digest(vocabulary) != metadata.vocabulary:
-            yield f"{vocabulary} is damaged: it does not have the digest in run.json"
-    except FileNotFoundError:
-        path.stat()  # raises FileNotFoundError if the run was removed
-        yield f"{vocabulary} is missing"
+    digests = {"vocabulary.json": metadata.vocabulary, DISTILLED: metadata.distilled and metadata.distilled.sha256}
+    for name, digest in digests.items():
+        file = StoragePath(f"{path.uri.rsplit('/', 1)[0]}/{name}", path.options)
+        try:
+            if digest and stored_digest(file) != digest:
+                yield f"{file} is damaged: it does not have the digest in run.json"
+        except FileNotFoundError:
+            path.stat()  # raises FileNotFoundError if the run was removed
+            yield f"{file} is missing"
 
 
 def _in_data(path: StoragePath) -> list[str]:
@@ -130,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         _in_shard,
         "remove the shard's file in manifest/, and the next extraction computes its features again",
     ),
-    (r"(features/\w+/\w+|manifests/\w+)\.parquet", _in_table, AGAIN),
+    (r"(features/\w+/\w+|manifests/\w+|distilled/\w+/\w+)\.parquet", _in_table, AGAIN),
     (rf"backbones/.+{SHA256}", _in_weights, AGAIN),
     (r"searches/[^/]+/\w+\.parquet", _in_table, AGAIN),
     (r"retrain/[^/]+/(snapshots|held-out)/.+\.parquet", _in_table, "restore it from a copy"),

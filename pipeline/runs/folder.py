@@ -5,7 +5,7 @@ with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a s
 journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
-                scores.json report.html COMPLETE.json
+                scores.json report.html COMPLETE.json, and with a teacher distilled.arrow
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pipeline.config.sections import StageSection
 from pipeline.config.variables import variable_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.distillation.taken_captions import Distilled, read_taken
 from pipeline.errors import DamagedError, UserError
 from pipeline.runtime.secrets import remember_variable, remembered_variables
 from pipeline.storage.atomic import file_lock, read_json, try_file_lock
@@ -42,6 +43,7 @@ from pipeline.untrusted.documents import parse_yaml, require_mapping
 from pipeline.untrusted.names import one_line, printable
 
 JOURNAL = "log/journal"
+DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns
 
 
 @contextmanager
@@ -87,6 +89,7 @@ class RunMetadata:
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
     vocabulary: str = ""  # the SHA-256 of vocabulary.json; "" in runs of older versions
+    distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
 
     def __post_init__(self) -> None:
         if missing := {"model", "backbone"} - self.parameters.keys():
@@ -227,6 +230,22 @@ class RunFolder:
     def dataset(self) -> Dataset:
         with self._reading(self.path / "data.arrow"):
             return Dataset.load(self.path / "data.arrow")
+
+    def training_set(self, stage: StageSection) -> Dataset:
+        """The training images with the captions that a stage learns.
+
+        These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
+        rewards of SCST count people's only. Raises DamagedError.
+        """
+        train = self.dataset.split(*self.config.data.train_splits)
+        if self.config.distill is None or stage.objective != "cross_entropy":
+            return train
+        path = self.path / DISTILLED
+        with self._reading(path):
+            record = self.metadata.distilled
+            if record is None or not has_digest(path, record.sha256):
+                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
+            return train.with_more_captions(read_taken(path))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -15,6 +15,7 @@ from models.config import Identity
 from pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
+from pipeline.distillation.teacher import find_teacher
 from pipeline.features.regions import ends_digest
 from pipeline.storage.path import storage_path
 from pipeline.storage.weights import weights_file_digest
@@ -28,6 +29,7 @@ RESULT_SOURCES = (
     "pipeline/confidence",
     "pipeline/config",
     "pipeline/data",
+    "pipeline/distillation",
     "pipeline/features",
     "pipeline/language",
     "pipeline/rewards",
@@ -111,4 +113,6 @@ def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> An
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
         return bundle_digests(fetched(storage_path(value, config.storage.options)), CONTENT_FILES)
+    if mark is Identity.TEACHER and (teacher := find_teacher(config)) is not None:
+        return teacher.digest
     return value

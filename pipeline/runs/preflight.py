@@ -18,6 +18,7 @@ from pipeline.config.variables import quoted_value
 from pipeline.data.dataset import build_vocabulary
 from pipeline.data.loading import planned_data
 from pipeline.data.word_vectors import check_word_vectors
+from pipeline.distillation.teacher import check_teacher
 from pipeline.errors import UserError
 from pipeline.score_inputs.inputs import score_inputs
 from pipeline.storage.atomic import require_writable
@@ -91,6 +92,14 @@ def check_files(config: RunConfig) -> None:
     check_score_inputs(config)
     if config.init_from is not None:
         check_bundle("init_from", config.init_from, config)
+    check_distill(config)
+
+
+def check_distill(config: RunConfig) -> None:
+    """The part of `check_files` for the teacher of the section `distill`."""
+    if config.distill is not None:
+        check_bundle("distill.model", config.distill.model, config)
+        check_teacher(config)
 
 
 def check_score_inputs(config: RunConfig) -> None:

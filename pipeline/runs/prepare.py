@@ -26,6 +26,7 @@ from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
 from pipeline.data.loading import find_data
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
+from pipeline.distillation.teacher import find_teacher
 from pipeline.errors import DamagedError, JobFailedError, UserError
 from pipeline.features.regions import feature_width
 from pipeline.runs.folder import RunFolder, RunMetadata, open_folder
@@ -134,6 +135,8 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
         torch.manual_seed(config.seed)
+        if (teacher := find_teacher(config)) is not None:
+            teacher.require_width(width)
     check_constraints(config, dataset, vocabulary)
     sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     model = _initial_model(config, sizes, vocabulary)

@@ -74,6 +74,8 @@ def bundle_run(
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
     if stage is not None:
         info["stage"] = stage.name
+    if folder.metadata.distilled is not None:
+        info["teacher"] = str(folder.metadata.distilled)
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
     protocol = run_protocol(config, stage or folder.last_kept())

@@ -110,6 +110,7 @@ def make_report(
     config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
     ours = run_protocol(config, folder.last_kept())
+    distilled = metadata.distilled
     by_split = {result.split: result for result in scores.splits}
     for split in config.data.test_splits:
         uris = scored_uris(by_split[split], dataset.split(split))
@@ -127,6 +128,7 @@ def make_report(
             "seed": f"{config.seed}; the scores are of this seed only",
             "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
             "features": describe_features(config, metadata.num_tokens, metadata.parameters["backbone"]),
+            **({} if distilled is None else {"teacher": f"{distilled}, of {distilled.model}"}),
             "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
             "commit": metadata.commit,
             "data fingerprint": metadata.data_fingerprint[:16],

@@ -58,6 +58,7 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
     "backbone": "features are extracted once, before the first trial",
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
+    "distill": "the teacher captions the images once, before the first trial",
 }
 SEARCHABLE_EXCEPTIONS = {"data.min_count"}  # may be searched, because no feature depends on them
 # Population based training may search these model keys, because they change no weight's shape.
@@ -371,8 +372,9 @@ class Search:
             for point in self.space.points():
                 self._check_point(point, shown(self.space.describe(point)), model=False)
         for key in flatten(self.config.trial.set):
-            if key.split(".")[0] == "features":  # the trials read the features that the search has extracted
-                raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS['features']}")
+            section = key.split(".")[0]
+            if section in ("features", "distill"):  # the trials read what the search has extracted and captioned
+                raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS[section]}")
         self._check_score_split()
 
     def _check_score_split(self) -> None:

@@ -28,6 +28,7 @@ from pipeline.config.run import RunConfig, total_steps
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.errors import UserError
+from pipeline.runs.distilled import with_distilled_captions
 from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runs.prepare import prepare
@@ -129,6 +130,7 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     prepared = prepare(config, _cached_data(config))
     if plan.weights is not None and prepared.home is None:
         share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
+    prepared = with_distilled_captions(prepared)
     if task.handover is not None:
         take_over(prepared, task.handover)
     token = prepared.new_driver_token()
@@ -271,9 +273,9 @@ def share_file(path: Path, source: Path) -> None:
 
 def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:
     """The epochs of all stages that a run has trained at a step of the stage `name`, and whether the run ends there."""
-    before, train = 0.0, run.dataset.split(*run.config.data.train_splits)
+    before = 0.0
     for stage in run.config.stages:
-        total = total_steps(stage, num_samples(stage, train))
+        total = total_steps(stage, num_samples(stage, run.training_set(stage)))
         if stage.name == name:
             is_last = step == total and stage == run.config.stages[-1]
             return round(before + stage.epochs * step / total, 6), is_last

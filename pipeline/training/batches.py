@@ -35,8 +35,8 @@ NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is 
 
 
 def num_samples(stage: StageSection, train: Dataset) -> int:
-    """Samples per epoch of a stage: (image, caption) pairs, or images."""
-    return sum(map(len, train.column("captions"))) if stage.samples_are_pairs else len(train)
+    """Samples per epoch of a stage: (image, caption) pairs, or images. train: with the captions that it learns."""
+    return train.num_captions if stage.samples_are_pairs else len(train)
 
 
 def share(size: int, index: int, count: int) -> slice:

@@ -171,7 +171,8 @@ class StageRun:
             if job.store is None:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
-        seed, captions = seed_of(config.seed, self.number), CaptionTokens(train, self.vocabulary)
+        seed = seed_of(config.seed, self.number)
+        captions = CaptionTokens(folder.training_set(stage).without(job.excluded), self.vocabulary)
         rank, world_size = context.world_rank, context.world_size
         images = model_inputs(folder, train, store, config.features.training_views)
         on_gpu = context.device.type == "cuda"

@@ -24,6 +24,7 @@ ORDER = (
     ("training",),
     ("rewards",),
     ("runs",),
+    ("distillation",),
     ("captioning",),
     ("features", "reports", "score_inputs", "setup"),
     ("data",),

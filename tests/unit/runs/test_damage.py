@@ -30,6 +30,7 @@ def table() -> bytes:
         ("searches/s-1/trials.parquet", table(), table()[:-9]),
         ("retrain/demo/snapshots/t000002.parquet", table(), table()[:-9]),
         ("retrain/demo/held-out/t000002.parquet", table(), table()[:-9]),
+        ("distilled/0123456789abcdef0123/0a1b.parquet", table(), table()[:-9]),
         ("runs/x-1/log/journal/00001.jsonl", ENTRY + b"\n" + ENTRY[:9], ENTRY.replace(b"step", b"stop") + b"\n"),
         ("runs/x-1/log/metrics.jsonl", ENTRY + b"\n", ENTRY[:9] + b"\n" + ENTRY + b"\n"),
     ],

@@ -1,0 +1,50 @@
+"""Captions the training images of a run or search with its teacher, as far as the storage lacks these captions."""
+
+from __future__ import annotations
+
+import logging
+
+import pyarrow as pa
+
+from jobs.caption_tasks import caption_to_store
+from jobs.cluster import start_ray
+from pipeline.captioning.model_sources import bundle_source
+from pipeline.config.run import RunConfig
+from pipeline.data.dataset import Dataset
+from pipeline.distillation.caption_store import caption_store, images_to_caption
+from pipeline.distillation.teacher import find_teacher
+from pipeline.features.source import features_for_bundles
+from pipeline.untrusted.names import shown
+
+logger = logging.getLogger(__name__)
+
+
+def caption_training_images(config: RunConfig, dataset: Dataset, address: str | None) -> None:
+    """Adds the captions of the training images that the store of the teacher lacks. Starts Ray if there are any.
+
+    Does nothing without the section `distill`. The log has the images that the teacher cannot read. An image with the
+    content of another one is captioned once.
+    """
+    teacher = find_teacher(config)
+    if teacher is None:
+        return
+    images, captions = images_to_caption(config, dataset), caption_store(config, teacher)
+    is_missing = captions.lacks(images.table["key"])
+    count = int(is_missing.sum())
+    logger.info(
+        f"teacher   {teacher.name} in {captions.folder.name}: {len(images) - count} of {len(images)} images there, "
+        f"{count} to caption"
+    )
+    if not count:
+        return
+    missing = Dataset(images.table.filter(pa.array(is_missing)))
+    start_ray(config, address, "captions")
+    teaching = teacher.config_of(config)
+    readable, features = features_for_bundles(teaching, missing)
+    source = bundle_source(teacher.location, config)
+    unreadable = caption_to_store(source, readable, captions, teaching, features)
+    if unreadable:
+        image, reason = next(iter(unreadable.items()))
+        logger.warning(
+            f"{len(unreadable)} images have no captions of the teacher; the first is {image}: {shown(reason)}"
+        )

@@ -1,0 +1,57 @@
+"""Teachers for tests: bundles whose captions differ from image to image and end, and stored captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.backbone import Backbone
+from models.captioner import Captioner
+from models.registry import build_model
+from pipeline.captioning.bundle import save_bundle
+from pipeline.captioning.protocols import run_protocol
+from pipeline.config.load import parse_config
+from pipeline.config.run import RunConfig
+from pipeline.distillation.caption_store import CaptionStore, caption_store, images_to_caption
+from pipeline.distillation.teacher import find_teacher
+from pipeline.runs.prepare import prepare
+
+
+def make_teacher(bundle: Path, values: Mapping[str, Any], seed: int = 1) -> Path:
+    """A bundle with random weights, and the words, inputs and sizes of a configuration, of which it prepares a run.
+
+    Larger output weights make its captions differ, and with a larger bias of EOS most of them end after a few words.
+    """
+    search = {"beam_size": 3, "max_length": 8, "batch_size": 8, "decoding": {"min_length": 4}}
+    folder = prepare(parse_config({**values, "seed": seed, "evaluation": search}))
+    config = folder.config
+    torch.manual_seed(seed)
+    model = build_model(config.model, folder.sizes)
+    backbone = Backbone(config.backbone) if config.has_backbone else None
+    with torch.no_grad():
+        model.lm_head.weight *= 4  # type: ignore[operator, union-attr]
+        model.lm_head.bias[folder.vocabulary.eos] += 8  # type: ignore[operator, union-attr, index]
+    protocol = run_protocol(config, None)
+    save_bundle(bundle, Captioner(model, backbone), folder.vocabulary, name="teacher", protocol=protocol, info={})
+    return bundle
+
+
+def stored_captions(config: RunConfig) -> CaptionStore:
+    """The store of a run's teacher."""
+    teacher = find_teacher(config)
+    assert teacher is not None
+    return caption_store(config, teacher)
+
+
+def store_captions(config: RunConfig, captions: Sequence[str | None]) -> Mapping[str, list[str | None]]:
+    """Stores captions of a run's training images in place of its teacher's: of image n the nth, then the next one.
+
+    Returns them by content key.
+    """
+    keys = images_to_caption(config, prepare(config).dataset).column("key")
+    texts = {key: [captions[(number + rank) % len(captions)] for rank in range(3)] for number, key in enumerate(keys)}
+    stored_captions(config).write(keys, texts)
+    return texts
