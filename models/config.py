@@ -23,6 +23,7 @@ class Identity(Enum):
     FILE = "by the content of the file that it names"
     LARGE_FILE = "by the size and both ends of the file that it names"
     BUNDLE = "by the weights and the vocabulary of the bundle that it names"
+    TEXT_ENCODER = "by the contents of a text encoder's files in the folder that it names"
 
 
 @dataclass(frozen=True)
