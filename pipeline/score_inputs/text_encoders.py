@@ -22,6 +22,7 @@ from pipeline.scoring.metrics import UnavailableError
 from pipeline.storage.weights import weights_file_digest
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.files import read_regular_file
+from pipeline.untrusted.names import one_line
 
 TOKENS_PER_BATCH = 4096  # with padding
 MAX_JSON_BYTES = 32 * 2**20  # bert-base-multilingual-cased has 2 MB
@@ -52,7 +53,7 @@ class FileTextEncoder:
         try:
             return TextEncoderSizes.read(_json(self._config))
         except (UserError, ValueError) as error:
-            raise UnavailableError(f"{self._config} cannot be used: {error}") from error
+            raise UnavailableError(f"{self._config} cannot be used: {one_line(error)}") from error
 
     @property
     def _layer(self) -> int:
@@ -73,7 +74,7 @@ class FileTextEncoder:
                 sizes.named(read_header(path))  # before the weights take memory
             return TextEncoder(read_tensors(path), sizes, layer, device)
         except ValueError as error:
-            raise UnavailableError(f"{path} cannot be used: {error}") from error
+            raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
 
     @cached_property
     def _tokenizer(self) -> BertTokenizer:
@@ -81,7 +82,7 @@ class FileTextEncoder:
         try:
             return BertTokenizer(_json(self._tokens), sizes.architecture, sizes.num_pieces)
         except (UserError, ValueError) as error:
-            raise UnavailableError(f"{self._tokens} cannot be used: {error}") from error
+            raise UnavailableError(f"{self._tokens} cannot be used: {one_line(error)}") from error
 
     @cached_property
     def baseline(self) -> np.ndarray | None:
@@ -99,7 +100,7 @@ class FileTextEncoder:
         except StopIteration as error:
             raise UnavailableError(f"{path} cannot be used: it has no line of layer {layer}") from error
         except (OSError, ValueError, IndexError, csv.Error) as error:
-            raise UnavailableError(f"{path} is no table of baselines: {error}") from error
+            raise UnavailableError(f"{path} is no table of baselines: {one_line(error)}") from error
         return np.array(values)
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
