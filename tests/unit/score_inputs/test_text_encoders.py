@@ -19,13 +19,17 @@ from torch import Tensor
 
 from jobs.score import score
 from models.text_encoder import TextEncoder, TextEncoderSizes
+from pipeline.config.load import parse_config
 from pipeline.config.sections import ScoreInputsSection, TextEncoderSection
+from pipeline.errors import UserError
 from pipeline.language.bert_tokenizer import BertTokenizer
+from pipeline.runs.preflight import check_score_inputs
 from pipeline.score_inputs import text_encoders
 from pipeline.score_inputs.text_encoders import FileTextEncoder
 from pipeline.scoring import grounding
 from pipeline.scoring.grounding import bert_score
 from pipeline.scoring.metrics import UnavailableError
+from tests.conftest import small_config
 from tests.support.golden import GOLDEN
 
 FOLDER = GOLDEN / "bert_score"
@@ -457,3 +461,13 @@ def test_the_files_are_named() -> None:
         "evaluation.inputs.bert.folder/tokenizer.json": "/models/x/tokenizer.json",
         "evaluation.inputs.bert.baseline": "/b.tsv",
     }
+
+
+def test_missing_files_are_found_before_a_run(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "bert", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    config = parse_config(
+        small_config(tmp_path) | {"evaluation": {"inputs": {"bert": {"folder": str(tmp_path / "model")}}}}
+    )
+    with pytest.raises(UserError, match=r"evaluation.inputs.bert.folder/tokenizer.json: .* does not exist"):
+        check_score_inputs(config)
