@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import (
@@ -119,6 +120,9 @@ FurtherMetrics = Annotated[
             "RefCLIPScore",
             "PAC-S",
             "RefPAC-S",
+            "BERTScore",
+            "BERTScore-P",
+            "BERTScore-R",
         ],
         ...,
     ],
@@ -535,6 +539,23 @@ class EncoderSection(Section):
     activation: Literal["quick_gelu", "gelu"] = "quick_gelu"  # OpenAI's; most models of open_clip have gelu
 
 
+class TextEncoderSection(Section):
+    """The files of a BERT or RoBERTa (`models.text_encoder`), and how BERTScore uses it."""
+
+    # with model.safetensors or pytorch_model.bin, config.json and tokenizer.json
+    folder: Annotated[Text, Identity.TEXT_ENCODER]
+    layer: Annotated[int, Field(ge=0, le=200), NUMBER] | None = None  # None: the published one of a known model
+    idf: bool = False  # whether rare tokens of the references count more
+    baseline: Annotated[Text | None, Identity.FILE] = None  # the package bert-score's table for the model; rescales
+
+    def model_files(self) -> dict[str, str]:
+        """The weights, the sizes and the tokenizer, by key."""
+        folder = Path(self.folder).expanduser()
+        has_pickle = (folder / "pytorch_model.bin").is_file() and not (folder / "model.safetensors").is_file()
+        names = ("pytorch_model.bin" if has_pickle else "model.safetensors", "config.json", "tokenizer.json")
+        return {f"folder/{name}": str(folder / name) for name in names}
+
+
 class ScoreInputsSection(Section):
     """Files that some of `evaluation.metrics` need; `pipeline.score_inputs` describes them."""
 
@@ -542,6 +563,7 @@ class ScoreInputsSection(Section):
     instances: Annotated[Text | None, Identity.FILE] = None  # COCO's annotations of objects, for CHAIR
     clip: EncoderSection | None = None  # for CLIPScore
     pac: EncoderSection | None = None  # for PAC-S: a CLIP with the weights of its authors
+    bert: Annotated[TextEncoderSection | None, Identity.UNLESS_DEFAULT] = None  # for BERTScore
 
     def check_values(self) -> None:
         if self.instances is not None and self.objects is None:
@@ -549,10 +571,13 @@ class ScoreInputsSection(Section):
 
     def files(self) -> dict[str, str]:
         """The files that are named, by key."""
-        files = {"objects": self.objects, "instances": self.instances}
+        files: dict[str, str | None] = {"objects": self.objects, "instances": self.instances}
         for key, encoder in (("clip", self.clip), ("pac", self.pac)):
             if encoder is not None:
                 files |= {f"{key}.weights": encoder.weights, f"{key}.merges": encoder.merges}
+        if self.bert is not None:
+            named = self.bert.model_files() | {"baseline": self.bert.baseline}
+            files |= {f"bert.{key}": file for key, file in named.items()}
         return {f"evaluation.inputs.{key}": file for key, file in files.items() if file is not None}
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from models.config import Identity
 from pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import SYNTHETIC
+from pipeline.config.sections import SYNTHETIC, TextEncoderSection
 from pipeline.distillation.teacher import find_teacher
 from pipeline.features.regions import ends_digest
 from pipeline.storage.path import storage_path
@@ -109,6 +109,9 @@ def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> An
     if mark is Identity.FILE and value not in (None, "none", "pretrained"):
         file = Path(value).expanduser()
         return weights_file_digest(file) if file.is_file() else value
+    if mark is Identity.TEXT_ENCODER:
+        files = map(Path, TextEncoderSection(folder=value).model_files().values())
+        return [weights_file_digest(file) for file in files if file.is_file()] or value
     if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:

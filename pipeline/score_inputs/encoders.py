@@ -22,7 +22,7 @@ from pipeline.scoring.metrics import UnavailableError
 from pipeline.scoring.result_files import read_content
 from pipeline.storage.path import StorageOptions, StoragePath
 from pipeline.storage.weights import weights_file_digest
-from pipeline.untrusted.names import shown
+from pipeline.untrusted.names import one_line, shown
 
 IMAGES_PER_BATCH, TEXTS_PER_BATCH = 32, 256
 
@@ -52,7 +52,7 @@ class FileEncoder:
         try:
             return DualEncoder(read_tensors(path), self._section.activation, device)
         except ValueError as error:
-            raise UnavailableError(f"{path} cannot be used: {error}") from error
+            raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
 
     @cached_property
     def _tokenizer(self) -> ClipTokenizer:
@@ -60,7 +60,7 @@ class FileEncoder:
         try:
             return ClipTokenizer(read_content(path).decode().splitlines(), self._model.num_pieces)
         except (UserError, ValueError) as error:
-            raise UnavailableError(f"{path} is no file of CLIP's merges: {error}") from error
+            raise UnavailableError(f"{path} is no file of CLIP's merges: {one_line(error)}") from error
 
     def images(self, image_ids: Sequence[Any]) -> np.ndarray:
         """The unit vectors (N, D) of images."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.sections import DataSection, EncoderSection, ScoreInputsSection
+from pipeline.config.sections import DataSection, EncoderSection, ScoreInputsSection, TextEncoderSection
 from pipeline.data.scene_captions import shape_names
 from pipeline.score_inputs.objects import read_instances, read_names
-from pipeline.scoring.grounding import Encoder, Objects
+from pipeline.scoring.grounding import Encoder, Objects, TokenEncoder
 from pipeline.scoring.metrics import ScoreInputs
 from pipeline.storage.path import StorageOptions
 
@@ -39,7 +39,16 @@ def score_inputs(
         return FileEncoder(files, uris or {}, max_pixels, options)
 
     objects = _objects(section, language, data)
-    return ScoreInputs(objects, several or None, encoder(section.clip), encoder(section.pac))
+    encoders = encoder(section.clip), encoder(section.pac), _token_encoder(section.bert)
+    return ScoreInputs(objects, several or None, *encoders)
+
+
+def _token_encoder(section: TextEncoderSection | None) -> TokenEncoder | None:
+    if section is None:
+        return None
+    from pipeline.score_inputs.text_encoders import FileTextEncoder
+
+    return FileTextEncoder(section)
 
 
 def _objects(section: ScoreInputsSection, language: str, data: DataSection | None) -> Objects | None:

@@ -1,8 +1,10 @@
-"""Metrics that compare captions with an image or its objects: CHAIR, CLIPScore and PAC-S."""
+"""Metrics that need more than the words of captions: CHAIR, CLIPScore, PAC-S and BERTScore."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ _PLURALS = {
 
 PROMPT = "A photo depicts "  # before every caption and reference, as in the authors' code of CLIPScore and PAC-S
 CLIP_WEIGHT, PAC_WEIGHT = 2.5, 2.0  # w in `image_similarity`
+MAX_TOKENS_AT_ONCE = 2**15  # whose vectors are in memory: 128 MB with 1024 numbers each
+Ids = tuple[int, ...]  # of a text's tokens, between two marks
 
 
 class Encoder(Protocol):
@@ -32,6 +36,28 @@ class Encoder(Protocol):
     def images(self, image_ids: Sequence[Any]) -> np.ndarray: ...
 
     def texts(self, texts: Sequence[str]) -> np.ndarray: ...
+
+
+class TokenEncoder(Protocol):
+    """A model that gives a vector for each token of a text, for BERTScore.
+
+    name: for the signature of scores. uses_idf: whether rare tokens of the references count more. baseline: the
+    precision, recall and F1 (3,) of unrelated texts, which become 0; or None. ids: of the tokens of texts, between two
+    marks. vectors: the unit vectors (T, W) of each text, given as ids.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def uses_idf(self) -> bool: ...
+
+    @property
+    def baseline(self) -> np.ndarray | None: ...
+
+    def ids(self, texts: Sequence[str]) -> list[Ids]: ...
+
+    def vectors(self, texts: Sequence[Ids]) -> list[np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -130,3 +156,71 @@ def with_references(
     nearest = np.maximum(np.maximum.reduceat(cosine, first), 0.0)
     total = similarity + nearest
     return np.divide(2 * similarity * nearest, total, out=np.zeros(len(total)), where=total > 0)
+
+
+def bert_score(encoder: TokenEncoder, captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.ndarray:
+    """BERTScore of each image (images, 3): precision, recall and F1, each the largest one over the references.
+
+    Source: Zhang et al. 2020 (arXiv 1904.09675) and its package bert-score 0.3.12. Each token of a caption is matched
+    with the token of the reference whose vector is nearest, and the other way round. The precision is the mean cosine
+    over the caption's tokens, the recall over the reference's. The two marks of a text can be matched, and have no
+    weight in the means. A text without tokens scores 0. With idf, a token's weight is log((N + 1) / (n + 1)), where n
+    of the N references contain it. The package gives these values for pairs that it scores one at a time; in a batch
+    it also matches tokens with padding of the value 0.
+    """
+    caption_ids = encoder.ids(captions)
+    reference_ids = iter(encoder.ids([text for texts in references for text in texts]))
+    pairs = [
+        (image, ids, next(reference_ids))
+        for image, ids in enumerate(caption_ids)
+        for _ in range(len(references[image]))
+    ]
+    counts = Counter(token for *_, ids in pairs for token in set(ids)) if encoder.uses_idf else None
+    scores = np.full((len(captions), 3), -np.inf)
+    for part in _parts(pairs):
+        texts = list(dict.fromkeys(ids for _, *both in part for ids in both))
+        vectors = dict(zip(texts, encoder.vectors(texts), strict=True))
+        weights = {ids: _token_weights(ids, counts, len(pairs)) for ids in texts}
+        for image, caption, reference in part:
+            values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
+            scores[image] = np.maximum(scores[image], values)
+    return scores if encoder.baseline is None else (scores - encoder.baseline) / (1 - encoder.baseline)
+
+
+def greedy_match(
+    caption: np.ndarray, reference: np.ndarray, caption_weights: np.ndarray, reference_weights: np.ndarray
+) -> tuple[float, float, float]:
+    """The precision, recall and F1 of one pair of texts, from their unit vectors (T, W) and token weights (T,)."""
+    if min(len(caption), len(reference)) <= 2:  # nothing between the marks
+        return 0.0, 0.0, 0.0
+    cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
+    precision, recall = (
+        float(nearest @ weights / weights.sum()) if weights.any() else 0.0
+        for nearest, weights in ((cosine.max(1), caption_weights), (cosine.max(0), reference_weights))
+    )
+    total = precision + recall
+    return precision, recall, 2 * precision * recall / total if total else 0.0
+
+
+def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -> np.ndarray:
+    """The weight of each token of a text (T,), 0 for its marks. counts: the references that contain a token."""
+    if counts is None:
+        weights = np.ones(len(ids))
+    else:
+        weights = np.array([math.log((num_references + 1) / (counts[token] + 1)) for token in ids])
+    weights[[0, -1]] = 0.0
+    return weights
+
+
+def _parts(pairs: Iterable[tuple[int, Ids, Ids]]) -> Iterator[list[tuple[int, Ids, Ids]]]:
+    """Divides pairs of texts into lists of at most MAX_TOKENS_AT_ONCE tokens."""
+    part, size = list[tuple[int, Ids, Ids]](), 0
+    for pair in pairs:
+        num_tokens = len(pair[1]) + len(pair[2])
+        if part and size + num_tokens > MAX_TOKENS_AT_ONCE:
+            yield part
+            part, size = [], 0
+        part.append(pair)
+        size += num_tokens
+    if part:
+        yield part

@@ -24,6 +24,8 @@ from pipeline.scoring.grounding import (
     PROMPT,
     Encoder,
     Objects,
+    TokenEncoder,
+    bert_score,
     hallucinations,
     image_similarity,
     with_references,
@@ -32,13 +34,15 @@ from pipeline.scoring.java import JavaError
 from pipeline.scoring.metric_words import words_of_all, words_signature
 from pipeline.scoring.result_files import shorten
 
-Input = Literal["objects", "several", "clip", "pac"]
+Input = Literal["objects", "several", "clip", "pac", "bert"]
+_ENCODERS = ("clip", "pac", "bert")  # the inputs that the signature of scores names
 # What each input is, and where it comes from
 _INPUTS: dict[Input, str] = {
     "objects": "the words for objects; name their file as evaluation.inputs.objects",
     "several": "several captions per image; set evaluation.num_results to 2 or more, or give `raycap score` --n-best",
     "clip": "the weights of a CLIP; name its files as evaluation.inputs.clip",
     "pac": "the weights of a CLIP trained for PAC-S; name its files as evaluation.inputs.pac",
+    "bert": "the files of a BERT or RoBERTa; name their folder as evaluation.inputs.bert.folder",
 }
 BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
@@ -62,13 +66,14 @@ class ScoreInputs:
     """What some metrics need besides one caption per image and its references. None: it is not given.
 
     objects: for CHAIR. several: two or more raw captions of each image, by image id, for the metrics of diversity.
-    clip, pac: encoders of images and texts, for CLIPScore and for PAC-S.
+    clip, pac: encoders of images and texts, for CLIPScore and for PAC-S. bert: of tokens, for BERTScore.
     """
 
     objects: Objects | None = None
     several: Mapping[Any, Sequence[str]] | None = None
     clip: Encoder | None = None
     pac: Encoder | None = None
+    bert: TokenEncoder | None = None
 
 
 def _needed(inputs: ScoreInputs, field: Input) -> Any:
@@ -219,6 +224,12 @@ def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> lis
     return [_mean(similarity), _mean(with_references(similarity, texts, others, [len(image) for image in references]))]
 
 
+def _bert_score(captions: TokenizedCaptions) -> list[Score]:
+    encoder: TokenEncoder = _needed(captions.inputs, "bert")
+    precision, recall, f1 = bert_score(encoder, *captions.raw).T
+    return [_mean(f1), _mean(precision), _mean(recall)]
+
+
 TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
     Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java_metrics.check_meteor),
@@ -237,6 +248,7 @@ TABLE = (
     Metric(("self-CIDEr",), _self_cider, by_default=False, needs="several"),
     Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, needs="clip", english_only=True),
     Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, needs="pac", english_only=True),
+    Metric(("BERTScore", "BERTScore-P", "BERTScore-R"), _bert_score, by_default=False, needs="bert"),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
@@ -366,7 +378,7 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, languag
     available = {name for name, score in scores.items() if score.unavailable is None}
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
     used = [metric.needs for metric in TABLE if available.issuperset(metric.names)]
-    encoders = [f"|{field}:{getattr(captions.inputs, field).name}" for field in used if field in ("clip", "pac")]
+    encoders = [f"|{field}:{getattr(captions.inputs, field).name}" for field in used if field in _ENCODERS]
     refs = "-".join(map(str, sorted({min(counts), max(counts)})))
     return (
         f"{words_signature(language)}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"

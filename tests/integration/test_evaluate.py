@@ -29,7 +29,7 @@ from pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle
 from tests.support.clip import MERGES, clip_tensors
-from tests.support.golden import EXPANSIONNET as GOLDEN
+from tests.support.golden import EXPANSIONNET, GOLDEN
 from tests.support.golden import import_expansionnet as imported
 
 
@@ -92,17 +92,18 @@ def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_sessio
     save_file(clip_tensors(), tmp_path / "clip.safetensors")
     (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, MERGES)))
     settings = [
-        "evaluation.metrics=[CIDEr-R, CHAIR-s, self-CIDEr, CLIPScore, RefCLIPScore]",
+        "evaluation.metrics=[CIDEr-R, CHAIR-s, self-CIDEr, CLIPScore, RefCLIPScore, BERTScore]",
         f"evaluation.inputs.clip.weights={tmp_path / 'clip.safetensors'}",
         f"evaluation.inputs.clip.merges={tmp_path / 'merges.txt'}",
+        f"evaluation.inputs.bert={{folder: {GOLDEN / 'bert_score' / 'bert'}, layer: 2}}",
     ]
     assert evaluate(config, settings, models=[model], compared=[other], out=str(tmp_path / "out")) == 0
     entry = scores(tmp_path / "out")
     for each in (entry, entry["compared"]):
         assert "evaluation.inputs.objects" in each["unavailable"]["CHAIR-s"]
         assert 0 <= each["scores"]["self-CIDEr"] <= 1 and 0 <= each["scores"]["CLIPScore"] <= 2.5
-        assert "|clip:" in each["signature"]
-    assert {"CIDEr-R", "self-CIDEr", "RefCLIPScore"} <= entry["compared"]["differences"].keys()
+        assert "|clip:" in each["signature"] and "|bert:" in each["signature"] and each["scores"]["BERTScore"] <= 1
+    assert {"CIDEr-R", "self-CIDEr", "RefCLIPScore", "BERTScore"} <= entry["compared"]["differences"].keys()
 
 
 def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
@@ -264,8 +265,8 @@ def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session:
 @pytest.mark.ray
 def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, ray_session: None) -> None:
     """Two reference models, imported as bundles without a backbone, on the recorded features from a store."""
-    features = np.load(GOLDEN / "expected.npz")["features"]
-    recorded = json.loads((GOLDEN / "expected.json").read_text())
+    features = np.load(EXPANSIONNET / "expected.npz")["features"]
+    recorded = json.loads((EXPANSIONNET / "expected.json").read_text())
     names = ("checkpoint.pth", "checkpoint_second.pth")
     vocabularies = [imported(name, tmp_path / name).vocabulary for name in names]
     keys = [f"{number:064d}" for number in range(len(features))]

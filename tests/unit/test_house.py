@@ -49,7 +49,7 @@ HOMES = {
     },
     "ray.tune": {"jobs/tune/adapter.py", "jobs/tune/schedulers.py", "jobs/tune/workers.py"},
     "regex": {"pipeline/language/words.py"},
-    "tokenizers": {"pipeline/language/subwords.py"},
+    "tokenizers": {"pipeline/language/subwords.py", "pipeline/language/bert_tokenizer.py"},
     "optuna": {"pipeline/search/samplers.py"},
     "sklearn": {"pipeline/confidence/fit.py"},
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py", "pipeline/reports/front_plot.py"},

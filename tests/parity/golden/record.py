@@ -3,8 +3,9 @@
     python tests/parity/golden/record.py                   prints the source of every file
     python tests/parity/golden/record.py --upstream DIR    computes the values again and compares them
 
-DIR is a checkout of one of the repositories in SOURCES, at its commit. The exit code is 1 if a value differs from the
-stored one by more than its tolerance; the last line names the worst difference. With --write the values are stored.
+DIR is a checkout of one of the repositories in SOURCES, at its commit, or the site-packages folder with the packages
+that SOURCES names. The exit code is 1 if a value differs from the stored one by more than its tolerance; the last line
+names the worst difference. With --write the values are stored.
 
 Everything runs on the CPU in float32, without dropout and in one thread. Weights and inputs are random, and their seeds
 were not kept. So they cannot be recorded again, but all values that upstream computes from them can.
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import math
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +36,14 @@ SHARED = Path(os.environ.get("RAYCAP_SHARED", GOLDEN.parents[3] / "shared"))
 SOURCES = {
     "ExpansionNet v2": "github.com/jchenghu/ExpansionNet_v2 at a820a02d3fac077c797ddc56b3b256590cc64c19",
     "Meshed-Memory": "github.com/aimagelab/meshed-memory-transformer at 5d0600917850756d8edba64dee38458a84b64907",
+    "BERTScore": "the packages bert-score 0.3.12 and transformers 4.57.6 of PyPI",
 }
-# a file of each repository that the other one lacks
-MARKS = {"ExpansionNet v2": "models/ExpansionNet_v2.py", "Meshed-Memory": "models/transformer/decoders.py"}
+# a file of each source that the others lack
+MARKS = {
+    "ExpansionNet v2": "models/ExpansionNet_v2.py",
+    "Meshed-Memory": "models/transformer/decoders.py",
+    "BERTScore": "bert_score/scorer.py",
+}
 
 Values = dict[str, Any]
 
@@ -279,8 +287,79 @@ def meshed_memory(_: Path) -> Values:
     }
 
 
+def bert_scorer(folder: Path, name: str, num_layers: int, **options: Any) -> Any:
+    """The package's scorer with a stored model. folder: for the files that slow tokenizers of transformers read."""
+    from bert_score.scorer import BERTScorer
+
+    stored = GOLDEN / "bert_score" / name
+    for path in stored.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    model = json.loads((stored / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "vocab.txt").write_text("\n".join(sorted(model["vocab"], key=model["vocab"].get)) + "\n")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model.get("merges", []))]) + "\n")
+    scorer = BERTScorer(str(folder), num_layers, nthreads=0, device="cpu", **options)
+    scorer._tokenizer.model_max_length = bert_score_inputs()["max_tokens"]
+    return scorer
+
+
+def bert_score_inputs() -> Values:
+    content: Values = json.loads((GOLDEN / "bert_score" / "expected.json").read_text())
+    return content
+
+
+def bert_scores(_: Path) -> Values:
+    """The ids of all texts, and P, R and F of captions against one reference and against several, also with idf.
+
+    The package scores one pair at a time, because in larger batches it compares tokens with padding, too.
+    """
+    from bert_score.utils import sent_encode
+
+    expected, ids, scores = bert_score_inputs(), Values(), Values()
+    captions, references = expected["captions"], expected["references"]
+    for name in ("bert", "roberta"):
+        for layer, idf in itertools.product((1, 2), (False, True)):
+            with tempfile.TemporaryDirectory() as folder:
+                scorer = bert_scorer(Path(folder), name, layer, idf=idf)
+            for kind, given in (("one", [texts[:1] for texts in references]), ("all", references)):
+                if idf:
+                    scorer.compute_idf([text for texts in given for text in texts])
+                values = scorer.score(captions, given, batch_size=1)
+                key = f"{name}, layer {layer}, {'idf' if idf else 'no idf'}, {kind}"
+                scores[key] = [column.tolist() for column in values]
+        others = [text for texts in references for text in texts]
+        ids[name] = [[sent_encode(scorer._tokenizer, text) for text in texts] for texts in (captions, others)]
+    return {"ids": ids, "scores": scores}
+
+
+@torch.no_grad()
+def bert_states(_: Path) -> Values:
+    """The hidden states (layers + 1, tokens, width) of the first captions."""
+    from transformers import AutoModel
+
+    expected, values = bert_score_inputs(), Values()
+    for name, ids in expected["ids"].items():
+        model = AutoModel.from_pretrained(GOLDEN / "bert_score" / name).eval()
+        for number in range(7):
+            states = model(torch.tensor([ids[0][number]]), output_hidden_states=True).hidden_states
+            values[f"{name}_{number}"] = torch.cat(states).numpy()
+    return values
+
+
 INPUT = "random; an input of the other files"
 FILES = {
+    "bert_score/bert/config.json": Recording("BERTScore", "the sizes of the weights"),
+    "bert_score/bert/model.safetensors": Recording("BERTScore", f"weights of BertForMaskedLM, {INPUT}"),
+    "bert_score/bert/tokenizer.json": Recording("BERTScore", "WordPiece, trained on the captions of expected.json"),
+    "bert_score/expected.json": Recording(
+        "BERTScore", "ids and scores of bert_score.BERTScorer with slow tokenizers", bert_scores, tolerance=1e-6
+    ),
+    "bert_score/expected.npz": Recording("BERTScore", "hidden states of the models of transformers", bert_states),
+    "bert_score/roberta/config.json": Recording("BERTScore", "the sizes of the weights"),
+    "bert_score/roberta/model.safetensors": Recording("BERTScore", f"weights of RobertaModel, {INPUT}"),
+    "bert_score/roberta/tokenizer.json": Recording(
+        "BERTScore", "byte-level BPE, trained on the captions of expected.json"
+    ),
     "ciderd_reward.json": Recording("ExpansionNet v2", "losses/reward.py for random predictions", rewards),
     "expansionnet_v2/checkpoint.pth": Recording("ExpansionNet v2", f"weights, {INPUT}"),
     "expansionnet_v2/checkpoint_second.pth": Recording("ExpansionNet v2", f"weights, {INPUT}"),

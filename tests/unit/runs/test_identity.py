@@ -99,3 +99,19 @@ def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
                 assert one == copied != other, place
     assert count == {Identity.FILE: 11, Identity.LARGE_FILE: 2}
     assert config_identity(changed(regions_run(), ("features", "hdf5"), SYNTHETIC)) == config_identity(regions_run())
+
+
+def test_a_text_encoder_counts_by_the_contents_of_its_files(tmp_path: Path) -> None:
+    def identity_with(folder: Path | None) -> str:
+        inputs = "{}" if folder is None else f"{{bert: {{folder: {folder}}}}}"
+        return config_identity(load_config(ROOT / "configs" / "demo.yaml", [f"evaluation.inputs={inputs}"]))
+
+    for name in ("one", "copy", "other", "empty"):
+        (tmp_path / name).mkdir()
+        for file in ("model.safetensors", "config.json", "tokenizer.json")[: 0 if name == "empty" else 3]:
+            (tmp_path / name / file).write_text(f"{file} {name == 'other' and file == 'tokenizer.json'}")
+    one, copied, other, empty = (identity_with(tmp_path / name) for name in ("one", "copy", "other", "empty"))
+    assert one == copied and len({one, other, empty, identity_with(None)}) == 4
+    named = [f"evaluation.inputs.objects={tmp_path / 'one' / 'config.json'}"]
+    config = load_config(ROOT / "configs" / "demo.yaml", named)
+    assert "bert" not in identity._relevant_values(config.evaluation.inputs, config), "older identities stay"
