@@ -42,12 +42,15 @@ class CaptionSearch:
     with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
     skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first. A request
         that the storage refuses or does not answer is raised in any case, because the image is not at fault.
+    with_signals: compute the signals of each best caption, which takes one more decoder pass over its first tokens.
+        Ensembles and captions with constraints have none.
     """
 
     settings: EvaluationSection
     vocabulary: Vocabulary
     with_alignment: bool = False
     skip_unreadable: bool = False
+    with_signals: bool = True
 
 
 def caption_images(
@@ -58,7 +61,7 @@ def caption_images(
     context: Context,
     report: Callable[[float], object] = lambda _: None,
 ) -> dict[int, Hypothesis]:
-    """The best caption of every image by image id, on every rank.
+    """The best caption of every image by image id, on every rank, without its signals.
 
     This is a collective operation: every rank must call it, and captions its shard. After each batch, `report` is
     called with the finished fraction of the shard.
@@ -66,7 +69,8 @@ def caption_images(
     was_training = captioner.training
     shard_size = len(_shard(images, context))
     best: dict[int, Hypothesis] = {}
-    for hypotheses, _ in caption_batches([captioner], [images], CaptionSearch(settings, vocabulary), context):
+    search = CaptionSearch(settings, vocabulary, with_signals=False)
+    for hypotheses, _ in caption_batches([captioner], [images], search, context):
         best |= {image: ranked[0] for image, ranked in hypotheses.items()}
         report(len(best) / shard_size)
     captioner.train(was_training)
@@ -152,7 +156,7 @@ def _caption_batch(
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
         signals: list[tuple[float, ...]] = [()] * len(rows)
-        if len(models) == 1 and not constraints:
+        if search.with_signals and len(models) == 1 and not constraints:
             signals = best_signals(models[0].model, memories[0], captions)
     log_probs = captions.log_probs.sum(-1)
     hypotheses: Hypotheses = {image: [] for image in image_ids}

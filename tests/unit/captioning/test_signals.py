@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from models.base import Features
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import CaptionSearch
+from pipeline.captioning.captioning import CaptionSearch, caption_images
 from pipeline.captioning.constraints import ImageConstraints, build_automata
 from pipeline.captioning.service import CaptionService
 from pipeline.confidence.confidence import SIGNALS, Linear
@@ -22,8 +23,9 @@ from tests.support.few_images import FewImages, caption_split, half
 WHOLE = LocalContext()
 
 
+@torch.no_grad()
 def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
-    """Not on batches, workers, further captions and the alignment; ensembles and constrained searches have none."""
+    """Not on batches, workers, further captions and the alignment. Ensembles, constraints and training have none."""
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
 
@@ -48,11 +50,21 @@ def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
         for image, each in whole.items():
             assert others[image] == pytest.approx(each, abs=1e-4)
     settings = EvaluationSection(beam_size=3, max_length=9, batch_size=3)
+    found, _ = caption_split([captioner], [images], CaptionSearch(settings, WORDS), WHOLE)
+    for row, ranked in enumerate(found.values()):
+        memory = captioner.encode(Features(images.features[row : row + 1]))
+        caption = [token for token in ranked[0].tokens if token != WORDS.pad]
+        logits = captioner.model.decode(memory, torch.tensor([caption[:-1]]))[0]
+        assert len(caption) > 6, "the first tokens are not all tokens"
+        assert ranked[0].signals[-1] == pytest.approx(-float(logits.logsumexp(-1)[:4].mean()), abs=1e-4)
     both, _ = caption_split([captioner] * 2, [images] * 2, CaptionSearch(settings, WORDS), WHOLE)
     assert all(ranked[0].signals == () for ranked in both.values())
     automata = build_automata({2: ImageConstraints((("mat",),))}, WORDS, "c")
     constrained, _ = caption_split([captioner], [images], CaptionSearch(settings, WORDS), WHOLE, automata)
     assert all(ranked[0].signals == () for ranked in constrained.values())
+    best = caption_images(captioner, images, WORDS, settings, WHOLE)
+    assert [each.caption for each in best.values()] == [ranked[0].caption for ranked in found.values()]
+    assert all(each.signals == () for each in best.values())
 
 
 def test_a_served_model_judges_by_the_signals_of_an_evaluation(tmp_path: Path) -> None:
