@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from models.alignment import alignment_scores
-from models.base import Memory
+from models.base import CaptionModel, Memory
 from models.captioner import Captioner
 from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from models.decoding import Captions, Memories, Models, beam_search, by_score, image_draws, sample
+from models.energy import caption_energies
 from models.graphed_search import GraphedSearch
 from models.score_rules import ScoreRules
 from pipeline.captioning.protocols import collapsed
-from pipeline.confidence.confidence import caption_signals
+from pipeline.confidence.confidence import NUM_FIRST, caption_signals
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.images import BadImage
 from pipeline.data.vocabulary import UNK, Vocabulary
@@ -41,12 +42,15 @@ class CaptionSearch:
     with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
     skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first. A request
         that the storage refuses or does not answer is raised in any case, because the image is not at fault.
+    with_signals: compute the signals of each best caption, which takes one more decoder pass over its first tokens.
+        Ensembles and captions with constraints have none.
     """
 
     settings: EvaluationSection
     vocabulary: Vocabulary
     with_alignment: bool = False
     skip_unreadable: bool = False
+    with_signals: bool = True
 
 
 def caption_images(
@@ -57,7 +61,7 @@ def caption_images(
     context: Context,
     report: Callable[[float], object] = lambda _: None,
 ) -> dict[int, Hypothesis]:
-    """The best caption of every image by image id, on every rank.
+    """The best caption of every image by image id, on every rank, without its signals.
 
     This is a collective operation: every rank must call it, and captions its shard. After each batch, `report` is
     called with the finished fraction of the shard.
@@ -65,7 +69,8 @@ def caption_images(
     was_training = captioner.training
     shard_size = len(_shard(images, context))
     best: dict[int, Hypothesis] = {}
-    for hypotheses, _ in caption_batches([captioner], [images], CaptionSearch(settings, vocabulary), context):
+    search = CaptionSearch(settings, vocabulary, with_signals=False)
+    for hypotheses, _ in caption_batches([captioner], [images], search, context):
         best |= {image: ranked[0] for image, ranked in hypotheses.items()}
         report(len(best) / shard_size)
     captioner.train(was_training)
@@ -150,8 +155,10 @@ def _caption_batch(
         captions, satisfied = _search(models, memories, search, image_ids, automata, graphs)
         if search.with_alignment and len(models) == 1:
             alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
+        signals: list[tuple[float, ...]] = [()] * len(rows)
+        if search.with_signals and len(models) == 1 and not constraints:
+            signals = best_signals(models[0].model, memories[0], captions)
     log_probs = captions.log_probs.sum(-1)
-    signals = caption_signals(*(part[:, 0].cpu().numpy() for part in (captions.log_probs, captions.lengths)))
     hypotheses: Hypotheses = {image: [] for image in image_ids}
     for row, image in enumerate(image_ids):
         ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
@@ -165,6 +172,13 @@ def _caption_batch(
                 found = Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens), of_best)
                 hypotheses[image].append(found)
     return hypotheses
+
+
+def best_signals(model: CaptionModel, memory: Memory, captions: Captions) -> list[tuple[float, ...]]:
+    """The signals of each image's best caption, from which the confidence follows (`pipeline.confidence`)."""
+    tokens, log_probs, lengths = (part[:, 0] for part in (captions.tokens, captions.log_probs, captions.lengths))
+    energies = caption_energies(model, memory, tokens, lengths, NUM_FIRST)
+    return caption_signals(*(part.cpu().numpy() for part in (log_probs, lengths, energies)))
 
 
 def _search(

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from models.attention_maps import cross_attention
 from models.attribution import Attribution, integrated_gradients
-from models.base import Features
+from models.base import Features, Memory
 from models.cluster_groups import Clusters, find_clusters
 from models.decoding import Captions
 from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.captioning import find_captions
+from pipeline.captioning.captioning import best_signals, find_captions
 from pipeline.captioning.protocols import collapsed
-from pipeline.confidence.confidence import Judgement, caption_signals
+from pipeline.confidence.confidence import Judgement
 from pipeline.data.images import BadImage, decode_image, read_image_file
 from pipeline.errors import UserError
 from pipeline.runtime.precision import measure_precisions
@@ -107,25 +107,27 @@ class CaptionService:
 
         The confidence is None if the bundle has none for this search.
         """
+        confidence = self.bundle.confidence(self.search.model_copy(update={"num_results": num_results}))
+        signals: list[tuple[float, ...]] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            captions = self._search(pixels.to(self.device), num_results)
+            captions, memory = self._search(pixels.to(self.device), num_results)
+            if confidence is not None:
+                signals = best_signals(self.bundle.captioner.model, memory, captions)
         log_probs = captions.log_probs.sum(-1).tolist()
         texts = [[self._text(ids) for ids in ranked] for ranked in captions.tokens.tolist()]
         found = [list(zip(*ranked, strict=True)) for ranked in zip(texts, log_probs, strict=True)]
-        confidence = self.bundle.confidence(self.search.model_copy(update={"num_results": num_results}))
         if confidence is None:
             return [(ranked, None) for ranked in found]
-        signals = caption_signals(*(part[:, 0].cpu().numpy() for part in (captions.log_probs, captions.lengths)))
         return [(ranked, confidence.judge(each)) for ranked, each in zip(found, signals, strict=True)]
 
-    def _search(self, pixels: Tensor, num_results: int) -> Captions:
-        """The best captions of each image (B, 3, H, W)."""
+    def _search(self, pixels: Tensor, num_results: int) -> tuple[Captions, Memory]:
+        """The best captions of each image (B, 3, H, W), and the encoded images."""
         captioner = self.bundle.captioner
         settings = self.search.model_copy(update={"num_results": num_results})
         memory = captioner.encode(Features(pixels))
         # drawn captions depend on the content of their image, and not on the other images of the batch
         contents = (hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest() for image in pixels)
-        return find_captions(captioner.model, memory, settings, self.bundle.vocabulary, contents)
+        return find_captions(captioner.model, memory, settings, self.bundle.vocabulary, contents), memory
 
     def _text(self, ids: list[int]) -> str:
         """A caption as text."""

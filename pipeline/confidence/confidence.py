@@ -25,10 +25,16 @@ from pipeline.untrusted.documents import parse_json
 
 FORMAT = 1
 NUM_LOWEST = 4
+NUM_FIRST = 4  # tokens, which name the main object
 # Of a caption's log-probabilities in nats, EOS included: the mean over its tokens (SOS included, as beams are ranked),
 # the sum, the number of tokens, and the lowest ones. A caption with fewer tokens than NUM_LOWEST has zeros in place of
-# the missing ones. Signals of the other beams have improved nothing (BENCHMARKS.md).
-SIGNALS = ("mean", "sum", "length", *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)))
+# the missing ones. Of the first NUM_FIRST tokens after SOS, or of all if there are fewer: the mean, and the mean energy
+# (`models.energy`), which is higher on images unlike those of the training. Others improved nothing (BENCHMARKS.md).
+SIGNALS = (
+    *("mean", "sum", "length"),
+    *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)),
+    *("first mean", "first energy"),
+)
 MAX_CIDER = 10.0  # the largest CIDEr-D
 logger = logging.getLogger(__name__)
 
@@ -102,15 +108,17 @@ class Confidence:
         return Judgement(probability, min(max(self.ciderd(standardized), 0.0), MAX_CIDER))
 
 
-def caption_signals(log_probs: np.ndarray, lengths: np.ndarray) -> list[tuple[float, ...]]:
+def caption_signals(log_probs: np.ndarray, lengths: np.ndarray, energies: np.ndarray) -> list[tuple[float, ...]]:
     """The signals of n captions in the order of SIGNALS; () for a caption that the search did not find.
 
-    log_probs: (n, T) of each token in nats, 0 at SOS and after the end. lengths: (n,) with SOS and EOS.
+    log_probs: (n, T) of each token in nats, 0 at SOS and after the end. lengths: (n,) with SOS and EOS, 2 or
+    more. energies: (n,), the mean energy of the first NUM_FIRST tokens (`models.energy`).
     """
     sums = log_probs.sum(1, dtype=np.float64)
     padded = np.pad(log_probs, ((0, 0), (0, NUM_LOWEST)))
     lowest = np.sort(padded, axis=1)[:, :NUM_LOWEST]
-    table = np.column_stack((sums / lengths, sums, lengths, lowest))
+    firsts = log_probs[:, 1 : NUM_FIRST + 1].sum(1, dtype=np.float64) / np.minimum(lengths - 1, NUM_FIRST)
+    table = np.column_stack((sums / lengths, sums, lengths, lowest, firsts, energies))
     return [tuple(row.tolist()) if np.isfinite(row).all() else () for row in table.round(6)]
 
 

@@ -11,7 +11,7 @@ from pipeline.scoring.split_result import SplitResult
 
 logger = logging.getLogger(__name__)
 
-MIN_IMAGES = 50  # for 8 estimated numbers; the penalty allows fewer than the usual 10 for each
+MIN_IMAGES = 50  # for 10 estimated numbers; the penalty allows fewer than the usual 10 for each
 L2 = 1.0  # the penalty on the squared weights, which are those of standardized signals; the biases have none
 
 

@@ -37,26 +37,37 @@ class Risk(NamedTuple):
 
 @dataclass(frozen=True)
 class Quality:
-    """The quality of a confidence on one split. auroc: None if all captions are good, or none."""
+    """The quality of a confidence on one split.
 
-    good: str  # what a good caption is
+    good: what a good caption is. mean: of the confidences. auroc: None if all captions are good, or none.
+    """
+
+    good: str
+    mean: float
     calibration_error: float
     auroc: float | None
     bins: tuple[Bin, ...]
     risks: tuple[Risk, ...]  # by coverage
 
+    @property
+    def is_monotone(self) -> bool:
+        """Whether a risk that never falls as the coverage grows fits into all intervals."""
+        highest = np.maximum.accumulate([each.low for each in self.risks])
+        return all(low <= each.high for low, each in zip(highest, self.risks, strict=True))
+
     def __str__(self) -> str:
         part, whole = next(each for each in self.risks if each.coverage >= 0.8), self.risks[-1]
         auroc = "" if self.auroc is None else f", AUROC {self.auroc:.3f}"
         return (
-            f"calibration error {self.calibration_error:.3f} ({len(self.bins)} bins of equal size){auroc}, "
-            f"not good {whole.risk:.1%} of all captions and {part.risk:.1%} of the most confident {part.coverage:.0%}"
+            f"mean {self.mean:.3f}, calibration error {self.calibration_error:.3f} ({len(self.bins)} bins of equal "
+            f"size){auroc}, not good {whole.risk:.1%} of all captions and {part.risk:.1%} of the most confident "
+            f"{part.coverage:.0%}" + ("" if self.is_monotone else "; the risk falls where the coverage grows")
         )
 
     def to_json(self) -> dict[str, Any]:
         """The entry `confidence` of a split in scores.json."""
         lists = {"bins": [each._asdict() for each in self.bins], "risks": [each._asdict() for each in self.risks]}
-        return asdict(self) | lists
+        return asdict(self) | lists | {"is_monotone": self.is_monotone}
 
 
 def judged_quality(result: SplitResult, confidence: Confidence) -> Quality | None:
@@ -71,7 +82,8 @@ def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = ""
     """The quality of n confidences (n,) whose captions are good where `good` (n,) is True. meaning: of good."""
     bins = reliability(confidences, good)
     error = sum(each.num_images * abs(each.confidence - each.good) for each in bins) / len(good)
-    return Quality(meaning, error, auroc(confidences, good), bins, risk_coverage(confidences, good))
+    risks = risk_coverage(confidences, good)
+    return Quality(meaning, float(confidences.mean()), error, auroc(confidences, good), bins, risks)
 
 
 def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:

@@ -108,7 +108,7 @@ def test_a_bundle_on_s3_gets_its_confidence_there(
 def result(split: str, num_good: int, count: int = 60) -> SplitResult:
     """A scored split in which the good captions have the higher log-probabilities."""
     ciderd = [1.5 if image < num_good else 0.1 for image in range(count)]
-    signals = {image: (score - 2, -3.0, 5.0, -1.0, 0.0, 0.0, 0.0) for image, score in enumerate(ciderd)}
+    signals = {image: (score - 2, -3.0, 5.0, -1.0, 0.0, 0.0, 0.0, -0.5, -8.0) for image, score in enumerate(ciderd)}
     scores = Scores({"CIDEr-D": Score(1.0, per_image=ciderd)}, list(signals), "", {})
     return SplitResult(split, dict.fromkeys(signals, "a cat"), scores=scores, signals=signals)
 

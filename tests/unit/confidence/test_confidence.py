@@ -17,6 +17,7 @@ from scipy.stats import spearmanr
 from pipeline.confidence import quality
 from pipeline.confidence.confidence import (
     MAX_FITS,
+    NUM_FIRST,
     NUM_LOWEST,
     SIGNALS,
     Confidence,
@@ -28,7 +29,15 @@ from pipeline.confidence.confidence import (
     with_fit,
 )
 from pipeline.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
-from pipeline.confidence.quality import COVERAGES, auroc, judged_quality, measure_quality, reliability, risk_coverage
+from pipeline.confidence.quality import (
+    COVERAGES,
+    Risk,
+    auroc,
+    judged_quality,
+    measure_quality,
+    reliability,
+    risk_coverage,
+)
 from pipeline.errors import UserError
 from pipeline.scoring.metrics import Score, Scores
 from pipeline.scoring.split_result import SplitResult
@@ -52,14 +61,18 @@ def test_signals_against_a_plain_loop() -> None:
         lengths = [chance.randint(2, 12) for _ in range(chance.randint(1, 5))]
         longest = max(lengths)
         rows = [[0.0] + [-chance.random() * 5 for _ in range(n - 1)] + [0.0] * (longest - n) for n in lengths]
-        found = caption_signals(np.array(rows, np.float32), np.array(lengths))
-        for row, length, signals in zip(rows, lengths, found, strict=True):
+        energies = [chance.gauss(-8, 2) for _ in lengths]
+        found = caption_signals(np.array(rows, np.float32), np.array(lengths), np.array(energies, np.float32))
+        for row, length, energy, signals in zip(rows, lengths, energies, found, strict=True):
             tokens = row[1:length]
             lowest = (sorted(tokens) + [0.0] * NUM_LOWEST)[:NUM_LOWEST]
-            expected = [sum(tokens) / length, sum(tokens), length, *lowest]
+            first = tokens[:NUM_FIRST]
+            expected = [sum(tokens) / length, sum(tokens), length, *lowest, sum(first) / len(first), energy]
             assert signals == pytest.approx(expected, abs=1e-5)
-    missing = caption_signals(np.array([[0.0, -np.inf], [0.0, -1.0]]), np.array([2, 2]))
-    assert missing[0] == () and missing[1][:3] == (-0.5, -1.0, 2.0)
+    missing = caption_signals(
+        np.array([[0.0, -np.inf], [0.0, -1.0], [0.0, -1.0]]), np.array([2, 2, 2]), np.array([-1.0, -2.0, np.nan])
+    )
+    assert missing[0] == () == missing[2] and missing[1] == (-0.5, -1.0, 2.0, -1.0, 0.0, 0.0, 0.0, -1.0, -2.0)
 
 
 def test_the_fit_against_newtons_method_and_the_normal_equations() -> None:
@@ -161,6 +174,24 @@ def test_the_interval_is_that_of_a_plain_bootstrap(monkeypatch: pytest.MonkeyPat
     assert half.low < half.risk < half.high
     monkeypatch.setattr(quality, "CHUNK_VALUES", 10)  # one resample at a time draws the same numbers
     assert risk_coverage(confidences, good)[COVERAGES.index(0.5)] == half
+
+
+def test_the_risk_of_ranked_captions_is_monotone_and_that_of_another_order_is_not() -> None:
+    """300 images, of which about 94 % are good, as in the demo's test split."""
+    generator = np.random.default_rng(0)
+    ranked, unordered, reversed_order = [], [], []
+    for _ in range(20):
+        confidences = generator.beta(3, 0.2, 300)
+        good = generator.random(300) < confidences
+        ranked.append(measure_quality(confidences, good))
+        unordered.append(measure_quality(generator.random(300), good))
+        reversed_order.append(measure_quality(1 - confidences, good))
+    assert all(each.is_monotone and each.to_json()["is_monotone"] for each in ranked)
+    assert sum(each.is_monotone for each in unordered) >= 16, "chance fits into the intervals"
+    assert not any(each.is_monotone for each in reversed_order)
+    assert "the risk falls" in str(reversed_order[0]) and "the risk falls" not in str(ranked[0])
+    flat = replace(ranked[0], risks=tuple(Risk(c, 0.1, 0.1, 0.1) for c in COVERAGES))
+    assert flat.is_monotone and str(flat).startswith(f"mean {ranked[0].mean:.3f}, calibration error ")
 
 
 def split(ciderd: np.ndarray, signals: np.ndarray, hits: dict[int, bool] | None = None) -> SplitResult:

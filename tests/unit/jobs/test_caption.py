@@ -263,7 +263,7 @@ def test_captions_have_the_confidence_of_their_search(
     (fit,), service = loaded.confidences, CaptionService(loaded)
     pixels = torch.stack([service.pixels(Path(name).read_bytes()) for name in names])
     with torch.no_grad():
-        found = service._search(pixels, num_results=1)
+        found, _ = service._search(pixels, num_results=1)
     for row, log_probs, length in zip(rows, found.log_probs[:, 0], found.lengths[:, 0], strict=True):
         mean = (float(log_probs.sum() / length) - fit.mean[0]) / fit.scale[0]
         assert row["confidence"] == pytest.approx(1 / (1 + np.exp(-fit.log_odds.weights[0] * mean)), abs=1e-3)

@@ -96,7 +96,7 @@ def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(t
             references=lambda: references, column=lambda _: list(references), uris=lambda: dict.fromkeys(references)
         )
     )
-    signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0) for image in references}
+    signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0, -0.2, -8.0) for image in references}
     results = [SplitResult(split, captions, signals=signals) for split in ("test", "val")]
     folder: Any = SimpleNamespace(config=config, path=tmp_path, last_kept=lambda: None, stage=tmp_path.joinpath)
     folder.sizes = SimpleNamespace(max_positions=10)

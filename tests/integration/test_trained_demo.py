@@ -1,4 +1,4 @@
-"""bfloat16 on a trained model: the demo, trained in float32, says the same under autocast."""
+"""The demo, trained once: its captions under autocast, and its confidence in them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,37 @@ from pipeline.config.load import read_values
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.proof
-@pytest.mark.ray
-@torch.no_grad()
-def test_the_demos_captions_in_bfloat16(tmp_path: Path) -> None:
-    """The test split: captions equal in 95 % of the images, every logit within 3e-2 of its row's largest."""
-    config = tmp_path / "demo.yaml"
-    values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": str(tmp_path / "results")}
+pytestmark = [pytest.mark.proof, pytest.mark.ray]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of a run of the demo."""
+    folder = tmp_path_factory.mktemp("demo")
+    config = folder / "demo.yaml"
+    values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": str(folder / "results")}
     config.write_text(yaml.safe_dump(values))
     subprocess.run([sys.executable, "-m", "jobs", "run", str(config)], cwd=ROOT, check=True)
-    (folder,) = (tmp_path / "results" / "models" / "demo").iterdir()
+    return folder / "results"
+
+
+def test_the_confidence_is_lower_on_novel_objects(results: Path) -> None:
+    """And calibrated on test, where the risk is monotone. By chance alone, the error would be 0.04 with 300 images."""
+    (scores,) = results.glob("runs/demo-*/scores.json")
+    test, novel = (json.loads(scores.read_text())["splits"][split]["confidence"] for split in ("test", "novel"))
+    print(f"mean {test['mean']:.3f} and {novel['mean']:.3f}, calibration error {test['calibration_error']:.3f}")
+    assert novel["mean"] < test["mean"] - 0.03
+    assert test["calibration_error"] < 0.07 and test["auroc"] > 0.65 and test["is_monotone"]
+
+
+@torch.no_grad()
+def test_the_demos_captions_in_bfloat16(results: Path) -> None:
+    """The test split: captions equal in 95 % of the images, every logit within 3e-2 of its row's largest."""
+    (folder,) = (results / "models" / "demo").iterdir()
     bundle = load_bundle(folder)
-    (dataset,) = (tmp_path / "results" / "data").glob("*/dataset.json")
+    (dataset,) = (results / "data").glob("*/dataset.json")
     names = [row["filename"] for row in json.loads(dataset.read_text())["images"] if row["split"] == "test"]
-    assert len(names) == 150 and bundle.transform is not None
+    assert len(names) == 300 and bundle.transform is not None
     images = [Image.open(dataset.parent / "images" / name).convert("RGB") for name in names]
     inputs = torch.stack([bundle.transform(image) for image in images])
     captioner = bundle.captioner.eval()
