@@ -22,6 +22,7 @@ SYSTEMS: list[ModelConfig] = [
     MeshedMemoryConfig(**SMALL),  # type: ignore[arg-type]
     ClustFormerConfig(**SMALL),  # type: ignore[arg-type]
     ClustFormerConfig(**SMALL, decoder="mask_token"),  # type: ignore[arg-type]
+    ClustFormerConfig(**SMALL, inputs="regions", sampling=1, region_rows=2),  # type: ignore[arg-type]
 ]
 
 
@@ -44,15 +45,22 @@ def plain_energy(model: CaptionModel, memory: Memory, tokens: list[int], count: 
     return total / len(words)
 
 
-@pytest.mark.parametrize("config", SYSTEMS, ids=lambda config: f"{config.name} {getattr(config, 'decoder', '')}")
+@pytest.mark.parametrize(
+    "config",
+    SYSTEMS,
+    ids=lambda config: f"{config.name} {getattr(config, 'decoder', '')} {getattr(config, 'inputs', '')}",
+)
 @torch.no_grad()
 def test_energies_against_a_plain_loop(config: ModelConfig) -> None:
     torch.manual_seed(0)
     model = build_model(config, SIZES).double().eval()
     chance = random.Random(0)
     tokens, lengths = drawn_captions(chance, 7)
-    padding = None if isinstance(config, ClustFormerConfig) else torch.tensor([4, 3, 2, 4, 1, 4, 3])
-    features = Features(torch.randn(7, 4, 6, dtype=torch.float64), padding)
+    is_grid = isinstance(config, ClustFormerConfig) and config.inputs != "regions"
+    padding = None if is_grid else torch.tensor([4, 3, 2, 4, 1, 4, 3])
+    corners = torch.rand(7, 4, 2, dtype=torch.float64)
+    boxes = None if is_grid else torch.cat((corners, corners + 1), -1)
+    features = Features(torch.randn(7, 4, 6, dtype=torch.float64), padding, boxes)
     memory = model.encode(features)
     model.train()  # dropout must not act, and the mode stays
     for count in (1, 3, 4, 20):

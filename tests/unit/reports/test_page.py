@@ -125,6 +125,7 @@ def test_the_page_shows_the_risk_and_the_reliability_of_each_split(tmp_path: Pat
     good = generator.random(400) < confidences
     html, reader = _written(tmp_path, _report(confidence={"novel": measure_quality(confidences, good, EVIL)}))
     text = " ".join(" ".join(reader.text).split())
+    assert f"mean{confidences.mean():.3f}" in "".join(text.split())
     assert "Confidence" in text and "novel" in text and "not good, by coverage" in text and "AUROC" in text
     assert "100 %" in text and "10 bins of equal size" in text and len(reader.all("script")) == 1
     plots = [attributes for attributes in reader.all("div", "plot") if "coverage" in (attributes["aria-label"] or "")]
