@@ -9,7 +9,9 @@ import hashlib
 import io
 import itertools
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -67,10 +69,24 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     """
     if not data:
         raise BadImage("empty file")
+    with _bad_images():
+        return _decode(data, max_pixels)
+
+
+def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
+    """An image of Pillow as RGB, as `decode_image` gives it. The image itself does not change. Raises BadImage."""
+    with _bad_images():
+        _require_size(image, max_pixels)
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _bad_images() -> Iterator[None]:
+    """Raises BadImage in place of the errors that a damaged image causes."""
     try:
         with warnings.catch_warnings():  # of damaged metadata, and of large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
-            return _decode(data, max_pixels)
+            yield
     except BadImage:
         raise
     except Image.UnidentifiedImageError as error:
