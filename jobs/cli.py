@@ -70,6 +70,7 @@ COMMANDS = {
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("jobs.caption:caption", "Caption image files.", can_submit=True),
+    "serve": Entry("jobs.serve.command:command", "Serve captions over HTTP."),
     "retrain": Entry("jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
     "soup": Entry("jobs.soup:soup", "Join models by the weighted sum of their weights."),

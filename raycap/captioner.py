@@ -61,8 +61,9 @@ class Captioner:
         """The captions of each image, in order. An image that cannot be read has `error` and no caption.
 
         images: paths, s3:// URIs, bytes of image files, images of Pillow, or arrays (H, W), (H, W, 3) or (H, W, 4) of
-        uint8. batch_size: images per forward pass; None for 16. num_results: captions per image. beam_size, max_length, search: in
-        place of the model's; search has further keys of the section `evaluation`, such as {"ranking": "sum"}.
+        uint8. batch_size: images per forward pass; None for 16. num_results: captions per image. beam_size, max_length,
+        search: in place of the model's; search has further keys of the section `evaluation`, such as
+        {"ranking": "sum"}.
         Raises UserError for values that no search takes, and StorageError while a storage does not answer.
         """
         given = {"beam_size": beam_size, "max_length": max_length}

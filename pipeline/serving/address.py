@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.captioning.bundle_files import bundle_digests, fetched
-from pipeline.captioning.model_sources import StoredBundle
+from pipeline.captioning.model_sources import SentBundle, StoredBundle
 from pipeline.errors import UserError
 from pipeline.retrain.champion import ChampionStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
@@ -49,6 +49,21 @@ class ModelAddress:
         if record is None:
             raise UserError(f"{self.storage} has no champion of {name}; `raycap retrain` makes one, or give a bundle")
         return StoredBundle(self.storage / record.bundle, record.files)
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model with the name by which clients choose it.
+
+    source: its bundle when the server started. digest: as `weights_digest`. sent: the same bundle in Ray's object
+    store, for one on a disk that other nodes cannot read.
+    """
+
+    name: str
+    address: ModelAddress
+    source: StoredBundle
+    digest: str
+    sent: SentBundle | None = None
 
 
 def parse_address(text: str, storage: str, options: StorageOptions = StorageOptions()) -> ModelAddress:
