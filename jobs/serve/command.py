@@ -121,15 +121,15 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None,
     check_address(address)
     if not cluster_address(address):
         require_free(host, port)
-    joined = connect(address, deployments.needed_cpus(arguments))
+    is_local = not connect(address, deployments.needed_cpus(arguments))
     with keeping_handlers():
         try:
-            deployments.start(arguments, host, port, send_local=joined)
+            deployments.start(arguments, host, port, is_local=is_local)
             access = "with the token of RAYCAP_SERVE_TOKEN" if has_token else "without a token"
             logger.info(f"serving    http://{f'[{host}]' if ':' in host else host}:{port} ({access}); Ctrl-C stops it")
             deployments.wait()
         finally:
-            deployments.stop()
+            deployments.stop(is_local=is_local)
     logger.error("the server has ended; Ray's logs have the reason")
 
 

@@ -6,12 +6,15 @@ Only this module imports ray.serve. What they do is in `pipeline/serving/`, whic
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import os
 import time
 from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
@@ -38,21 +41,21 @@ SHUTDOWN_S = 10.0  # for requests in progress
 class CaptionerDeployment:
     """One process with one model."""
 
-    def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, threads: int | None) -> None:
+    def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         from pipeline.runtime.context import device_for
         from pipeline.runtime.cpu import computing_thread
         from pipeline.serving.host import ModelHost
         from pipeline.serving.loading import LoadedModel, load_source
         from pipeline.serving.watcher import ChampionWatcher
 
-        configure_logging()
+        prepare_replica(is_local)
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
 
         def load(bundle: StoredBundle) -> LoadedModel:
             return load_source(bundle, weights_digest(bundle), settings, model.address)
 
         self.model = model
-        self.thread = computing_thread(threads or default_threads())
+        self.thread = computing_thread(arguments.threads or num_threads(arguments, is_local))
         # a process that is replaced later starts with the champion of then
         source = model.source if model.address.champion is None else model.address.resolve()
         sent = model.sent
@@ -124,13 +127,15 @@ class Ingress:
         names: list[str],
         captioners: list[DeploymentHandle],
         challenger: tuple[str, DeploymentHandle] | None,
+        *,
         has_token: bool,
+        is_local: bool,
     ) -> None:
         from pipeline.serving.app import AppSettings, make_app
         from pipeline.serving.guard import Access
         from pipeline.serving.metrics import Metrics
 
-        configure_logging()
+        prepare_replica(is_local)
         # The token is read here: Ray shows the arguments of deployments to every client of its dashboard.
         token = server_token(None, insecure=not has_token)
         metrics = Metrics()
@@ -152,23 +157,32 @@ class Ingress:
         return self.app_of_requests
 
 
-def application(arguments: ServeArguments) -> Any:
-    """The application of a RayService (`import_path: jobs.serve.deployments:application`)."""
+def application(args: dict[str, Any]) -> Any:
+    """The application of a RayService (`import_path: jobs.serve.deployments:application`).
+
+    args: the values of `ServeArguments`. Raises ValueError for others, and UserError.
+    """
+    arguments = ServeArguments(**args)
     server_token(None, arguments.insecure)
-    return build(arguments, send_local=False)
+    return build(arguments, is_local=False)
 
 
-def build(arguments: ServeArguments, *, send_local: bool) -> Any:
+def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False) -> Any:
     """The deployments of a server. Raises UserError for models that cannot be served.
 
-    send_local: as for `named_models`.
+    is_local: on a Ray that this process has started. send_local: as for `named_models`.
     """
     models, challenger = named_models(arguments, send_local=send_local)
     gpus = arguments.gpus
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
-    captioners = [_captioner(model, f"captioner-{model.name}", arguments, gpus) for model in models]
-    other = None if challenger is None else _captioner(challenger, "challenger", arguments, gpus)
+
+    def captioner(model: NamedModel, name: str) -> Any:
+        deployment = _sized(CaptionerDeployment, name, arguments, gpus)
+        return deployment.bind(model, arguments, gpus, is_local=is_local)
+
+    captioners = [captioner(model, f"captioner-{model.name}") for model in models]
+    other = None if challenger is None else captioner(challenger, "challenger")
     ingress = Ingress.options(  # type: ignore[attr-defined]
         name="ingress",
         num_replicas=1,  # so that the queue and the counters are those of the whole server
@@ -179,11 +193,11 @@ def build(arguments: ServeArguments, *, send_local: bool) -> Any:
     has_token = server_token(None, insecure=True) is not None
     names = [model.name for model in models]
     compared = None if challenger is None else (challenger.name, other)
-    return ingress.bind(arguments, names, captioners, compared, has_token)
+    return ingress.bind(arguments, names, captioners, compared, has_token=has_token, is_local=is_local)
 
 
-def _captioner(model: NamedModel, name: str, arguments: ServeArguments, gpus: float) -> Any:
-    """The deployment of one model."""
+def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> Any:
+    """The deployment of one model's processes with a name, their number and resources."""
     scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
@@ -193,7 +207,7 @@ def _captioner(model: NamedModel, name: str, arguments: ServeArguments, gpus: fl
                 min_replicas=least, max_replicas=most, target_ongoing_requests=target
             )
         }
-    deployment = CaptionerDeployment.options(  # type: ignore[attr-defined]
+    return deployment.options(
         name=name,
         # Ray's default of 5 would never fill a batch; explanations wait here, too
         max_ongoing_requests=4 * arguments.batch_size,
@@ -201,31 +215,46 @@ def _captioner(model: NamedModel, name: str, arguments: ServeArguments, gpus: fl
         graceful_shutdown_timeout_s=SHUTDOWN_S,
         **scaling,
     )
-    return deployment.bind(model, arguments, gpus, arguments.threads)
 
 
 def needed_cpus(arguments: ServeArguments) -> int:
     """The CPUs that a Ray on this machine must have."""
+    return math.ceil(INGRESS_CPUS + CAPTIONER_CPUS * num_captioners(arguments))
+
+
+def num_captioners(arguments: ServeArguments) -> int:
+    """The largest number of captioning processes."""
     replicas = arguments.replicas if isinstance(arguments.replicas, int) else arguments.replicas[1]
-    num_models = len(arguments.models) + (arguments.challenger is not None)
-    return math.ceil(INGRESS_CPUS + CAPTIONER_CPUS * num_models * replicas)
+    return replicas * (len(arguments.models) + (arguments.challenger is not None))
 
 
-def default_threads() -> int:
-    """Torch's threads of a process: the cores, divided among the captioning processes of this machine."""
-    import torch
-
-    num_processes = sum(
-        1 for status in serve.status().applications.values() for name in status.deployments if name != "ingress"
-    )
-    return max(1, torch.get_num_threads() // max(1, num_processes))
+def num_threads(arguments: ServeArguments, is_local: bool) -> int:
+    """Torch's threads of a process: on this machine its share of the cores, in a cluster the CPUs that it asks for."""
+    return max(1, (os.cpu_count() or 1) // num_captioners(arguments)) if is_local else math.ceil(CAPTIONER_CPUS)
 
 
-def start(arguments: ServeArguments, host: str, port: int, *, send_local: bool) -> None:
-    """Starts the server on a Ray that has been started. Raises UserError, and JobFailedError if it does not start."""
+def prepare_replica(is_local: bool) -> None:
+    """Sets up the log of a process of Ray Serve, and lets it listen on the loopback interface if Ray runs only here.
+
+    Ray Serve opens a port of each process on all interfaces, which unpickles what it gets. It does so after the
+    constructors of deployments, so that the name can be replaced there.
+    """
+    configure_logging()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if is_local:
+        add_port = replica.add_port_to_grpc_server
+        replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
+
+
+def start(arguments: ServeArguments, host: str, port: int, *, is_local: bool) -> None:
+    """Starts the server on a Ray that has been started. Raises UserError, and JobFailedError if it does not start.
+
+    is_local: whether this process has started the Ray.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     limits = arguments.limits
     options = HTTPOptions(host=host, port=port, request_timeout_s=2 * limits.body_s + 11 * limits.answer_s)
-    target = build(arguments, send_local=send_local)
+    target = build(arguments, is_local=is_local, send_local=not is_local)
     serve.start(proxy_location="HeadOnly", http_options=options, logging_config=LOGGING)
     try:
         serve.run(target, name=APP, route_prefix="/", logging_config=LOGGING)
@@ -239,6 +268,8 @@ def wait() -> None:
         time.sleep(STATUS_S)
 
 
-def stop() -> None:
-    """Ends the application, its processes and Ray Serve."""
-    serve.shutdown()
+def stop(*, is_local: bool) -> None:
+    """Ends the application after the requests in progress. In a cluster it ends Ray Serve, too."""
+    serve.delete(APP)
+    if not is_local:  # a local Ray ends with this process
+        serve.shutdown()

@@ -99,6 +99,8 @@ def _bad_images() -> Iterator[None]:
         raise
     except Image.UnidentifiedImageError as error:
         raise UnknownFormatError("not an image in a known format") from error
+    except Image.DecompressionBombError as error:
+        raise OversizedError(f"cannot be decoded: {one_line(error)}") from error
     except MemoryError as error:
         raise BadImage("cannot be decoded: it needs too much memory") from error
     except Exception as error:  # a damaged file can raise nearly any type

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import shutil
 from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
 
 from models.transform import ImageTransform
+from pipeline.captioning.bundle_files import bundle_digests
+from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
 from pipeline.serving.app import AppSettings, make_app
 from pipeline.serving.host import ModelHost
 from pipeline.serving.loading import load_address
 from pipeline.serving.metrics import Metrics
 from pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
+from pipeline.storage.path import storage_path
 
 LOCAL = "http://127.0.0.1:8000"
 
@@ -60,6 +64,18 @@ def local_client(
         compared = Challenger(ServedModel("other", captioners, metrics), share, log)
     app = make_app(ServedModels(served, metrics, compared), settings, metrics)
     return TestClient(app, base_url=LOCAL)
+
+
+def crown(storage: Path, name: str, bundle: Path, token: int) -> BundleRecord:
+    """Makes a copy of a bundle the champion of a configuration, as `raycap retrain` does."""
+    place = f"models/{name}/champion-t{token:06d}"
+    if not (storage / place).exists():
+        shutil.copytree(bundle, storage / place)
+    record = BundleRecord(bundle=place, files=bundle_digests(storage / place), run_id="a")
+    store = ChampionStore(storage_path(storage), name)
+    decided = tuple(sorted({*store.read().decided, token}))
+    store._write(ChampionState(number=len(decided), decided=decided, champion=record))
+    return record
 
 
 def as_files(*paths: str) -> list[tuple[str, tuple[str, bytes, str]]]:

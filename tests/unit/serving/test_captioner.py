@@ -16,12 +16,10 @@ from PIL import Image
 import raycap
 from jobs.cli import main
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.service import CaptionService
-from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from pipeline.storage.path import storage_path
 from pipeline.tracking.pyfunc import PyfuncModel
 from tests.support.bundles import make_bundle, with_confidence, write_images
+from tests.support.serving import crown
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +147,8 @@ def test_mistakes_are_one_sentence(captioner: raycap.Captioner, names: list[str]
 
 
 def test_the_champion_is_loaded_and_checked(bundle: Path, names: list[str], tmp_path: Path) -> None:
-    champion = make_bundle(tmp_path / "models" / "demo" / "champion-t000001", seed=1)
-    record = BundleRecord(bundle="models/demo/champion-t000001", files=bundle_digests(champion), run_id="a")
-    state = ChampionState(number=1, decided=(1,), champion=record)
-    store = ChampionStore(storage_path(tmp_path), "demo")
-    store.read()
-    store._write(state)
+    record = crown(tmp_path, "demo", make_bundle(tmp_path / "bundle", seed=1), token=1)
+    champion = tmp_path / record.bundle
     loaded = raycap.load("champion:demo", storage=tmp_path, device="cpu")
     assert loaded.caption(names) == raycap.load(champion, device="cpu").caption(names)
     assert loaded.model.digest == record.files["model.safetensors"][:16] and loaded.model.bundle == "small"
