@@ -20,7 +20,8 @@ class ModelInfo:
     """A loaded model.
 
     bundle: its name. digest: the begin of the SHA-256 of its weights, as in the lines of `raycap caption --out`.
-    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. device: cpu or cuda.
+    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
+    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
     precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
     this search have a confidence.
     """
@@ -30,6 +31,8 @@ class ModelInfo:
     system: str
     vocabulary_size: int
     image_size: int
+    keep_aspect: bool
+    crop_share: float
     device: str
     precision: str
     beam_size: int

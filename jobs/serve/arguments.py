@@ -38,15 +38,15 @@ class ServeArguments(BaseModel):
     storage: str = "results"
     endpoint_url: str | None = None
     challenger: str | None = None
-    share: float = Field(0.1, ge=0, le=1)
+    share: float = Field(default=0.1, ge=0, le=1)
     comparison_log: str | None = None
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    poll_s: float = Field(30.0, gt=0)
-    batch_size: int = Field(16, ge=1, le=1024)
-    batch_wait_ms: float = Field(10.0, ge=0, le=10_000)
+    poll_s: float = Field(default=30.0, gt=0)
+    batch_size: int = Field(default=16, ge=1, le=1024)
+    batch_wait_ms: float = Field(default=10.0, ge=0, le=10_000)
     replicas: int | tuple[int, int] = 1
-    gpus: float | None = Field(None, ge=0)
-    threads: int | None = Field(None, ge=1)
+    gpus: float | None = Field(default=None, ge=0)
+    threads: int | None = Field(default=None, ge=1)
     allow_uris: tuple[str, ...] = ()
     allow_attribution: bool = False
     loopback_only: bool = False

@@ -25,12 +25,15 @@ class LoadedModel:
     def describe(self) -> dict[str, Any]:
         """What callers may know of the model, as JSON values."""
         service, model = self.service, self.service.bundle.captioner.model
+        transform = service.transform
         return {
             "bundle": self.name,
             "digest": self.digest,
             "system": model.config.name,
             "vocabulary_size": model.sizes.vocabulary_size,
-            "image_size": service.transform.image_size,
+            "image_size": transform.image_size,
+            "keep_aspect": transform.keep_aspect,
+            "crop_share": transform.image_size / transform.scaled_side,
             "device": service.device.type,
             "precision": service.precision,
             "beam_size": service.search.beam_size,
