@@ -31,7 +31,7 @@ def bench_serve(
     clients: Annotated[
         list[int] | None, typer.Option(min=1, help="Numbers of clients. The default is 1, 8, 32.")
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8765,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the server on the loopback interface.")] = 8765,
     threads: Annotated[int, typer.Option(min=1, help="Torch's threads of the model's process and of the loop.")] = 1,
     storage: Annotated[str, typer.Option(help="Where champions are.")] = "results",
 ) -> None:

@@ -30,7 +30,7 @@ def command(
         typer.Option(help="A bundle's folder, s3://... or champion:NAME; with a name: NAME=ADDRESS.", metavar="MODEL"),
     ],
     host: Annotated[str, typer.Option(help="Where the server listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port of --host.")] = 8000,
     storage: Annotated[str, typer.Option(help="The folder or s3:// prefix in which champions are.")] = "results",
     endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server.")] = None,
     challenger: Annotated[
