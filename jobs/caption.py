@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from pipeline.cluster.capacity import wait_for
 from pipeline.cluster.stalls import StallWatch
-from pipeline.confidence.confidence import Confidence, Judgement
+from pipeline.confidence.confidence import Confidence
 from pipeline.config.load import apply_override
 from pipeline.config.sections import EvaluationSection, WorkersSection
 from pipeline.data.image_paths import find_images
@@ -35,15 +34,13 @@ from pipeline.runtime.log import log_to_stderr
 from pipeline.runtime.progress import progress
 from pipeline.storage.digests import file_digest
 from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import StorageError
 from pipeline.untrusted.names import printable, quoted, shown
 
 if TYPE_CHECKING:
     from pipeline.captioning.ray_data import CaptionPool
+    from pipeline.captioning.service import CaptionService
 
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
-BATCH_SIZE = 16  # images per forward pass when this process captions them
-NUM_DECODE_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -251,47 +248,23 @@ def _signature(settings: EvaluationSection) -> dict[str, Any]:
 def _caption_in_process(
     names: Sequence[str], bundle: Bundle, options: CaptionOptions, pictures: Pictures | None, decorations: Decorations
 ) -> Iterator[dict[str, Any]]:
-    """Yields the output row of each image, in order. Threads read and decode the images of a batch.
+    """Yields the output row of each image, in order.
 
     pictures: None for no pictures. A picture that fails is recorded in `decorations`.
     """
-    import torch
-
     from pipeline.captioning.service import CaptionService
-    from pipeline.data.images import BadImage, read_image_file, reason_of
     from pipeline.runtime.cpu import prepare_processor
 
     prepare_processor()
     service = CaptionService(bundle, **options.search)
-
-    def load_pixels(name: str) -> Any:
-        """The image's pixels, or a text with the reason why it cannot be read."""
-        try:
-            return service.pixels(read_image_file(storage_path(name)))
-        except BadImage as error:
-            return str(error)
-        except StorageError:
-            raise  # an outage, or missing rights; the image is not at fault
-        except OSError as error:
-            return f"cannot be read: {reason_of(error)}"
-
-    with ThreadPoolExecutor(NUM_DECODE_THREADS) as pool:
-        for start in range(0, len(names), BATCH_SIZE):
-            batch = names[start : start + BATCH_SIZE]
-            loaded = list(pool.map(load_pixels, batch))
-            readable = [pixels for pixels in loaded if not isinstance(pixels, str)]
-            captions = iter(service.judged_captions(torch.stack(readable), options.num_results) if readable else [])
-            for number, (name, pixels) in enumerate(zip(batch, loaded, strict=True), start):
-                if isinstance(pixels, str):
-                    yield {"image": name, "error": pixels}
-                    continue
-                ranked, judgement = next(captions)
-                row = _output_row(name, ranked, judgement)
-                if pictures is not None:
-                    path = pictures.folder / f"{number:04d}-{Path(name).stem}.png"
-                    with decorations.making(f"the picture of {name}"):
-                        row |= _draw_words(path, name, service, pixels, ranked[0][0], pictures.head)
-                yield row
+    search = service.changed_search({}, options.num_results)
+    for number, (name, found) in enumerate(zip(names, service.caption_images(names, search), strict=True)):
+        row = {"image": name} | found.to_json()
+        if pictures is not None and found.caption is not None:
+            path = pictures.folder / f"{number:04d}-{Path(name).stem}.png"
+            with decorations.making(f"the picture of {name}"):
+                row |= _draw_words(path, name, service, found.caption, pictures.head)
+        yield row
 
 
 @contextmanager
@@ -313,9 +286,9 @@ def _captioning_on_ray(
 
         def rows() -> Iterator[dict[str, Any]]:
             captions = caption_stream(names, source, transform, options.search, options.num_results, pool)
-            for name, ranked, judgement, error in captions:
+            for name, found in captions:
                 progressed()
-                yield {"image": name, "error": error} if error else _output_row(name, ranked, judgement)
+                yield {"image": name} | found.to_json()
 
         yield rows()
 
@@ -394,17 +367,7 @@ def _confidence(bundle: Bundle, search: EvaluationSection, min_confidence: float
     return confidence
 
 
-def _output_row(name: str, ranked: Sequence[tuple[str, float]], judgement: Judgement | None) -> dict[str, Any]:
-    """The output row of an image.
-
-    ranked: its captions with their log-probabilities in nats, the best first. judgement: the confidence in the best.
-    """
-    entries = [{"caption": text, "log_prob": round(log_prob, 6)} for text, log_prob in ranked]
-    judged = {} if judgement is None else judgement.to_json()
-    return {"image": name, **entries[0]} | judged | ({"n_best": entries} if len(entries) > 1 else {})
-
-
-def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str, head: int | None) -> dict[str, Any]:
+def _draw_words(path: Path, name: str, service: CaptionService, caption: str, head: int | None) -> dict[str, Any]:
     """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
 
     head: as in `Pictures`.
@@ -412,23 +375,19 @@ def _draw_words(path: Path, name: str, service: Any, pixels: Any, caption: str, 
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
-    from pipeline.captioning.service import MAX_PIXELS
-    from pipeline.data.images import decode_image, read_image_file
+    from pipeline.data.image_sources import load_image
     from pipeline.reports.cluster_pictures import cluster_picture
     from pipeline.reports.heat_maps import caption_picture
 
-    image, vocabulary = decode_image(read_image_file(storage_path(name)), MAX_PIXELS), service.bundle.vocabulary
-    words = [part.strip() for part in vocabulary.parts(caption)]
-    attention = service.attention(pixels, caption, None if head is None else head - 1).float().cpu().numpy()
-    attribution = service.attribution(pixels, caption)
-    first = service.num_prefix_tokens
-    maps = attention[:, first:], attribution.shares().cpu().numpy()[:, first:]
-    caption_picture(image, words, *maps).save(path)
+    image = load_image(name)
+    pixels = service.transform(image)
+    explanation = service.explain(pixels, caption, None if head is None else head - 1)
+    assert explanation.attribution is not None
+    caption_picture(image, explanation.words, explanation.attention, explanation.attribution).save(path)
     clusters = service.clusters(pixels, caption)
     if clusters is not None:
-        cluster_picture(image, words, clusters).save(path.with_name(f"{path.stem}-clusters.png"))
-    gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
-    return {"attribution": {"steps": attribution.steps, "gap": round(gap, 6)}}
+        cluster_picture(image, explanation.words, clusters).save(path.with_name(f"{path.stem}-clusters.png"))
+    return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
 
 
 def _write_rows(rows: Iterator[dict[str, Any]], total: int, write: Callable[[Row], None]) -> tuple[int, float]:

@@ -70,6 +70,7 @@ COMMANDS = {
     "constraints": Entry("jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("jobs.caption:caption", "Caption image files.", can_submit=True),
+    "serve": Entry("jobs.serve.command:command", "Serve captions over HTTP."),
     "retrain": Entry("jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
     "soup": Entry("jobs.soup:soup", "Join models by the weighted sum of their weights."),
@@ -91,6 +92,7 @@ BENCHMARKS = {
     ),
     "train": Entry("jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
     "extract": Entry("jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."),
+    "serve": Entry("jobs.serve.bench:bench_serve", "Requests per second of a served model."),
     "store": Entry("jobs.bench.store:bench_store", "Random reads from the feature store."),
     "plan": Entry("jobs.bench.store:bench_plan", "Time and memory to plan an extraction of a million images."),
 }

@@ -10,7 +10,7 @@ COMMIT_FILE = "COMMIT"  # written into packages, which have no .git
 
 
 def project_root() -> Path:
-    """The folder with models/, pipeline/ and jobs/."""
+    """The folder with models/, pipeline/, jobs/ and raycap/."""
     return Path(__file__).resolve().parent.parent
 
 

@@ -19,15 +19,15 @@ import torch
 
 from models.transform import ImageTransform
 from pipeline.captioning.model_sources import ModelSource
-from pipeline.captioning.service import MAX_PIXELS, CaptionService
-from pipeline.confidence.confidence import Judgement
+from pipeline.captioning.service import CaptionService
+from pipeline.confidence.image_caption import ImageCaption, RankedCaption
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
-from pipeline.data.images import BadImage, decode_image, read_image_file, reason_of
+from pipeline.data.image_sources import load_image
+from pipeline.data.images import BadImage
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import prepare_processor
-from pipeline.storage.path import is_remote, storage_path
-from pipeline.storage.s3 import StorageError
+from pipeline.storage.path import is_remote
 
 BLOCK_SIZE = 64  # images
 NAMES_AT_A_TIME = 1_000_000  # images of an execution; their 15,625 blocks of names are made before its first caption
@@ -61,10 +61,9 @@ def caption_stream(
     search: dict[str, Any],
     num_results: int,
     pool: CaptionPool = CaptionPool(),
-) -> Iterator[tuple[str, list[tuple[str, float]], Judgement | None, str]]:
-    """Yields (name, captions, confidence, reason for a missing caption) of each image, in order.
+) -> Iterator[tuple[str, ImageCaption]]:
+    """Yields (name, captions or reason for missing ones) of each image, in order.
 
-    The captions have their log-probabilities, and the best comes first. The confidence is that in the best one.
     search: the settings of a `CaptionService`, with a precision other than `auto`. Ray must have been started, and
     every node must be able to read local names. Raises StorageError while the storage is out of order or refuses
     requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for
@@ -83,9 +82,10 @@ def caption_stream(
     with one_sentence("captioning"):
         for start in range(0, len(names), NAMES_AT_A_TIME):
             for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], transform, arguments, pool):
-                judgement = None if row["judgement"] is None else Judgement(*row["judgement"])
-                captions = list(zip(row["captions"], row["log_probs"], strict=True))
-                yield _text(row["name"]), captions, judgement, row["reason"]
+                columns = (row["captions"], row["log_probs"], map(tuple, row["tokens"]))
+                n_best = tuple(RankedCaption(*each) for each in zip(*columns, strict=True))
+                confidence, expected_ciderd = row["judgement"] or (None, None)
+                yield _text(row["name"]), ImageCaption(n_best, confidence, expected_ciderd, row["reason"] or None)
 
 
 def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
@@ -136,14 +136,9 @@ def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str
     def decode(index: int) -> str:
         """Writes the pixels of one image of the batch, and returns its reason."""
         try:
-            data = read_image_file(storage_path(names[index]))
-            pixels[index] = transform.resize(decode_image(data, MAX_PIXELS))
+            pixels[index] = transform.resize(load_image(names[index]))
         except BadImage as error:
             return str(error)
-        except StorageError:
-            raise  # an outage, or missing rights; the image is not at fault
-        except OSError as error:
-            return f"cannot be read: {reason_of(error)}"
         return ""
 
     # Requests spend most of their time waiting; local files are decoded one after the other.
@@ -158,24 +153,31 @@ class _CaptionActor:
     def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpus: float) -> None:
         prepare_processor()
         device = device_for(gpus).type  # Ray leaves GPUs visible to processes that have asked for none
-        self.num_results, self.service = num_results, CaptionService(model.load(), device=device, **search)
+        self.service = CaptionService(model.load(), device=device, **search)
+        self.search = self.service.changed_search({}, num_results)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Captions a batch of `_decode`. The new columns captions and log_probs hold lists, empty for bad images.
+        """Captions a batch of `_decode`.
 
-        The column judgement holds null, or a list with the values of a `Judgement`.
+        The new columns captions, log_probs and tokens hold lists, empty for bad images. The column judgement holds
+        null, or a list with the confidence and the expected CIDEr-D.
         """
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
-        found: dict[int, tuple[list[tuple[str, float]], Judgement | None]] = {}
+        found = [ImageCaption()] * len(batch["reason"])
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
             pixels = self.service.transform.normalize(pixels).contiguous()
-            found = dict(zip(readable, self.service.judged_captions(pixels, self.num_results), strict=True))
-        rows, judgements = zip(*(found.get(index, ([], None)) for index in range(len(batch["reason"]))), strict=True)
+            for index, captions in zip(readable, self.service.caption(pixels, self.search), strict=True):
+                found[index] = captions
+        texts = pa.list_(pa.string())
+        judgements = [None if each.confidence is None else [each.confidence, each.expected_ciderd] for each in found]
         return {
             "name": batch["name"],
-            "captions": pa.array([[text for text, _ in row] for row in rows], pa.list_(pa.string())),
-            "log_probs": pa.array([[log_prob for _, log_prob in row] for row in rows], pa.list_(pa.float64())),
+            "captions": pa.array([[ranked.caption for ranked in each.n_best] for each in found], texts),
+            "log_probs": pa.array(
+                [[ranked.log_prob for ranked in each.n_best] for each in found], pa.list_(pa.float64())
+            ),
+            "tokens": pa.array([[ranked.tokens for ranked in each.n_best] for each in found], pa.list_(texts)),
             "judgement": pa.array(judgements, pa.list_(pa.float64())),
             "reason": batch["reason"],
         }

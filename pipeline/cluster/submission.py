@@ -25,7 +25,7 @@ from pipeline.storage.path import is_remote
 from pipeline.untrusted.names import expanded_path
 from pipeline.version import COMMIT_FILE, commit
 
-SOURCE_FOLDERS = ("models", "pipeline", "jobs")
+SOURCE_FOLDERS = ("models", "pipeline", "jobs", "raycap")
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
 NO_FILES = {"features.hdf5": (SYNTHETIC,), "backbone.weights": ("none", "pretrained")}  # values that name no file

@@ -9,7 +9,9 @@ import hashlib
 import io
 import itertools
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,14 @@ class BadImage(Exception):
     """An image that cannot be used; the message is the reason listed in the quarantine."""
 
 
+class UnknownFormatError(BadImage):
+    """A file that is no image, or one in a format that is not read."""
+
+
+class OversizedError(BadImage):
+    """An image of too many pixels."""
+
+
 def read_image_file(path: StoragePath) -> bytes:
     """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
 
@@ -67,14 +77,30 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     """
     if not data:
         raise BadImage("empty file")
+    with _bad_images():
+        return _decode(data, max_pixels)
+
+
+def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
+    """An image of Pillow as RGB, as `decode_image` gives it. The image itself does not change. Raises BadImage."""
+    with _bad_images():
+        _require_size(image, max_pixels)
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _bad_images() -> Iterator[None]:
+    """Raises BadImage in place of the errors that a damaged image causes."""
     try:
         with warnings.catch_warnings():  # of damaged metadata, and of large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
-            return _decode(data, max_pixels)
+            yield
     except BadImage:
         raise
     except Image.UnidentifiedImageError as error:
-        raise BadImage("not an image in a known format") from error
+        raise UnknownFormatError("not an image in a known format") from error
+    except Image.DecompressionBombError as error:
+        raise OversizedError(f"cannot be decoded: {one_line(error)}") from error
     except MemoryError as error:
         raise BadImage("cannot be decoded: it needs too much memory") from error
     except Exception as error:  # a damaged file can raise nearly any type
@@ -95,21 +121,21 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _require_size(image: Image.Image, max_pixels: int) -> None:
-    """Raises BadImage for an image, or a tile of a TIFF file, of more than `max_pixels` or with too long a side.
+    """Raises OversizedError for an image, or a tile of a TIFF file, of more than `max_pixels` or with too long a side.
 
     The reason ends with `max_pixels`, by which an extraction finds the images that another limit may accept.
     """
     if image.format == "WEBP" and image.width * image.height > MAX_WEBP_SHARE * max_pixels:
         share = f"more than {MAX_WEBP_SHARE:.0%}, which a WebP image may have, of {max_pixels}"
-        raise BadImage(f"{image.width} x {image.height} pixels, {share}")
+        raise OversizedError(f"{image.width} x {image.height} pixels, {share}")
     sizes = [image.size]
     if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
         sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
     for width, height in sizes:
         if width * height > max_pixels:
-            raise BadImage(f"{width} x {height} pixels, more than {max_pixels}")
+            raise OversizedError(f"{width} x {height} pixels, more than {max_pixels}")
         if max(width, height) > MAX_SIDE:
-            raise BadImage(f"{width} x {height} pixels, a side of more than {MAX_SIDE}")
+            raise OversizedError(f"{width} x {height} pixels, a side of more than {MAX_SIDE}")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -48,7 +48,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
     ):
         logged = mlflow.pyfunc.log_model(
             name="model",
-            loader_module="pipeline.captioning.service",  # the module reads the bundle, so nothing is pickled
+            loader_module="pipeline.tracking.pyfunc",  # the module reads the bundle, so nothing is pickled
             data_path=str(bundle),
             code_paths=code,
             # package indexes name versions without a build's suffix (+cpu)
@@ -79,7 +79,7 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _serving_code() -> Iterator[list[str]]:
     """Yields folders with copies of the part of raycap that serving needs, which are stored with a model."""
-    from pipeline.captioning.service import serving_sources
+    from pipeline.tracking.pyfunc import serving_sources
 
     with tempfile.TemporaryDirectory() as temporary:
         for source in serving_sources():
@@ -90,18 +90,19 @@ def _serving_code() -> Iterator[list[str]]:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """The settings of a `CaptionService`. MLflow lets a server change those that are named here."""
+    """The settings of the pyfunc model. MLflow lets a server change those that are named here."""
     search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
     return search | {"uri_roots": []}
 
 
 def _signature() -> Any:
-    """The served model's input, an image's bytes or URI, and its output, a caption and its log-probability."""
+    """The served model's input, an image's bytes or URI, and its output, a caption with its values."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
     inputs: list[Any] = [ColSpec("binary", "image", required=False), ColSpec("string", "uri", required=False)]
     outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
+    outputs += [ColSpec("double", name, required=False) for name in ("confidence", "expected_ciderd")]
     return ModelSignature(Schema(inputs), Schema(outputs))
 
 

@@ -143,8 +143,10 @@ def test_a_service_captions_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
     assert [service.device.type for service in services] == [DEVICE, "cpu"]
     pixels = torch.stack([services[0].pixels(Path(name).read_bytes()) for name in names])
     ours, expected = (service.caption(pixels) for service in services)
-    for (caption, log_prob), (text, value) in zip((row[0] for row in ours), (row[0] for row in expected), strict=True):
-        assert caption == text and log_prob == pytest.approx(value, abs=1e-3)
+    for found, other in zip(ours, expected, strict=True):
+        caption = found.caption
+        assert caption is not None and caption == other.caption
+        assert found.log_prob == pytest.approx(other.log_prob, abs=1e-3)
         for service in services:
             assert service.attention(pixels[0], caption).shape[0] == len(caption.split())
             assert service.attribution(pixels[0], caption).gap.isfinite().all()

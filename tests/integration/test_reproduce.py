@@ -77,7 +77,7 @@ def test_expansionnet_from_its_published_files(tmp_path: Path, ray_session: None
     captions = {}
     for image in IDS:  # one at a time and without Ray
         content = (files / "val2014" / f"COCO_val2014_{image:012d}.jpg").read_bytes()
-        captions[image] = service.caption(service.pixels(content)[None])[0][0][0]
+        captions[image] = service.caption(service.pixels(content)[None])[0].caption
     assert any(captions.values())
     found = entry["splits"]["test"]["scores"]["CIDEr-D"]
     assert found == pytest.approx(cider(references, captions), abs=1e-6) and found > 0

@@ -21,10 +21,12 @@ import pandas
 import pytest
 
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import MAX_ROWS, NOT_READABLE, CaptionService
+from pipeline.captioning.service import CaptionService
+from pipeline.data.uri_roots import NOT_READABLE
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.storage.path import StoragePath
 from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
+from pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel
 from pipeline.tracking.registry import register_model
 from pipeline.tracking.run_sync import sync
 from tests.support.runs import prepare_run
@@ -37,7 +39,7 @@ class Registered:
     uri: str  # of the tracker
     images: list[Path]
     expected: list[dict[str, Any]]
-    service: CaptionService
+    model: PyfuncModel
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,9 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
     images = [Path(uri) for uri in folder.dataset.column("uri")[:2]]
     roots = [str(images[0].parent), "s3://data/photos"]
-    service = CaptionService(load_bundle(bundle), beam_size=2, max_length=12, uri_roots=roots)
-    expected = service.predict({"image": [path.read_bytes() for path in images]})
-    return Registered(tracking_uri(folder.config), images, expected, service)
+    model = PyfuncModel(CaptionService(load_bundle(bundle), beam_size=2, max_length=12), roots)
+    expected = model.predict({"image": [path.read_bytes() for path in images]})
+    return Registered(tracking_uri(folder.config), images, expected, model)
 
 
 def same(captions: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -75,7 +77,7 @@ import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
 images = json.loads(sys.argv[2])
 model = mlflow.pyfunc.load_model("models:/demo/1", model_config={"uri_roots": [images[0].rpartition("/")[0]]})
-import pipeline.captioning.service
+import pipeline.captioning.service, pipeline.tracking.pyfunc
 files = [open(path, "rb").read() for path in images]
 print(json.dumps({
     "code": pipeline.captioning.service.__file__,
@@ -159,7 +161,7 @@ def test_scoring_requests_give_the_captions_of_the_service(
 def test_an_invalid_row_is_named(registered: Registered, table: dict[str, Any], named: str) -> None:
     for request in (table, pandas.DataFrame(table)):
         with pytest.raises(ValueError, match=f"^.*{re.escape(named)}") as caught:
-            registered.service.predict(request)
+            registered.model.predict(request)
         assert "\n" not in str(caught.value)
 
 
@@ -175,21 +177,21 @@ def test_an_invalid_row_is_named(registered: Registered, table: dict[str, Any], 
 )
 def test_a_request_that_is_no_table_is_refused(registered: Registered, request_: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        registered.service.predict(request_)
+        registered.model.predict(request_)
 
 
 def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="row 0: image is larger than 33554432 bytes"):
-        registered.service.predict({"image": [bytes(2**25 + 1)]})
+        registered.model.predict({"image": [bytes(2**25 + 1)]})
     size = registered.images[0].stat().st_size
-    for limit in ("captioning.service.MAX_IMAGE_BYTES", "data.images.MAX_BYTES"):
+    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.images.MAX_BYTES"):
         monkeypatch.setattr(f"pipeline.{limit}", size - 1)
     data = registered.images[0].read_bytes()
     for image in (data, base64.b64encode(data + bytes(4)).decode()):
         with pytest.raises(ValueError, match=f"row 0: image is larger than {size - 1} bytes"):
-            registered.service.predict({"image": [image]})
+            registered.model.predict({"image": [image]})
     with pytest.raises(ValueError, match=NOT_READABLE):
-        registered.service.predict({"uri": [str(registered.images[0])]})
+        registered.model.predict({"uri": [str(registered.images[0])]})
 
 
 def test_without_roots_no_file_of_the_server_is_read(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,16 +250,16 @@ def test_images_on_s3_are_read_below_the_roots_only(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
     for folder in ("photos", "private"):
         StoragePath(f"s3://data/{folder}/a.png").write_bytes(registered.images[0].read_bytes())
-    same(registered.service.predict({"uri": ["s3://data/photos/a.png"]}), registered.expected[:1])
+    same(registered.model.predict({"uri": ["s3://data/photos/a.png"]}), registered.expected[:1])
     for uri in ("s3://data/private/a.png", "s3://data/photos/missing.png", "s3://data/photos/../private/a.png"):
         with pytest.raises(ValueError, match=NOT_READABLE):
-            registered.service.predict({"uri": [uri]})
+            registered.model.predict({"uri": [uri]})
 
 
 @pytest.mark.parametrize("roots", ["/data", [7], 7, [""], ["/data", " "]])
 def test_other_roots_than_folders_are_refused(registered: Registered, roots: Any) -> None:
     with pytest.raises(ValueError, match="expected a list of folders and s3:// prefixes"):
-        CaptionService(registered.service.bundle, uri_roots=roots)
+        PyfuncModel(registered.model.service, roots)
 
 
 @pytest.fixture(scope="module")

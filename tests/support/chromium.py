@@ -97,7 +97,10 @@ class Page:
         return message
 
     def open(self, path: Path) -> None:
-        self._call("Page.navigate", url=path.resolve().as_uri())
+        self.visit(path.resolve().as_uri())
+
+    def visit(self, url: str) -> None:
+        self._call("Page.navigate", url=url)
         while self._receive().get("method") != "Page.loadEventFired":
             pass
 

@@ -23,10 +23,11 @@ from PIL import Image
 from jobs.import_ import import_checkpoint
 from jobs.named_files import open_bundle
 from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import MAX_PIXELS, CaptionService
+from pipeline.captioning.service import CaptionService
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset, read_dataset
+from pipeline.data.image_sources import MAX_PIXELS
 from pipeline.data.images import decode_image
 from pipeline.data.vocabulary import SPECIALS
 from pipeline.features.regions import import_regions, write_regions
@@ -36,6 +37,7 @@ from pipeline.runs.prepare import prepare
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.lease import LeaseRecord, take_lease
 from pipeline.storage.path import StoragePath
+from pipeline.tracking.pyfunc import PyfuncModel
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle, with_confidence, write_images
@@ -150,7 +152,7 @@ def bundle(source: Path, case: Case) -> Callable[[], object]:
         if opened.transform is not None:
             pixels = CaptionService(opened, beam_size=2, max_length=5).transform(image)[None]
             for options in ({"beam_size": 2, "max_length": 5}, {}):
-                CaptionService(opened, **options).judged_captions(pixels)  # type: ignore[arg-type]
+                CaptionService(opened, **options).caption(pixels)  # type: ignore[arg-type]
 
     return use
 
@@ -164,15 +166,16 @@ def mutated_safetensors(data: bytes, random: Random) -> bytes:
 
 
 class Served(NamedTuple):
-    """A captioning service, and the bytes of valid images."""
+    """The model of MLflow's server, and the bytes of valid images."""
 
-    service: CaptionService
+    model: PyfuncModel
     images: list[bytes]
 
 
 def service(folder: Path) -> Served:
     images = [Path(path).read_bytes() for path in write_images(folder / "images", 4)]
-    return Served(CaptionService(load_bundle(make_bundle(folder / "bundle")), beam_size=2, max_length=5), images)
+    service = CaptionService(load_bundle(make_bundle(folder / "bundle")), beam_size=2, max_length=5)
+    return Served(PyfuncModel(service), images)
 
 
 def request(served: Served, case: Case) -> Callable[[], object]:
@@ -199,7 +202,7 @@ def request(served: Served, case: Case) -> Callable[[], object]:
         image = served.images[0]
         table = random.choice((table | {"image": image}, table | {"uri": None}, [table], hostile(random), {}))
     parameters = random.choice((None, None, {"beam_size": 10**9}, {"": hostile(random)}))
-    return lambda: served.service.predict(table, parameters)
+    return lambda: served.model.predict(table, parameters)
 
 
 def region_data(folder: Path) -> tuple[Dataset, dict[str, Any], bytes]:

@@ -141,8 +141,9 @@ def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
     from pipeline.captioning.bundle import load_bundle
     from pipeline.captioning.service import CaptionService
     from pipeline.storage.path import StorageOptions, StoragePath
+    from pipeline.tracking.pyfunc import PyfuncModel
 
-    service = CaptionService(load_bundle(Path(bundle)), beam_size=2, max_length=8)
+    model = PyfuncModel(CaptionService(load_bundle(Path(bundle)), beam_size=2, max_length=8))
     place = StoragePath(images, StorageOptions(endpoint, retry_minutes=0.05))
     files, number = [b""], 0
     while True:
@@ -151,7 +152,7 @@ def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
             files = [(place / names[number % len(names)]).read_bytes()]
         for table in ({"image": files}, {"image": [files[0][:60]]}, {"uri": ["/nowhere"]}, {"other": [1]}):
             with suppress(ValueError):
-                service.predict(table)
+                model.predict(table)
         number += 1
         Path(count).write_text(str(number))
         time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -14,6 +15,8 @@ import jsonschema
 import pytest
 import yaml
 
+from jobs.serve import deployments
+from jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
 from pipeline.cluster.submission import STOP_WAIT_S
 from pipeline.config.load import load_config
 from pipeline.runtime.stopping import SAVE_LIMIT_S
@@ -27,6 +30,7 @@ KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
 KUBERNETES_VERSION = "1.33"
 NO_SECRETS = (SIZE_VARIABLE, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
 DEFINITIONS = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayCronJob": "raycronjobs"}
+SERVICE = INFRA / "kubernetes" / "rayservice.yaml"
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -69,6 +73,9 @@ def definition(folder: Path, plural: str) -> Any:
 
 @pytest.mark.parametrize("document", manifests())
 def test_manifests_are_valid(document: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    if document["kind"] == "RayService":
+        # its own definition is not among the files; its cluster and its applications have definitions
+        document = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "spec": document["spec"]["rayClusterConfig"]}
     if document["kind"] not in DEFINITIONS:
         kubernetes_validate = pytest.importorskip("kubernetes_validate")
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
@@ -79,9 +86,32 @@ def test_manifests_are_valid(document: dict[str, Any], request: pytest.FixtureRe
     jsonschema.validate(document, definition(folder, DEFINITIONS[document["kind"]]))
 
 
-def test_the_validation_can_fail(shared: Path) -> None:
-    import copy
+def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
+    from ray.serve.schema import ServeDeploySchema
 
+    document = documents(SERVICE)[0]
+    assert document["spec"].keys() == {"serveConfigV2", "rayClusterConfig", "excludeHeadPodFromServeSvc"}
+    config = yaml.safe_load(document["spec"]["serveConfigV2"])
+    schema = ServeDeploySchema.model_validate(config)
+    (application,) = schema.applications
+    assert application.import_path == f"{deployments.__name__}:{deployments.application.__name__}"
+    arguments = ServeArguments(**application.args)
+    assert not arguments.insecure and arguments.replicas == (1, 4)
+    (group,) = cluster_spec(document)["workerGroupSpecs"]
+    assert arguments.replicas[1] == group["maxReplicas"], "each node has one GPU"
+    assert config["http_options"]["request_timeout_s"] >= 2 * arguments.limits.body_s + 11 * arguments.limits.answer_s
+    port = config["http_options"]["port"]
+    (policy,) = documents(SERVICE)[1:]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": port}]
+    worker = worker_container(document)
+    assert worker["ports"] == [{"name": "serve", "containerPort": port}]
+    assert {probe["httpGet"]["path"] for probe in (worker["startupProbe"], worker["readinessProbe"])} == {"/-/healthz"}
+    for bad in ({"poll": 1}, {"models": []}, {"limits": {"pixel": 1}}, {"gpus": "many"}):
+        with pytest.raises(ValueError, match="validation error"):
+            ServeArguments(**application.args | bad)
+
+
+def test_the_validation_can_fail(shared: Path) -> None:
     (good,) = documents(INFRA / "kubernetes" / "rayjob.yaml")
     schema = definition(shared / "schemas", "rayjobs")
     head = "spec/rayClusterSpec/headGroupSpec/template/spec/containers/0"
@@ -131,13 +161,13 @@ def test_rays_options_are_rays() -> None:
 
 def ray_manifests() -> Iterator[dict[str, Any]]:
     for path in KUBERNETES:
-        yield from (document for document in documents(path) if document["kind"] in DEFINITIONS)
+        yield from (document for document in documents(path) if document["kind"] in {*DEFINITIONS, "RayService"})
 
 
 def cluster_spec(document: dict[str, Any]) -> dict[str, Any]:
     spec = document["spec"]
     spec = spec.get("jobTemplate", spec)
-    found: dict[str, Any] = spec.get("rayClusterSpec", spec)
+    found: dict[str, Any] = spec.get("rayClusterSpec", spec.get("rayClusterConfig", spec))
     return found
 
 
@@ -146,12 +176,28 @@ def groups(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 
 
-def test_the_three_ray_manifests_describe_one_cluster_of_rays_version() -> None:
+def test_the_ray_manifests_describe_one_cluster_of_rays_version() -> None:
     import importlib.metadata
 
-    first, *others = [cluster_spec(document) for document in ray_manifests()]
-    assert len(others) == 2 and all(other == first for other in others)
+    first, *others = [without_serving(document) for document in ray_manifests()]
+    assert len(others) == 3 and all(other == first for other in others)
     assert first["rayVersion"] == importlib.metadata.version("ray") and first["authOptions"]["mode"] == "token"
+
+
+def without_serving(document: dict[str, Any]) -> dict[str, Any]:
+    """The cluster of a manifest, without what only a service has."""
+    spec = copy.deepcopy(cluster_spec(document))
+    if document["kind"] == "RayService":
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            (container,) = group["template"]["spec"]["containers"]
+            container["env"] = [each for each in container["env"] if each["name"] != TOKEN_VARIABLE]
+            container["ports"] = [each for each in container.get("ports", ()) if each["name"] != "serve"]
+        (worker,) = spec["workerGroupSpecs"]
+        worker |= {"replicas": 0, "minReplicas": 0}
+        (container,) = worker["template"]["spec"]["containers"]
+        for name in ("ports", "startupProbe", "readinessProbe"):
+            del container[name]
+    return spec
 
 
 def test_a_pod_may_save_a_checkpoint_before_it_is_killed() -> None:

@@ -100,7 +100,7 @@ def test_a_service_takes_the_bundles_rules_and_others_in_their_place(folder: Pat
     bundle = load_bundle(make_bundle(tmp_path / "recorded", protocol=recorded))
     service = CaptionService(bundle)
     assert service.search.decoding == recorded.decoding
-    assert all(len(ranked[0][0].split()) >= 4 for ranked in service.caption(pixels(4)))
+    assert all(len(found.tokens) >= 4 for found in service.caption(pixels(4)))
     changed = CaptionService(bundle, search={"decoding": {"beam_groups": 2}, "ranking": 0.6}).search
     assert changed.decoding == replace(recorded.decoding, beam_groups=2)
     assert (changed.ranking, changed.beam_size, changed.max_length) == (0.6, 4, 12)
@@ -118,12 +118,13 @@ def test_a_service_takes_the_bundles_rules_and_others_in_their_place(folder: Pat
 def test_a_service_draws_the_same_captions_of_an_image_in_any_batch(bundle: Bundle) -> None:
     search = {"beam_size": 1, "decoding": {"sampling": True, "temperature": 1.5}}
     service = CaptionService(bundle, search=search)
-    together = service.caption(pixels(5), num_results=2)
-    alone = [service.caption(image[None], num_results=2)[0] for image in pixels(5)]
-    assert [[text for text, _ in ranked] for ranked in together] == [[text for text, _ in ranked] for ranked in alone]
-    assert len({ranked[0][0] for ranked in together}) > 1
+    settings = service.changed_search({}, num_results=2)
+    together = service.caption(pixels(5), settings)
+    alone = [service.caption(image[None], settings)[0] for image in pixels(5)]
+    texts = [[[each.caption for each in found.n_best] for found in captions] for captions in (together, alone)]
+    assert texts[0] == texts[1] and len({found.caption for found in together}) > 1
     other = CaptionService(bundle, search=search | {"decoding": search["decoding"] | {"seed": 1}})  # type: ignore[operator]
-    assert other.caption(pixels(5), num_results=2) != together
+    assert other.caption(pixels(5), other.changed_search({}, num_results=2)) != together
 
 
 def test_the_command_sets_keys_of_the_search(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,13 +117,16 @@ def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
     recorded = Protocol(beam_size=2, max_length=8, ranking="sum", collapse_repeats=True)
     bundle = load_bundle(make_bundle(tmp_path / "recorded", protocol=recorded))
     pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    captions = CaptionService(plain, beam_size=2, max_length=8).caption(pixels, 2)
-    found = CaptionService(bundle).caption(pixels, 2)
-    words = [caption.split() for ranked in captions for caption, _ in ranked]
+    captions, found = (
+        [each.n_best for each in service.caption(pixels, service.changed_search({}, num_results=2))]
+        for service in (CaptionService(plain, beam_size=2, max_length=8), CaptionService(bundle))
+    )
+    words = [each.caption.split() for ranked in captions for each in ranked]
     assert any(a == b for each in words for a, b in pairwise(each)), "nothing would be seen"
     for ranked in found:
-        assert [value for _, value in ranked] == sorted((value for _, value in ranked), reverse=True)
-        assert all(a != b for caption, _ in ranked for a, b in pairwise(caption.split()))
+        values = [each.log_prob for each in ranked]
+        assert values == sorted(values, reverse=True)
+        assert all(a != b for each in ranked for a, b in pairwise(each.caption.split()))
     longer = CaptionService(bundle, beam_size=3, max_length=9).search
     assert (longer.beam_size, longer.max_length, longer.ranking) == (3, 9, "sum")
 

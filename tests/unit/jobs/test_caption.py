@@ -68,12 +68,15 @@ def test_captions_of_a_batch_are_those_of_each_image_alone(bundle: Path, tmp_pat
         CaptionService(load_bundle(bundle), precision="bf16")
     service = CaptionService(load_bundle(bundle), beam_size=3, max_length=9)
     pixels = [service.pixels(Path(name).read_bytes()) for name in names]
-    together = service.caption(torch.stack(pixels), 3)
-    assert len({found[0][0] for found in together}) > 1, "all captions are the same: nothing would be seen"
+    search = service.changed_search({}, num_results=3)
+    together = service.caption(torch.stack(pixels), search)
+    assert len({found.caption for found in together}) > 1, "all captions are the same: nothing would be seen"
     for one, found in zip(pixels, together, strict=True):
-        (alone,) = service.caption(one[None], 3)
-        assert [text for text, _ in alone] == [text for text, _ in found] and len(found) == 3
-        assert [value for _, value in alone] == pytest.approx([value for _, value in found], abs=1e-4)
+        (alone,) = service.caption(one[None], search)
+        assert [each.caption for each in alone.n_best] == [each.caption for each in found.n_best]
+        assert len(found.n_best) == 3 and alone.tokens == tuple((found.caption or "").split())
+        values = [each.log_prob for each in found.n_best]
+        assert [each.log_prob for each in alone.n_best] == pytest.approx(values, abs=1e-4)
 
 
 def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +114,7 @@ def test_auto_takes_the_precision_that_was_faster_here(
     assert [line["precision"] for line in lines] == 4 * [fastest]
     service = CaptionService(load_bundle(bundle), precision=fastest)
     pixels = torch.stack([service.pixels(Path(name).read_bytes()) for name in names])
-    expected = [round(ranked[0][1], 6) for ranked in service.caption(pixels)]
+    expected = [found.to_json()["log_prob"] for found in service.caption(pixels)]
     assert [line["log_prob"] for line in lines[:2]] == expected, "not this precision"
 
 
@@ -232,7 +235,7 @@ def test_a_failure_of_the_storage_is_no_error_of_an_image(
             raise error
         return read_bytes(path, max_bytes)
 
-    monkeypatch.setattr("jobs.caption.BATCH_SIZE", 2)
+    monkeypatch.setattr("pipeline.captioning.service.BATCH_SIZE", 2)
     with monkeypatched as failure:
         failure.setattr(StoragePath, "read_bytes", failing)
         with pytest.raises(type(error)):
@@ -263,7 +266,7 @@ def test_captions_have_the_confidence_of_their_search(
     (fit,), service = loaded.confidences, CaptionService(loaded)
     pixels = torch.stack([service.pixels(Path(name).read_bytes()) for name in names])
     with torch.no_grad():
-        found, _ = service._search(pixels, num_results=1)
+        found, _ = service._search(pixels, service.search)
     for row, log_probs, length in zip(rows, found.log_probs[:, 0], found.lengths[:, 0], strict=True):
         mean = (float(log_probs.sum() / length) - fit.mean[0]) / fit.scale[0]
         assert row["confidence"] == pytest.approx(1 / (1 + np.exp(-fit.log_odds.weights[0] * mean)), abs=1e-3)
@@ -293,7 +296,8 @@ def test_a_confidence_in_drawn_captions_belongs_to_their_number(
     for search, is_judged in ((drawn, False), (beams, True)):
         service = CaptionService(load_bundle(folder), search=search)
         for count, expected in ((1, is_judged), (3, True)):
-            judged = [judgement is not None for _, judgement in service.judged_captions(pixels, count)]
+            found = service.caption(pixels, service.changed_search({}, count))
+            judged = [each.confidence is not None for each in found]
             assert judged == [expected] * 2, (search, count)
     command = ["caption", *names, "--model", str(folder), "--beam", "1", "--set", "evaluation.decoding.sampling=true"]
     out = ["--out", str(tmp_path / "captions.jsonl"), "--min-confidence", "0"]
@@ -397,11 +401,12 @@ def test_an_actor_gives_the_confidences_of_the_service(bundle: Path, judging: Pa
     service = CaptionService(load_bundle(judging), device="cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     batch = {"name": np.array([b"a", b"b", b"c"]), "pixels": pixels, "reason": np.array(["", "broken", ""])}
-    expected = service.judged_captions(service.transform.normalize(torch.from_numpy(pixels[[0, 2]])))
+    expected = service.caption(service.transform.normalize(torch.from_numpy(pixels[[0, 2]])))
     found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)
-    judgements = [list(judgement) for _, judgement in expected if judgement is not None]
+    judgements = [[each.confidence, each.expected_ciderd] for each in expected]
     assert found["judgement"].to_pylist() == [pytest.approx(judgements[0]), None, pytest.approx(judgements[1])]
-    assert found["captions"].to_pylist() == [[expected[0][0][0][0]], [], [expected[1][0][0][0]]]
+    assert found["captions"].to_pylist() == [[expected[0].caption], [], [expected[1].caption]]
+    assert found["tokens"].to_pylist() == [[list(expected[0].tokens)], [], [list(expected[1].tokens)]]
     assert _CaptionActor(StoredBundle(storage_path(bundle)), {}, 1, 0.0)(batch)["judgement"].null_count == 3
 
 

@@ -409,7 +409,7 @@ def test_heat_maps_leave_prefix_tokens_out(tmp_path: Path) -> None:
     (name,) = write_images(tmp_path / "images", 1)
     pixels = service.pixels(Path(name).read_bytes())
     assert service.attention(pixels, "a red cat").shape == (3, 21) and service.num_prefix_tokens == 5
-    row = _draw_words(tmp_path / "picture.png", name, service, pixels, "a red cat", None)
+    row = _draw_words(tmp_path / "picture.png", name, service, "a red cat", None)
     assert row["attribution"]["steps"] > 0 and (tmp_path / "picture.png").is_file()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = sorted(path for room in ("models", "pipeline", "jobs") for path in (ROOT / room).rglob("*.py"))
+SOURCES = sorted(path for room in ("models", "pipeline", "jobs", "raycap") for path in (ROOT / room).rglob("*.py"))
 ROOM = "pipeline/untrusted/"  # where strangers' files are read with limits
 
 # Calls that parse a file and have no limits of their own.

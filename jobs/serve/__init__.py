@@ -1,0 +1,1 @@
+"""`raycap serve`: captions over HTTP with Ray Serve."""

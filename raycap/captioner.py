@@ -1,0 +1,129 @@
+"""A model for Python programs: loads a bundle and captions images in the caller's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.confidence.image_caption import Explanation, ImageCaption
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.data.image_sources import ImageSource
+    from pipeline.serving.loading import LoadedModel
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded model.
+
+    bundle: its name. digest: the begin of the SHA-256 of its weights, as in the lines of `raycap caption --out`.
+    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
+    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
+    precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
+    this search have a confidence.
+    """
+
+    bundle: str
+    digest: str
+    system: str
+    vocabulary_size: int
+    image_size: int
+    keep_aspect: bool
+    crop_share: float
+    device: str
+    precision: str
+    beam_size: int
+    max_length: int
+    has_confidence: bool
+
+
+class Captioner:
+    """Captions and explains images with one model; `load` makes it.
+
+    Several threads may use one captioner: they decode images at the same time and take turns with the model. Processes
+    cannot share it; each calls `load`.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._service, self._options = loaded.service, loaded.options
+        self.model = ModelInfo(**loaded.describe())
+
+    def caption(
+        self,
+        images: Sequence[ImageSource],
+        *,
+        batch_size: int | None = None,
+        num_results: int = 1,
+        beam_size: int | None = None,
+        max_length: int | None = None,
+        search: Mapping[str, Any] | None = None,
+    ) -> list[ImageCaption]:
+        """The captions of each image, in order. An image that cannot be read has `error` and no caption.
+
+        images: paths, s3:// URIs, bytes of image files, images of Pillow, or arrays (H, W), (H, W, 3) or (H, W, 4) of
+        uint8. batch_size: images per forward pass; None for 16. num_results: captions per image. beam_size, max_length,
+        search: in place of the model's; search has further keys of the section `evaluation`, such as
+        {"ranking": "sum"}.
+        Raises UserError for values that no search takes, and StorageError while a storage does not answer.
+        """
+        given = {"beam_size": beam_size, "max_length": max_length}
+        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
+        settings = self._service.changed_search(changes, num_results)
+        if isinstance(images, str | bytes | bytearray | memoryview | Path) or not isinstance(images, Sequence):
+            raise UserError(f"images is a {type(images).__name__}; give a list of images, also for one image")
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected 1 or more")
+        found = self._service.caption_images(images, settings, batch_size=batch_size, options=self._options)
+        return list(found)
+
+    def explain(
+        self,
+        image: ImageSource,
+        *,
+        caption: str | None = None,
+        head: int | None = None,
+        attribution: bool = True,
+    ) -> Explanation:
+        """Where the model looks in an image for each word of a caption, as `raycap caption --explain` draws it.
+
+        caption: None for the model's own best caption. head: of the last decoder layer, from 0; None for the mean over
+        all heads. attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for an
+        image that cannot be read, and for another head.
+        """
+        from pipeline.data.images import BadImage
+
+        num_heads = self._service.bundle.captioner.model.config.num_heads
+        if head is not None and not 0 <= head < num_heads:
+            raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
+        try:
+            pixels = self._service.pixels(image, self._options)
+        except BadImage as error:
+            raise UserError(f"the image cannot be explained: {error}") from error
+        if caption is None:
+            (found,) = self._service.caption(pixels[None])
+            caption = found.caption or ""
+        return self._service.explain(pixels, caption, head, attribution)
+
+
+def load(
+    model: str | Path,
+    *,
+    device: Literal["cpu", "cuda"] | None = None,
+    precision: Literal["auto", "float32", "bfloat16"] = "float32",
+    storage: str | Path = "results",
+    endpoint_url: str | None = None,
+) -> Captioner:
+    """Loads a model.
+
+    model: the folder of a bundle, also s3://..., or champion:NAME for the model that `raycap retrain` keeps as the best
+    of the configuration NAME. device: None for a GPU if torch sees one. precision: bfloat16 is faster for large models
+    on hardware that supports it, and changes a few captions; auto measures which is faster. storage: the folder or
+    prefix in which champions are looked up. endpoint_url: of an S3-compatible server; credentials come from the
+    environment. Raises UserError if this is no model that captions images.
+    """
+    from pipeline.serving.loading import load_address
+
+    return Captioner(load_address(str(model), str(storage), endpoint_url, device=device, precision=precision))

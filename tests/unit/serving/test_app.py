@@ -1,0 +1,437 @@
+"""The HTTP interface without Ray: answers, limits, access, and requests that mean harm."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from PIL import Image
+from starlette.testclient import TestClient
+
+import raycap
+from pipeline.serving.app import AppSettings
+from pipeline.serving.bodies import read_body
+from pipeline.serving.comparison import ComparisonLog
+from pipeline.serving.guard import FAILED, Access
+from pipeline.serving.limits import Limits, RefusedError
+from tests.support.bundles import make_bundle, with_confidence, write_images
+from tests.support.serving import LocalCaptioners, as_base64, as_files, host_of, local_client
+
+TOKEN = "a token of many letters".replace(" ", "-")
+SMALL = Limits(body_bytes=60_000, image_bytes=20_000, pixels=10_000, images=3, beam_size=6, num_results=4)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_confidence(make_bundle(tmp_path_factory.mktemp("served") / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("served") / "other", seed=1)
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_images(tmp_path_factory.mktemp("images"), 5)
+
+
+@pytest.fixture(scope="module")
+def captioners(bundle: Path) -> LocalCaptioners:
+    return LocalCaptioners(host_of(bundle))
+
+
+@pytest.fixture(scope="module")
+def client(captioners: LocalCaptioners, other: Path) -> Iterator[TestClient]:
+    of_app = AppSettings(SMALL, Access(), allow_attribution=True)
+    with local_client({"main": captioners, "other": LocalCaptioners(host_of(other))}, of_app) as opened:
+        yield opened
+
+
+def same(captions: list[dict[str, Any]], expected: list[raycap.ImageCaption]) -> None:
+    assert [row["caption"] for row in captions] == [each.caption for each in expected]
+    for row, each in zip(captions, expected, strict=True):
+        assert row == pytest.approx(each.to_json(), abs=1e-4) or "n_best" in row
+
+
+def test_files_and_base64_give_the_captions_of_the_api(bundle: Path, client: TestClient, names: list[str]) -> None:
+    captioner = raycap.load(bundle, device="cpu")
+    expected = captioner.caption(names[:3])
+    for answer in (
+        client.post("/caption", files=as_files(*names[:3])),
+        client.post("/caption", json={"images": as_base64(*names[:3])}),
+    ):
+        assert answer.status_code == 200, answer.text
+        same(answer.json()["captions"], expected)
+        assert answer.json()["model"] == {"name": "main", "bundle": "small", "digest": captioner.model.digest}
+        assert answer.headers["cache-control"] == "no-store"
+    options = {"beam_size": 3, "num_results": 2, "max_length": 7, "precision": "float32"}
+    expected = captioner.caption(names[:2], beam_size=3, num_results=2, max_length=7)
+    for answer in (
+        client.post("/caption", files=as_files(*names[:2]), data=options),
+        client.post("/caption", json={"images": as_base64(*names[:2])} | options),
+    ):
+        for row, each in zip(answer.json()["captions"], expected, strict=True):
+            assert [entry["caption"] for entry in row["n_best"]] == [ranked.caption for ranked in each.n_best]
+            assert "confidence" not in row, "the bundle has none for this search"
+    hidden = client.post("/caption", files=as_files(names[0]), data={"confidence": "false"}).json()["captions"][0]
+    assert hidden.keys() == {"caption", "log_prob"}
+
+
+def test_models_are_chosen_by_name(client: TestClient, other: Path, names: list[str]) -> None:
+    answer = client.post("/caption", files=as_files(names[0]), data={"model": "other"}).json()
+    captioner = raycap.load(other, device="cpu")
+    assert answer["model"]["name"] == "other" and answer["model"]["digest"] == captioner.model.digest
+    same(answer["captions"], captioner.caption(names[:1]))
+    listed = client.get("/models").json()
+    assert listed["default"] == "main" and [model["name"] for model in listed["models"]] == ["main", "other"]
+    assert [model["has_confidence"] for model in listed["models"]] == [True, False]
+    assert client.get("/healthz").json() == {"status": "ok"}
+
+
+def test_explanations_are_those_of_the_api(bundle: Path, client: TestClient, names: list[str]) -> None:
+    captioner = raycap.load(bundle, device="cpu")
+    expected = captioner.explain(names[0], attribution=False)
+    answer = client.post("/explain", files=as_files(names[0])).json()
+    assert answer["caption"] == expected.caption and answer["words"] == list(expected.words)
+    assert answer["grid"] == [4, 4] and answer["attribution"] is None
+    np.testing.assert_allclose(answer["attention"], expected.attention, atol=1e-5)
+    options = {"caption": "a red cat", "attribution": True, "head": 1}
+    answer = client.post("/explain", json={"images": as_base64(names[0])} | options).json()
+    expected = captioner.explain(names[0], caption="a red cat", head=1)
+    assert expected.attribution is not None and answer["words"] == ["a", "red", "cat"]
+    np.testing.assert_allclose(answer["attribution"], expected.attribution, atol=1e-3)
+    for bad, words in (
+        ({"caption": "cat " * 20}, "more than the 11 tokens"),
+        ({"head": 2}, "head is 2; expected 0 to 1"),
+        ({"caption": "x" * 1001}, "caption: String should have at most"),
+    ):
+        answer = client.post("/explain", json={"images": as_base64(names[0])} | bad)
+        assert answer.status_code == 422 and words in answer.json()["error"]
+    assert client.post("/explain", files=as_files(*names[:2])).status_code == 422
+
+
+def test_attribution_is_refused_where_it_is_not_enabled(captioners: LocalCaptioners, names: list[str]) -> None:
+    answer = local_client({"main": captioners}).post("/explain", files=as_files(names[0]), data={"attribution": "1"})
+    assert answer.status_code == 422 and "attribution is not enabled" in answer.json()["error"]
+
+
+def png(width: int, height: int, level: int = 9) -> bytes:
+    """A valid black PNG file of any size, in few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer = zlib.compressobj(level)
+    row = bytes(1 + width // 8 + 1)
+    body = b"".join(packer.compress(row) for _ in range(min(height, 500))) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+MULTIPART = {"content-type": "multipart/form-data; boundary=x"}
+
+
+def part(name: str, data: bytes, headers: bytes = b"") -> bytes:
+    return (
+        b'--x\r\nContent-Disposition: form-data; name="' + name.encode() + b'"' + headers + b"\r\n\r\n" + data + b"\r\n"
+    )
+
+
+FILE = b'; filename="a.png"'
+TEXT = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "make"),
+    [
+        (413, "more than 60000 bytes", lambda image: {"content": bytes(60_001), "headers": TEXT}),
+        (413, "images.0 has more than 20000 bytes", lambda image: {"json": {"images": ["A" * 30_000]}}),
+        (413, "file 0 has 20001 bytes", lambda image: {"files": {"images": ("a", bytes(20_001))}}),
+        (413, "4 images, more than 3", lambda image: {"json": {"images": [encoded(image)] * 4}}),
+        (413, "4 images, more than 3", lambda image: {"files": [("images", ("a", image))] * 4}),
+        (413, "more than 3 images", lambda image: {"files": [("images", ("a", image))] * 5}),
+        (413, "101 x 100 pixels, more than 10000", lambda image: {"files": {"images": ("a", png(101, 100))}}),
+        (413, "Image size (10000000000 pixels) exceeds limit", lambda image: {
+            "files": {"images": ("a", png(100_000, 100_000))}}),
+        (415, "Content-Type is text/plain", lambda image: {"content": b"x", "headers": {"content-type": "text/plain"}}),
+        (415, "Content-Type is missing", lambda image: {"content": b"x"}),
+        (415, "image 0: not an image in a known format", lambda image: {"files": {"images": ("a", b"text")}}),
+        (415, "image 1: not an image", lambda image: {"json": {"images": [encoded(image), encoded(b"<svg/>")]}}),
+        (422, "image 0: cannot be decoded", lambda image: {"files": {"images": ("a", image[:-30])}}),
+        (422, "image 0: empty file", lambda image: {"files": {"images": ("a", b"")}}),
+        (422, "the request has no image", lambda image: {"json": {}}),
+        (422, "the request has no image", lambda image: {
+            "content": part("model", b"main") + b"--x--\r\n", "headers": MULTIPART}),
+        (422, "images.0 is no base64", lambda image: {"json": {"images": ["!"]}}),
+        (422, "the body is not valid JSON", lambda image: {"content": b"{", "headers": TEXT}),
+        (422, "the body is not valid JSON", lambda image: {"content": b"\xff\xfe\x00", "headers": TEXT}),
+        (422, "nested too deeply", lambda image: {"content": b"[" * 50_000, "headers": TEXT}),
+        (422, "NaN is not a JSON number", lambda image: {"content": b'{"images": NaN}', "headers": TEXT}),
+        (422, "Input should be a valid dictionary", lambda image: {"content": b"[1]", "headers": TEXT}),
+        (422, "images.0: Input should be a valid string", lambda image: {"json": {"images": [7]}}),
+        (422, "images: Input should be a valid list", lambda image: {"json": {"images": "a"}}),
+        (422, "image: Extra inputs are not permitted", lambda image: {"json": {"image": ""}}),
+        (422, "there is no model 'x'", lambda image: {"json": {"images": [encoded(image)], "model": "x"}}),
+        (422, "beam_size is 7; this server allows up to 6", lambda image: {"json": {"images": [""], "beam_size": 7}}),
+        (422, "beam_size: Input should be", lambda image: {"content": b'{"beam_size": 1e999}', "headers": TEXT}),
+        (422, "num_results is 4; expected 1 to the beam", lambda image: {
+            "json": {"images": [encoded(image)], "beam_size": 2, "num_results": 4}}),
+        (422, "precision: Input should be 'float32'", lambda image: {"json": {"images": [""], "precision": "int8"}}),
+        (422, "uris are not enabled", lambda image: {"json": {"uris": ["/etc/passwd"]}}),
+        (422, "the multipart body cannot be read", lambda image: {"content": b"x", "headers": MULTIPART}),
+        (422, "the multipart body cannot be read", lambda image: {
+            "content": b"x", "headers": {"content-type": "multipart/form-data"}}),
+        (422, "the request has no image", lambda image: {
+            "content": part("images", image, FILE)[:-100], "headers": MULTIPART}),
+        (422, "occurs more than once", lambda image: {
+            "content": part("model", b"main") * 2 + part("i", image, FILE) + b"--x--\r\n", "headers": MULTIPART}),
+        (422, "the multipart body cannot be read", lambda image: {
+            "content": part("model", b"m" * 20_000) + b"--x--\r\n", "headers": MULTIPART}),
+        (422, "the multipart body cannot be read", lambda image: {
+            "content": part("m", b"1") * 30 + b"--x--\r\n", "headers": MULTIPART}),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_served_gets_one_sentence(
+    client: TestClient, names: list[str], status: int, words: str, make: Callable[[bytes], dict[str, Any]]
+) -> None:
+    request = make(Path(names[0]).read_bytes())
+    answer = client.post("/caption", **request)
+    assert (answer.status_code, answer.json().keys()) == (status, {"error"}), answer.text
+    sentence = answer.json()["error"]
+    assert (
+        words in sentence and "\n" not in sentence and "Traceback" not in sentence and "site-packages" not in sentence
+    )
+
+
+def test_unknown_paths_and_methods_get_one_sentence(client: TestClient) -> None:
+    for method, path, status in (
+        ("GET", "/x", 404), ("GET", "/caption", 405), ("POST", "/", 405), ("GET", "/docs", 404),
+        ("GET", "/../etc", 404), ("GET", "/caption/", 404), ("DELETE", "/models", 405), ("GET", "/%00", 404),
+    ):  # fmt: skip
+        answer = client.request(method, path)
+        assert answer.status_code == status and answer.json().keys() == {"error"}, (path, answer.text)
+
+
+def test_a_body_is_refused_before_it_is_in_memory() -> None:
+    sent = 0
+
+    async def endless() -> Any:
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield bytes(1000)
+
+    with pytest.raises(RefusedError, match="more than 5000 bytes") as caught:
+        asyncio.run(read_body(endless(), {}, Limits(body_bytes=5000)))
+    assert caught.value.status == 413 and sent <= 6000
+    with pytest.raises(RefusedError, match="more than 5000 bytes"):
+        asyncio.run(read_body(endless(), {"content-length": "9" * 30}, Limits(body_bytes=5000)))
+    with pytest.raises(RefusedError, match="Content-Length is no number"):
+        asyncio.run(read_body(endless(), {"content-length": "-1"}, Limits(body_bytes=5000)))
+
+
+def test_a_client_that_sends_slowly_is_refused() -> None:
+    async def slow() -> Any:
+        yield b"a"
+        await asyncio.sleep(60)
+        yield b"b"
+
+    with pytest.raises(RefusedError, match="did not arrive within 0.05 s") as caught:
+        asyncio.run(read_body(slow(), {}, Limits(body_s=0.05)))
+    assert caught.value.status == 408
+
+
+def test_a_late_answer_and_a_full_queue_are_refused(bundle: Path, names: list[str]) -> None:
+    captioners = LocalCaptioners(host_of(bundle))
+    of_app = AppSettings(Limits(answer_s=0.2, queue=2))
+    with local_client({"main": captioners}, of_app) as client:
+        captioners.wait = asyncio.Event()  # which nobody sets
+        answer = client.post("/caption", files=as_files(names[0]))
+        assert answer.status_code == 503 and answer.json()["error"].startswith("there was no answer within 0.2 s")
+        assert answer.headers["retry-after"] == "5"
+    of_app = AppSettings(Limits(answer_s=30, queue=2))
+    with local_client({"main": captioners}, of_app) as client:
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda: statuses.append(client.post("/caption", files=as_files(names[0])).status_code)
+            )
+            for _ in range(2)
+        ]
+        before = captioners.num_jobs
+        event = captioners.wait = asyncio.Event()
+        for thread in threads:
+            thread.start()
+        while captioners.num_jobs < before + 2:
+            time.sleep(0.01)
+        answer = client.post("/caption", files=as_files(names[0]))
+        assert answer.status_code == 429 and "works on 2 requests" in answer.json()["error"]
+        assert (
+            client.get("/healthz").status_code == 200
+            and "raycap_requests_in_progress 2.0" in client.get("/metrics").text
+        )
+        client.portal.call(event.set)  # type: ignore[union-attr]
+        for thread in threads:
+            thread.join()
+        assert statuses == [200, 200]
+        captioners.wait = None
+        assert client.post("/caption", files=as_files(names[0])).status_code == 200
+
+
+def test_a_failure_is_said_without_its_reason(bundle: Path, names: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    captioners = LocalCaptioners(host_of(bundle))
+    captioners.fails = RuntimeError("/secret/path failed")
+    client = local_client({"main": captioners})
+    answer = client.post("/caption", files=as_files(names[0]))
+    assert answer.status_code == 500 and answer.json() == {"error": FAILED}
+    assert "/secret/path failed" in caplog.text, "the log has the reason"
+    captioners.fails = RefusedError(503, "the model's process has ended", 1)
+    answer = client.post("/caption", files=as_files(names[0]))
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def test_requests_need_the_token(captioners: LocalCaptioners, names: list[str]) -> None:
+    client = local_client({"main": captioners}, AppSettings(access=Access(TOKEN)))
+    for text in ("", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", "Bearer \xff"):
+        headers = [(b"authorization", text.encode("latin-1"))] if text else []
+        for method, path in (("POST", "/caption"), ("GET", "/models"), ("GET", "/metrics"), ("GET", "/openapi.json")):
+            answer = client.request(method, path, headers=headers)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert TOKEN not in answer.text
+    headers = {"authorization": f"Bearer {TOKEN}", "host": "elsewhere.example", "origin": "http://page.example"}
+    assert client.post("/caption", files=as_files(names[0]), headers=headers).status_code == 200
+    assert client.get("/healthz").status_code == client.get("/").status_code == 200
+
+
+def test_pages_from_elsewhere_cannot_use_a_server_without_a_token(
+    captioners: LocalCaptioners, names: list[str]
+) -> None:
+    client = local_client({"main": captioners})
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"host": "evil.example:8000"}, {"host": ""}):
+        answer = client.post("/caption", files=as_files(names[0]), headers=headers)
+        assert answer.status_code == 403, headers
+    for headers in ({"host": "localhost:8000", "origin": "http://localhost:8000"}, {"host": "[::1]"}, {}):
+        assert client.post("/caption", files=as_files(names[0]), headers=headers).status_code == 200, headers
+    open_to_all = local_client({"main": captioners}, AppSettings(access=Access(loopback_only=False)))
+    assert open_to_all.get("/models", headers={"host": "server.example"}).status_code == 200
+
+
+def test_uris_are_read_below_the_allowed_prefixes_only(
+    captioners: LocalCaptioners, names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = Path(names[0]).parent
+    (tmp_path / "link.png").symlink_to(names[0])
+    client = local_client({"main": captioners}, AppSettings(uris=(str(root), str(tmp_path))))
+    assert client.post("/caption", json={"uris": [names[0], f"file://{names[1]}"]}).status_code == 200
+    answers = set()
+    for uri in ("/etc/passwd", f"{root}/../x.png", f"{root}/none.png", str(tmp_path / "link.png"), "http://127.0.0.1/x",
+                "s3://bucket/x.png", "file:///etc/passwd", "", "~", f"{root}\0/0.png", "\\\\host\\share"):  # fmt: skip
+        answer = client.post("/caption", json={"uris": [uri]})
+        answers.add((answer.status_code, answer.text))
+    assert answers == {(422, '{"error": "uris.0 is not a readable image of this server"}')}
+    assert "it is not below uri_roots" in caplog.text
+
+
+def test_the_challenger_gets_a_share_and_clients_get_the_champion(
+    bundle: Path, other: Path, names: list[str], tmp_path: Path
+) -> None:
+    log, challenger = ComparisonLog(tmp_path / "log.jsonl"), LocalCaptioners(host_of(other))
+    main = LocalCaptioners(host_of(bundle))
+    for share, expected in ((0.0, 0), (1.0, 2)):
+        with local_client({"main": main}, challenger=(challenger, share, log)) as client:
+            for _ in range(2):
+                answer = client.post("/caption", files=as_files(*names[:2]))
+                assert answer.json()["model"]["name"] == "main"
+            deadline = time.monotonic() + 60
+            while f'outcome="logged"}} {expected}.0' not in client.get("/metrics").text and expected:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        assert challenger.num_jobs == 2 * expected
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        same(line["champion"]["captions"], raycap.load(bundle, device="cpu").caption(names[:2]))
+        assert line["champion"]["digest"] != line["challenger"]["digest"] and len(line["images"]) == 2
+        same(line["challenger"]["captions"], raycap.load(other, device="cpu").caption(names[:2]))
+
+
+def test_the_log_of_the_challenger_is_bounded(tmp_path: Path) -> None:
+    log = ComparisonLog(tmp_path / "log.jsonl", max_bytes=100)
+    for number in range(20):
+        log.append({"number": number, "text": "x" * 20})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "log.jsonl.1"]
+    assert all(path.stat().st_size <= 100 for path in tmp_path.iterdir())
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["number"] == 19
+
+
+def test_counters(client: TestClient, names: list[str]) -> None:
+    client.post("/caption", files=as_files(*names[:2]))
+    client.get("/wp-login.php")
+    text = client.get("/metrics").text
+    for line in (
+        'raycap_requests_total{path="/caption",status="200"}', 'raycap_requests_total{path="/caption",status="422"}',
+        'raycap_requests_total{path="other",status="404"}', 'raycap_request_seconds_bucket{le="0.01",path="/caption"}',
+        'raycap_batch_size_count{model="main"}', 'raycap_images_total{model="main"}',
+    ):  # fmt: skip
+        assert line in text, line
+    assert "wp-login" not in text
+
+
+def test_the_page_loads_nothing_and_allows_its_own_script_only(client: TestClient) -> None:
+    answer = client.get("/")
+    policy = answer.headers["content-security-policy"]
+    assert answer.status_code == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+    assert "http://" not in answer.text.replace("http://www.w3.org", "") and "https://" not in answer.text
+    assert not any(handler in answer.text for handler in (" onclick=", " onload=", " onerror=", "javascript:"))
+    assert "style=" not in answer.text and "innerHTML" not in answer.text
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_damaged_images_of_every_format_are_no_failure(client: TestClient, kind: str) -> None:
+    """Also files that are far larger when decoded."""
+    file = io.BytesIO()
+    generator = np.random.default_rng(0)
+    Image.fromarray(generator.integers(0, 256, (60, 60, 3), np.uint8)).save(file, kind)
+    data = file.getvalue()
+    for number in range(12):
+        damaged = bytearray(data[: generator.integers(1, len(data))] if number % 3 == 0 else data)
+        for place in generator.integers(0, len(damaged), 8):
+            damaged[place] = generator.integers(0, 256)
+        answer = client.post("/caption", files={"images": ("a", bytes(damaged))})
+        assert answer.status_code in (200, 413, 415, 422), answer.text
+
+
+def test_schemathesis_finds_no_failure(captioners: LocalCaptioners) -> None:
+    """Requests made from the OpenAPI document."""
+    schemathesis = pytest.importorskip("schemathesis")
+    app = local_client({"main": captioners}, AppSettings(SMALL, Access(loopback_only=False))).app
+    found: set[str] = set()
+    for operation in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations():
+
+        @settings(max_examples=15, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
+        @given(case=operation.ok().as_strategy())
+        def check(case: Any) -> None:
+            answer = case.call()
+            found.add(case.path)
+            assert answer.status_code < 500, answer.text
+            assert answer.status_code < 400 or answer.json().keys() == {"error"}
+
+        check()
+    assert found >= {"/caption", "/explain", "/models", "/healthz", "/metrics"}

@@ -1,0 +1,184 @@
+"""The Python API: the captions of the command and of the pyfunc model, for images in every form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import raycap
+from jobs.cli import main
+from pipeline.captioning.bundle import load_bundle
+from pipeline.captioning.service import CaptionService
+from pipeline.tracking.pyfunc import PyfuncModel
+from tests.support.bundles import make_bundle, with_confidence, write_images
+from tests.support.serving import crown
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_confidence(make_bundle(tmp_path_factory.mktemp("api") / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def captioner(bundle: Path) -> raycap.Captioner:
+    return raycap.load(bundle, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_images(tmp_path_factory.mktemp("images"), 5)
+
+
+def test_importing_the_package_imports_neither_torch_nor_ray() -> None:
+    code = "import raycap, sys; print(sorted({'torch', 'ray', 'timm', 'mlflow', 'fastapi'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_captions_are_those_of_the_command(
+    bundle: Path, captioner: raycap.Captioner, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, settings in (
+        ([], {}),
+        (["--n-best", "2"], {"num_results": 2}),
+        (["--beam", "2", "--max-length", "7"], {"beam_size": 2, "max_length": 7}),
+        (["--set", "evaluation.ranking=sum"], {"search": {"ranking": "sum"}}),
+    ):
+        assert main(["caption", *names, "--model", str(bundle), "--json", *options]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        found = captioner.caption(names, **settings)  # type: ignore[arg-type]
+        assert [{"image": name} | each.to_json() for name, each in zip(names, found, strict=True)] == rows
+    assert len({row["caption"] for row in rows}) > 1, "all captions are the same: nothing would be seen"
+
+
+def test_captions_are_those_of_the_pyfunc_model(bundle: Path, captioner: raycap.Captioner, names: list[str]) -> None:
+    model = PyfuncModel(CaptionService(load_bundle(bundle), device="cpu"))
+    rows = model.predict({"image": [Path(name).read_bytes() for name in names]})
+    assert rows == [each.to_json() for each in captioner.caption(names)]
+    assert all(0 < row["confidence"] < 1 and row["expected_ciderd"] >= 0 for row in rows)
+
+
+def test_paths_bytes_images_and_arrays_give_equal_captions(captioner: raycap.Captioner, names: list[str]) -> None:
+    expected = captioner.caption(names)
+    images = [Image.open(name) for name in names]
+    forms: list[list[Any]] = [
+        [Path(name) for name in names],
+        [Path(name).read_bytes() for name in names],
+        [memoryview(Path(name).read_bytes()) for name in names],
+        images,
+        [np.asarray(image) for image in images],
+        [np.dstack([np.asarray(image), np.full(image.size[::-1], 255, np.uint8)]) for image in images],
+    ]
+    for form in forms:
+        assert captioner.caption(form) == expected
+    reverse = captioner.caption(names[::-1])
+    assert [each.caption for each in reverse] == [each.caption for each in expected[::-1]], "the order"
+    alone = captioner.caption(names, batch_size=1)
+    assert [each.caption for each in alone] == [each.caption for each in expected]
+    gray = np.asarray(images[0].convert("L"))
+    assert captioner.caption([gray]) == captioner.caption([np.dstack([gray] * 3)])
+
+
+def test_an_image_is_rotated_as_its_exif_data_demand(captioner: raycap.Captioner, tmp_path: Path) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "a.png", exif=exif)
+    opened = Image.open(tmp_path / "a.png")
+    assert captioner.caption([opened]) == captioner.caption([tmp_path / "a.png"])
+    assert opened.size == (30, 40), "the caller's image has not changed"
+
+
+def test_unreadable_images_have_a_reason_and_the_others_captions(
+    captioner: raycap.Captioner, names: list[str], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(Path(names[0]).read_bytes()[:60])
+    bad: list[Any] = [
+        str(tmp_path / "none.png"),
+        broken,
+        b"",
+        b"text",
+        np.zeros((2, 2, 2), np.uint8),
+        np.zeros((4, 4)),
+        7,
+    ]
+    found = captioner.caption([names[0], *bad, names[1]], batch_size=3)
+    assert [each.caption is None for each in found] == [False, *[True] * len(bad), False]
+    assert found[0].to_json() == pytest.approx(captioner.caption(names[:1])[0].to_json(), abs=1e-5)
+    reasons = [each.error or "" for each in found[1:-1]]
+    for reason, words in zip(
+        reasons,
+        ("cannot be read: No such file", "cannot be decoded", "empty file", "not an image", "(2, 2, 2) of uint8",
+         "(4, 4) of float64", "a int is no image"),
+        strict=True,
+    ):  # fmt: skip
+        assert words in reason
+    assert all(each.to_json() == {"error": each.error} for each in found[1:-1])
+    assert captioner.caption([]) == []
+
+
+def test_mistakes_are_one_sentence(captioner: raycap.Captioner, names: list[str], tmp_path: Path) -> None:
+    for call, words in (
+        (lambda: captioner.caption(names[0]), "images is a str; give a list of images"),
+        (lambda: captioner.caption(names, batch_size=0), "batch_size is 0"),
+        (lambda: captioner.caption(names, num_results=9), "num_results is 9; expected 1 to the beam's size, 5"),
+        (lambda: captioner.caption(names, num_results=0), "num_results is 0"),
+        (lambda: captioner.caption(names, beam_size=10**6), "evaluation.beam_size"),
+        (lambda: captioner.caption(names, search={"precision": "bfloat16"}), "evaluation.precision cannot be given"),
+        (lambda: captioner.explain(names[0], head=2), "head is 2; expected 0 to 1"),
+        (lambda: captioner.explain(tmp_path / "none.png"), "the image cannot be explained: cannot be read"),
+        (lambda: raycap.load(tmp_path / "none"), "no such folder; give a model bundle"),
+        (lambda: raycap.load("champion:a/../b"), "names no configuration"),
+        (lambda: raycap.load("champion:demo", storage=tmp_path), "has no champion of demo"),
+        (lambda: raycap.load(make_bundle(tmp_path / "features", backbone=False)), "this bundle has no backbone"),
+    ):
+        with pytest.raises(raycap.UserError, match=words.replace("(", r"\(")) as caught:
+            call()  # type: ignore[no-untyped-call]
+        assert "\n" not in str(caught.value)
+
+
+def test_the_champion_is_loaded_and_checked(bundle: Path, names: list[str], tmp_path: Path) -> None:
+    record = crown(tmp_path, "demo", make_bundle(tmp_path / "bundle", seed=1), token=1)
+    champion = tmp_path / record.bundle
+    loaded = raycap.load("champion:demo", storage=tmp_path, device="cpu")
+    assert loaded.caption(names) == raycap.load(champion, device="cpu").caption(names)
+    assert loaded.model.digest == record.files["model.safetensors"][:16] and loaded.model.bundle == "small"
+    (champion / "card.md").write_text("another")
+    with pytest.raises(OSError, match="is not what it was when it was written"):
+        raycap.load("champion:demo", storage=tmp_path)
+
+
+def test_an_explanation_is_that_of_the_service(captioner: raycap.Captioner, bundle: Path, names: list[str]) -> None:
+    service = CaptionService(load_bundle(bundle), device="cpu")
+    pixels = service.pixels(names[0])
+    explanation = captioner.explain(names[0], caption="a red cat")
+    assert explanation.words == ("a", "red", "cat") and explanation.grid == (4, 4)
+    np.testing.assert_allclose(explanation.attention, service.attention(pixels, "a red cat").numpy(), atol=1e-6)
+    assert explanation.attribution is not None and explanation.steps >= 32
+    shares = service.attribution(pixels, "a red cat").shares().numpy()
+    np.testing.assert_allclose(explanation.attribution, shares, atol=1e-6)
+    quick = captioner.explain(names[0], attribution=False, head=1)
+    assert quick.attribution is None and quick.caption == captioner.caption(names[:1])[0].caption
+    np.testing.assert_allclose(quick.attention.sum(1), 1, atol=1e-5)
+
+
+def test_threads_that_share_a_captioner_get_the_results_of_one(captioner: raycap.Captioner, names: list[str]) -> None:
+    """Attention is recorded by hooks of the model, which would see the passes of other threads."""
+    expected, explained = captioner.caption(names, batch_size=1), captioner.explain(names[0], attribution=False)
+
+    def work(number: int) -> bool:
+        if number % 2:
+            return captioner.caption(names, batch_size=1) == expected
+        return np.array_equal(captioner.explain(names[0], attribution=False).attention, explained.attention)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(24)))

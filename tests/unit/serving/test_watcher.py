@@ -1,0 +1,198 @@
+"""A champion that is followed, batches of unlike requests, addresses, and the models of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import raycap
+from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
+from jobs.serve.command import require_free
+from pipeline.captioning.model_sources import StoredBundle
+from pipeline.errors import UserError
+from pipeline.serving.address import parse_address, split_name, weights_digest
+from pipeline.serving.host import ModelHost
+from pipeline.serving.limits import Limits, RefusedError
+from pipeline.serving.loading import LoadedModel, load_source
+from pipeline.serving.metrics import Metrics
+from pipeline.serving.served_models import ImageJob, Made, Search, ServedModel, StaleTransform, transform_key
+from pipeline.serving.watcher import ChampionWatcher
+from tests.support.bundles import make_bundle, with_confidence, write_images
+from tests.support.serving import LocalCaptioners, crown, host_of
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+    return [with_confidence(make_bundle(folder / str(seed), seed=seed)) for seed in range(2)]
+
+
+def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
+    bundles: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = crown(tmp_path, "demo", bundles[0], 1)
+    address = parse_address("champion:demo", str(tmp_path))
+
+    def load(bundle: StoredBundle) -> LoadedModel:
+        return load_source(bundle, weights_digest(bundle), {"device": "cpu"}, address)
+
+    source = address.resolve()
+    host = ModelHost(load(source))
+    watcher = ChampionWatcher(address, host, source, load, 60)
+    assert not watcher.look() and not watcher.has_failed
+    second = crown(tmp_path, "demo", bundles[1], 2)
+    assert watcher.look() and not watcher.look()
+    assert host.current.digest == second.files["model.safetensors"][:16]
+    damaged = crown(tmp_path, "demo", bundles[0], 3)
+    weights = tmp_path / damaged.bundle / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for _ in range(3):
+        assert not watcher.look() and watcher.has_failed
+    assert host.current.digest == second.files["model.safetensors"][:16], "the old one stays"
+    assert caplog.text.count("the current champion stays, because the new one failed") == 1, "said once"
+    (tmp_path / "retrain/demo/champion.json").write_text("{")
+    assert not watcher.look() and watcher.has_failed
+    shutil.rmtree(tmp_path / "retrain")
+    assert not watcher.look() and watcher.has_failed, "no champion at all"
+    crown(tmp_path, "demo", bundles[0], 1)
+    assert watcher.look() and not watcher.has_failed, "a rollback"
+    assert host.current.digest == first.files["model.safetensors"][:16]
+
+
+def test_the_thread_of_a_watcher_looks_and_ends(bundles: list[Path], tmp_path: Path) -> None:
+    crown(tmp_path, "demo", bundles[0], 1)
+    address = parse_address("champion:demo", str(tmp_path))
+    source = address.resolve()
+
+    def load(bundle: StoredBundle) -> LoadedModel:
+        return load_source(bundle, weights_digest(bundle), {"device": "cpu"}, address)
+
+    host = ModelHost(load(source))
+    before = host.current.digest
+    watcher = ChampionWatcher(address, host, source, load, 0.01)
+    watcher.start()
+    crown(tmp_path, "demo", bundles[1], 2)
+    while host.current.digest == before:
+        time.sleep(0.01)
+    watcher.stop()
+    watcher._thread.join(60)
+    assert not watcher._thread.is_alive()
+
+
+def test_requests_with_unlike_searches_share_a_batch_as_far_as_they_can(bundles: list[Path], tmp_path: Path) -> None:
+    host, names = host_of(bundles[0]), write_images(tmp_path, 6)
+    transform = host.current.service.transform
+    pixels = [transform.resize(Image.open(name).convert("RGB")) for name in names]
+    searches = [Search(), Search(beam_size=2), Search(), Search(num_results=3), Search(), Search(num_results=9)]
+    key = transform_key(transform)
+    answers = host.caption([ImageJob(*each) for each in zip(pixels, [key] * 6, searches, strict=True)])
+    captioner = raycap.load(bundles[0], device="cpu")
+    sizes = []
+    for name, search, answer in zip(names[:5], searches, answers, strict=False):
+        assert isinstance(answer, Made)
+        sizes.append((answer.batch_size, answer.batch_index))
+        (expected,) = captioner.caption([name], beam_size=search.beam_size, num_results=search.num_results)
+        assert isinstance(answer.result, raycap.ImageCaption)
+        assert [each.caption for each in answer.result.n_best] == [each.caption for each in expected.n_best]
+    assert sizes == [(3, 0), (1, 0), (3, 1), (1, 0), (3, 2)]
+    assert isinstance(answers[5], RefusedError) and answers[5].status == 422, "only this request is refused"
+
+
+def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
+    host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
+    (answer,) = host.caption([ImageJob(np.zeros((8, 8, 3), np.uint8), "another")])
+    assert answer == StaleTransform(host.current.service.transform)
+    model = ServedModel("main", LocalCaptioners(host), Metrics())
+    model._transform = type(host.current.service.transform)(image_size=16)  # of the model before
+    (made,) = asyncio.run(model.caption([Image.open(name).convert("RGB")], Search()))
+    assert isinstance(made.result, raycap.ImageCaption)
+    assert made.result.caption == raycap.load(bundles[0], device="cpu").caption([name])[0].caption
+
+
+def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: list[Path], tmp_path: Path) -> None:
+    """The model is replaced after the first image of the request; all images are captioned again."""
+    old, new = host_of(bundles[0]), host_of(bundles[1])
+    names = write_images(tmp_path, 3)
+
+    class Replaced(LocalCaptioners):
+        async def caption(self, job: ImageJob) -> object:  # type: ignore[override]
+            self.num_jobs += 1
+            host = old if self.num_jobs == 1 else new
+            return host.caption([job])[0]
+
+    captioners = Replaced(old)
+    model = ServedModel("main", captioners, Metrics())
+    made = asyncio.run(model.caption([Image.open(name).convert("RGB") for name in names], Search()))
+    assert {each.digest for each in made} == {new.current.digest} and captioners.num_jobs == 6
+    expected = raycap.load(bundles[1], device="cpu").caption(names)
+    assert [each.result.caption for each in made] == [each.caption for each in expected]
+
+
+def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    crown(storage, "demo", bundles[1], 1)
+    models, challenger = named_models(
+        ServeArguments(
+            models=(str(bundles[0]), f"b={bundles[1]}", "champion:demo"),
+            storage=str(storage),
+            challenger=str(bundles[1]),
+        ),
+        send_local=False,
+    )
+    assert [model.name for model in models] == ["small", "b", "demo"] and challenger is not None
+    assert models[1].digest == models[2].digest == challenger.digest != models[0].digest
+    assert models[0].source.digests, "a bundle that is replaced later is not loaded by a restarted process"
+    features = make_bundle(tmp_path / "features", backbone=False)
+    for names, words in (
+        ((str(bundles[0]), str(bundles[1])), "--model: two models have the name small; give names"),
+        ((f"a/b={bundles[0]}",), f"--model a/b={bundles[0]}: no such folder"),
+        (("champion:nobody",), "--model .* has no champion of nobody"),
+        (("champion:../x",), "names no configuration"),
+        ((str(tmp_path),), "--model .*model.safetensors|--model .*config.yaml"),
+        ((str(features),), "this bundle has no backbone"),
+    ):
+        with pytest.raises(UserError, match=words):
+            named_models(ServeArguments(models=names, storage=str(storage)), send_local=False)
+
+
+def test_names_of_models() -> None:
+    assert split_name("a=b") == ("a", "b") and split_name("/x/a=b") == (None, "/x/a=b")
+    assert split_name("s3://bucket/a=b") == (None, "s3://bucket/a=b") and split_name("b") == (None, "b")
+    assert split_name("a=s3://bucket/a=b") == ("a", "s3://bucket/a=b")
+    for text in ("a b=c", "=c", "a=", "-a=c", "x" * 65 + "=c"):
+        with pytest.raises(UserError, match="is no name; use up to 64 letters"):
+            split_name(text)
+
+
+def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
+    assert server_token("127.0.0.1", False) is None and server_token("0.0.0.0", True) is None
+    for host, words in (
+        ("0.0.0.0", "on 0.0.0.0"),
+        ("example.org", "on example.org"),
+        ("", "on "),
+        (None, "in a cluster"),
+    ):
+        with pytest.raises(UserError, match=f"a server {words} can be reached by other machines and needs a token"):
+            server_token(host, False)
+    monkeypatch.setenv("RAYCAP_SERVE_TOKEN", "abcdefgh12345678")
+    assert server_token("0.0.0.0", False) == "abcdefgh12345678"
+    for token in ("", "short", "with blanks in the token", "ümläute-are-not-ascii", "a\nb" * 10):
+        monkeypatch.setenv("RAYCAP_SERVE_TOKEN", token)
+        with pytest.raises(UserError, match="must have 16 or more visible ASCII characters"):
+            server_token("127.0.0.1", False)
+
+
+def test_mistakes_of_the_options_are_one_sentence() -> None:
+    with pytest.raises(UserError, match="--challenger needs --comparison-log"):
+        comparison_path(ServeArguments(models=("a",), challenger="b"))
+    with pytest.raises(UserError, match="--host 256.1.1.1 --port 80"):
+        require_free("256.1.1.1", 80)
+    with pytest.raises(UserError, match="the limit pixels is 0; expected a number above 0"):
+        Limits(pixels=0)
