@@ -50,6 +50,10 @@ class Captioner:
             )
         self.name, self.search = read.text("name"), Search.parse(read["search"], f"{name}: search")
         self.max_positions = read.number("max_positions", 1, MAX_TOKENS)
+        for key, most in (("max_length", self.max_positions), ("min_length", self.search.max_length)):
+            if getattr(self.search, key) > most:
+                limit = "max_positions" if key == "max_length" else "max_length"
+                raise CaptionerError(f"{name}: {key} is {getattr(self.search, key)}, above {limit} = {most}")
         self.transform = None if read["image"] is None else Transform.parse(read["image"], f"{name}: image")
         self.max_regions = None
         if self.transform is None:
@@ -122,7 +126,7 @@ class Captioner:
 
     def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:
         """The recorded search with other values. Raises CaptionerError for values that the model does not take."""
-        changes: dict[str, int] = {}
+        changes: dict[str, Any] = {}
         for key, value, least, most in (
             ("beam_size", beam_size, 1, MAX_BEAMS),
             ("max_length", max_length, self.search.min_length, self.max_positions),

@@ -1,1 +1,1 @@
-"""exported captioners: their graphs, a description for other programs, and the comparison with the model."""
+"""Exported captioners: their graphs, a description for other programs, and the comparison with the model."""
