@@ -73,6 +73,7 @@ COMMANDS = {
     "serve": Entry("jobs.serve.command:command", "Serve captions over HTTP."),
     "retrain": Entry("jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
+    "export": Entry("jobs.export:export", "Write a captioner as graphs that run without raycap."),
     "soup": Entry("jobs.soup:soup", "Join models by the weighted sum of their weights."),
     "reproduce": Entry("jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),

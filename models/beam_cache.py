@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.base import Cache
@@ -67,6 +68,35 @@ class TreeSlots:
     def keep_images(self, index: Tensor) -> None:
         """Drops all images whose indices are not in `index` (int64)."""
         self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
+
+
+class RowSlots(TreeSlots):
+    """The slots of one layer for R rows with a path of their own each: R "images" with one beam.
+
+    Its tensors are new ones in every step, so that a step can be exported as a graph of tensors in and tensors out.
+    `cached` contains at first the slots of the earlier steps; it is empty before the first step.
+    """
+
+    def __init__(self, cached: dict[str, Tensor]) -> None:
+        super().__init__(beams=1)
+        self.cached = cached
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """See `TreeSlots.append`, for new (1, R, 1, ...)."""
+        return self.append_rows(name, new[0, :, 0])[None]
+
+    def append_rows(self, name: str, new: Tensor) -> Tensor:
+        """All slots of each row with the new one last, (R, slots, ...), from new (R, ...)."""
+        old = self.cached.get(name)
+        self.cached[name] = new[:, None] if old is None else torch.cat((old, new[:, None]), 1)
+        return self.cached[name]
+
+    def append_by_position(self, name: str, new: Tensor) -> Tensor:
+        """As `append_rows` for new (R, ..., slots) with a value for each position, which older slots have as 0."""
+        old = self.cached.get(name)
+        if old is not None:
+            self.cached[name] = F.pad(old, (0, 1))
+        return self.append_rows(name, new)
 
 
 def _select_images(x: Tensor, index: Tensor) -> Tensor:

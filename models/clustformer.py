@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
-from models.beam_cache import TreeCache, TreeSlots
+from models.beam_cache import RowSlots, TreeCache, TreeSlots
 from models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
 from models.config import ClustFormerConfig
 from models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
@@ -72,6 +72,10 @@ class ClusteredAttention(SelfAttention):
 
         ancestors (B, K, t) are the slots on each beam's path.
         """
+        if isinstance(slots, RowSlots):
+            query, key, value = self.project_rows(x, slots)
+            weights = self._weights(query, key, None, None if row is None else row[:, None])
+            return self.out_proj(merge_heads(weights.to(value.dtype) @ value)[:, 0], x)
         query, key, value, path = self.project_step(x, slots, ancestors)
         clusters = None
         if row is not None:

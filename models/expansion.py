@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from models.beam_cache import TreeSlots
+from models.beam_cache import RowSlots, TreeSlots
 from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
 from models.layers import Dropout, Mixer, xavier_blocks_
 
@@ -202,6 +202,8 @@ class DynamicExpansion(Expansion):
         vectors read the past tokens, and the new token reads the past vectors.
         """
         with full_precision(x):
+            if isinstance(slots, RowSlots):
+                return self._step_rows(self._project(x), slots)
             images, beams, length = ancestors.shape
             paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
             new_slots, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
@@ -225,6 +227,29 @@ class DynamicExpansion(Expansion):
             by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
             backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
             return self._step_streams(by_vector, backward, columns, cached, gate, paths)
+
+    def _step_rows(self, maps: Tensor, slots: RowSlots) -> Tensor:
+        """`step` in evaluation for rows with slots of their own: returns (R, D).
+
+        maps (R, 5 D) are C, K, V1, V2 and the gate of the new tokens. Here dimension 1 counts the streams.
+        """
+        width = maps.shape[-1] // 5
+        condition, key, gate = maps[:, :width], maps[:, width : 2 * width], maps[:, 4 * width :]
+        conditions, keys, *values = slots.append_rows("in_proj", maps[:, : 4 * width]).chunk(4, -1)  # (R, t, D)
+        by_vector = torch.matmul(key, self.queries.t())  # (R, N_E): e_n k
+        over_tokens = torch.bmm(keys, condition[..., None]).mT + slots.append_rows("by_vector", by_vector).mT
+        over_vectors = torch.bmm(conditions, key[..., None]).mT + by_vector[..., None]  # (R, N_E, s)
+        forward, backward = (torch.stack((m.relu(), (-m).relu()), 1) for m in (over_tokens, over_vectors))
+        forward = forward * inverse(total(forward, -1), maps.dtype, self.epsilon)  # (R, 2, N_E, t)
+        columns = slots.append_by_position("forward", forward).transpose(1, 2).flatten(2, 3)  # (R, 2, s N_E, u)
+        backward = backward * inverse(total(backward, (2, 3)), maps.dtype, self.epsilon)  # (R, 2, N_E, s)
+        value_weights = torch.matmul(backward.mT.flatten(2)[:, :, None], columns)  # (R, 2, 1, u)
+        streams = torch.matmul(value_weights, torch.stack(values, 1)) + torch.matmul(
+            total(backward, 2).to(maps.dtype), conditions[:, None]
+        )
+        biases = torch.matmul(total(backward, -1)[..., 0].to(maps.dtype), self.biases)  # (R, 2, D)
+        positive, negative = (streams[:, :, 0] + biases).unbind(1)
+        return gated(gate, positive, negative)
 
     def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
         """M of the new vectors over their path's tokens, and of the path's vectors over the new token.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Dims = int | tuple[int, ...]
+EXPORT_SCALE = 2.0**30  # a power of 2, so that products with it are exact
 
 
 def signed_parts(m: Tensor) -> Tensor:
@@ -39,7 +40,11 @@ def total(a: Tensor, dims: Dims) -> Tensor:
 
 def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     """1 / (sums + epsilon) in `dtype`; overwrites `sums`, which must be float32 or float64 so that epsilon counts."""
-    result = sums.add_(epsilon).reciprocal_()
+    if torch.compiler.is_exporting():  # the same number; optimizers of ONNX graphs take an addend below 1e-8 for 0
+        sums, epsilon = sums * EXPORT_SCALE, epsilon * EXPORT_SCALE
+        result = sums.add(epsilon).reciprocal().mul(EXPORT_SCALE)
+    else:
+        result = sums.add_(epsilon).reciprocal_()
     if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
         result = result.clamp_(max=6e4)  # float16 ends at 65504
     return result.to(dtype)

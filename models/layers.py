@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.beam_cache import TreeSlots
+from models.beam_cache import RowSlots, TreeSlots
 
 if TYPE_CHECKING:
     from models.caption_masks import CaptionMasks
@@ -334,8 +334,18 @@ class SelfAttention(Mixer):
         path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
         return query, key, value, path.scatter_(2, ancestors, True)
 
+    def project_rows(self, x: Tensor, slots: RowSlots) -> tuple[Tensor, ...]:
+        """Queries (R, H, 1, D / H), keys and values (R, H, t, D / H) for the next token of each row, from x (R, D)."""
+        query, key_value = self.in_proj(x).split((x.shape[-1], 2 * x.shape[-1]), -1)
+        key, value = slots.append_rows("key_value", key_value).chunk(2, -1)
+        return tuple(split_heads(part, self.num_heads) for part in (query[:, None], key, value))
+
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+        if isinstance(slots, RowSlots):
+            query, key, value = self.project_rows(x, slots)
+            mixed = F.scaled_dot_product_attention(query, key, value)
+            return self.out_proj(merge_heads(mixed)[:, 0], x)
         query, key, value, path = self.project_step(x, slots, ancestors)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
         return self.out_proj(merge_heads(mixed).flatten(0, 1), x)

@@ -38,6 +38,12 @@ def _byte_of() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def piece_bytes(piece: str) -> bytes:
+    """The bytes of a piece, without characters that stand for none."""
+    byte_of = _byte_of()
+    return bytes(byte_of[char] for char in piece if char in byte_of)
+
+
 @dataclass(frozen=True)
 class SubwordModel:
     """A byte-pair encoding. merges: pairs of pieces in the order in which they are merged.
@@ -99,8 +105,8 @@ class SubwordModel:
         It is empty for a piece that ends inside a character, which belongs to the piece that completes it. Bytes that
         are no valid text are left out.
         """
-        decoder, byte_of = codecs.getincrementaldecoder("utf-8")("ignore"), _byte_of()
-        texts = [decoder.decode(bytes(byte_of[char] for char in piece if char in byte_of)) for piece in pieces]
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        texts = [decoder.decode(piece_bytes(piece)) for piece in pieces]
         return [texts[0].lstrip(), *texts[1:]] if texts else []
 
     @cached_property

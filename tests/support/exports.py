@@ -1,0 +1,118 @@
+"""Tiny captioners of every system as bundles, and their inputs, for tests of exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from models.backbone import Backbone, image_transform
+from models.base import Features
+from models.captioner import Captioner
+from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from models.registry import build_model
+from pipeline.captioning.bundle import Bundle
+from pipeline.captioning.captioning import find_captions
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.export.comparison import Differences
+from pipeline.export.folder import ExportSettings, export_captioner
+from raycap_onnx import Caption
+from tests.support.bundles import SWIN
+
+WIDTH, MAX_POSITIONS = 6, 12
+WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat", "with", "two", "dogs"]] * 3, 1)
+SIZES: dict[str, Any] = {
+    "d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2,
+}  # fmt: skip
+REGIONS: dict[str, Any] = {"inputs": "regions", "sampling": 1, "region_rows": 2}
+
+# by name: the model, and whether it has a backbone
+SYSTEMS: dict[str, tuple[ModelConfig, bool]] = {
+    "expansionnet": (ExpansionNetConfig(**SIZES, static_expansion=(4, 8), dynamic_expansion=3), True),
+    "transformer": (replace(ExpansionNetConfig(**SIZES), name="transformer"), False),
+    "meshed memory": (MeshedMemoryConfig(**SIZES | {"num_encoder_layers": 2}, num_memory_slots=3), False),
+    "clustformer": (ClustFormerConfig(**SIZES), True),
+    "mask token": (ClustFormerConfig(**SIZES, **REGIONS, decoder="mask_token"), False),
+}
+
+
+def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0) -> Captioner:
+    """A captioner with random weights, in evaluation; a larger output weight makes its captions differ."""
+    torch.manual_seed(seed)
+    swin = Backbone(SWIN) if has_backbone else None
+    width = WIDTH if swin is None else swin.width
+    captioner = Captioner(
+        build_model(model, ModelSizes(width, len(WORDS), MAX_POSITIONS, WORDS.sos, WORDS.eos, WORDS.pad)), swin
+    )
+    with torch.no_grad():
+        captioner.model.lm_head.weight.mul_(8)  # type: ignore[union-attr, operator]
+    return captioner.eval()
+
+
+def make_captioner_bundle(name: str, protocol: dict[str, Any] | None = None) -> Bundle:
+    """The bundle of a system, as `load_bundle` gives it. protocol: keys of its search."""
+    model, has_backbone = SYSTEMS[name]
+    captioner = make_captioner(model, has_backbone)
+    recorded = {"beam_size": 3, "max_length": MAX_POSITIONS} | (protocol or {})
+    config = {"name": name, "model": vars(model) | {"word_vectors": None}, "protocol": recorded}
+    transform = image_transform(SWIN) if has_backbone else None
+    return Bundle(captioner, WORDS, transform, config)
+
+
+Export = Callable[[str], tuple[Path, Differences]]
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """A function of a system's name: the folder of its export, made once because it takes seconds, and its quality."""
+    root, made = tmp_path_factory.mktemp("exports"), dict[str, tuple[Path, Differences]]()
+
+    def export(name: str) -> tuple[Path, Differences]:
+        if name not in made:
+            folder = root / name.replace(" ", "_")
+            differences = export_captioner(make_captioner_bundle(name), folder, ExportSettings(source={"a": "b"}))
+            assert differences is not None
+            made[name] = folder, differences
+        return made[name]
+
+    return export
+
+
+def make_images(count: int, seed: int = 0) -> list[Image.Image]:
+    """Images of noise that differ in size."""
+    generator = np.random.default_rng(seed)
+    sizes = [(int(height), int(width), 3) for height, width in generator.integers(20, 60, (count, 2))]
+    return [Image.fromarray(generator.integers(0, 256, size, np.uint8)) for size in sizes]
+
+
+def make_regions(count: int, regions: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features (count, regions, WIDTH), lengths and boxes."""
+    generator = np.random.default_rng(seed)
+    features = generator.normal(size=(count, regions, WIDTH)).astype(np.float32)
+    boxes = generator.uniform(size=(count, regions, 4)).astype(np.float32)
+    return features, generator.integers(1, regions + 1, count), boxes
+
+
+@torch.no_grad()
+def torch_captions(
+    bundle: Bundle, inputs: Features, batch_size: int, change: Callable[[Any], Any] | None = None
+) -> list[Caption]:
+    """The best captions by raycap's search in batches. change: of the search."""
+    search = bundle.search if change is None else change(bundle.search)
+    captions = []
+    for start in range(0, len(inputs), batch_size):
+        rows = torch.arange(start, min(start + batch_size, len(inputs)))
+        memory = bundle.captioner.encode(inputs.select(rows))
+        found = find_captions(bundle.captioner.model, memory, search, bundle.vocabulary, ())
+        log_probs = found.log_probs[:, 0].sum(-1).tolist()
+        for tokens, length, log_prob in zip(
+            found.tokens[:, 0].tolist(), found.lengths[:, 0].tolist(), log_probs, strict=True
+        ):
+            captions.append(Caption(bundle.vocabulary.decode(tokens), log_prob, tuple(tokens[:length])))
+    return captions

@@ -1,0 +1,165 @@
+"""Exported graphs of every system: their results, their captions, and the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pipeline.export.comparison
+import pipeline.export.folder
+from models.base import Features
+from models.export_graphs import EncoderGraph, StepGraph
+from pipeline.errors import JobFailedError, UserError
+from pipeline.export.comparison import Exported, compare_graphs
+from pipeline.export.folder import ExportSettings, export_captioner
+from pipeline.export.onnx_graphs import OnnxGraph
+from pipeline.export.torch_graphs import TorchProgram
+from raycap_onnx import Caption, Captioner
+from tests.support.exports import (
+    SYSTEMS,
+    Export,
+    make_captioner_bundle,
+    make_images,
+    make_regions,
+    torch_captions,
+)
+
+NUM_IMAGES = 18
+
+
+def captions_of(folder: Path, name: str, batch_size: int, **search: Any) -> tuple[list[Caption], Features]:
+    """The exported captioner's captions, and the same inputs for the model."""
+    captioner, bundle = Captioner(folder, threads=1), make_captioner_bundle(name)
+    if bundle.transform is not None:
+        images = make_images(NUM_IMAGES)
+        pixels = torch.stack([bundle.transform(image) for image in images])
+        return captioner.caption(images, batch_size=batch_size, **search), Features(pixels)
+    values = make_regions(NUM_IMAGES, 5)
+    found: list[Caption] = []
+    for start in range(0, NUM_IMAGES, batch_size):
+        found += captioner.caption_features(*(each[start : start + batch_size] for each in values), **search)
+    return found, Features(*map(torch.from_numpy, values))
+
+
+def assert_equal(ours: list[Caption], theirs: list[Caption]) -> None:
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    assert [each.text for each in ours] == [each.text for each in theirs]
+    np.testing.assert_allclose([each.log_prob for each in ours], [each.log_prob for each in theirs], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_graphs_and_captions_are_those_of_the_model(name: str, exported: Export) -> None:
+    folder, differences = exported(name)
+    assert 0 <= differences.memory < 1e-4 and 0 <= differences.log_probs < 1e-4
+    bundle = make_captioner_bundle(name)
+    for batch_size in (1, 2, 17):
+        ours, inputs = captions_of(folder, name, batch_size)
+        assert_equal(ours, torch_captions(bundle, inputs, batch_size))
+    assert len({each.tokens for each in ours}) > 3 and len({len(each.tokens) for each in ours}) > 1
+    greedy, inputs = captions_of(folder, name, 7, beam_size=1, max_length=6)
+    change = {"beam_size": 1, "max_length": 6}
+    assert_equal(greedy, torch_captions(bundle, inputs, 7, lambda search: search.model_copy(update=change)))
+    assert greedy != ours and max(len(each.tokens) for each in greedy) <= 6
+
+
+def test_the_folder_is_described(exported: Export) -> None:
+    folder, _ = exported("expansionnet")
+    content = json.loads((folder / "captioner.json").read_text())
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"captioner.json", "vocabulary.json", "encoder.onnx", "decoder.onnx"}
+    assert content["files"].keys() == files - {"captioner.json"}
+    for name, digest in content["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert content["source"] == {"a": "b"} and content["opset"] == 20 and content["system"] == "expansionnet_v2"
+    assert (content["search"]["beam_size"], content["search"]["max_length"]) == (3, 12)
+
+
+def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export whose program is that of other weights, and a NaN."""
+
+    def write_other(path: Path, graph: torch.nn.Module, inputs: Any) -> None:
+        for parameter in graph.parameters():
+            parameter.data *= 1.5
+        write(path, graph, inputs)
+        for parameter in graph.parameters():
+            parameter.data /= 1.5
+
+    write = pipeline.export.folder.write_program
+    monkeypatch.setattr(pipeline.export.folder, "write_program", write_other)
+    with pytest.raises(JobFailedError, match=r"differ from the model by up to .*; nothing was written"):
+        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out", ExportSettings("torch"))
+    assert not list(tmp_path.iterdir())
+    assert not pipeline.export.comparison.Differences(np.inf, 0.0).are_small("float16")
+    assert pipeline.export.comparison._difference(torch.zeros(2), np.array([0.0, np.nan])) == np.inf
+
+
+def test_programs_of_torch(tmp_path: Path) -> None:
+    bundle = make_captioner_bundle("expansionnet")
+    differences = export_captioner(bundle, tmp_path / "out", ExportSettings("torch"))
+    assert differences is not None and max(differences.memory, differences.log_probs) < 1e-5
+    assert json.loads((tmp_path / "out" / "captioner.json").read_text())["graphs"] == "torch"
+    encoder = EncoderGraph(bundle.captioner)
+    images = torch.randn(17, 3, 32, 32)
+    (first, *_) = TorchProgram(tmp_path / "out" / "encoder.pt2")([images.numpy()])
+    torch.testing.assert_close(torch.from_numpy(first), encoder(images)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_float16(tmp_path: Path) -> None:
+    """Stated in docs/export.md: captions may differ. The tolerance is that of numbers near 1 in float16."""
+    bundle = make_captioner_bundle("expansionnet")
+    differences = export_captioner(bundle, tmp_path / "out", ExportSettings(precision="float16"))
+    assert differences is not None and 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
+    assert all(each.dtype == torch.float32 for each in bundle.captioner.parameters()), "the model itself is unchanged"
+    captions = Captioner(tmp_path / "out", threads=1).caption(make_images(3))
+    reference, _ = captions_of(tmp_path / "out", "expansionnet", 3)
+    assert captions == reference[:3]
+    sizes = [(tmp_path / "out" / f"{name}.onnx").stat().st_size for name in ("encoder", "decoder")]
+    weights = sum(each.numel() for each in bundle.captioner.parameters())
+    assert sum(sizes) < 4 * weights + 2**18
+
+
+def test_what_the_exporter_cannot_translate_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no\nsuch operator")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(UserError, match=r"encoder\.onnx cannot be exported with opset 19 \(RuntimeError: no such op"):
+        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out", ExportSettings(opset=19))
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.export.onnx_graphs.MAX_EMBEDDED_BYTES", 2**10)
+    bundle = make_captioner_bundle("meshed memory")
+    assert export_captioner(bundle, tmp_path / "out", ExportSettings()) is not None
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"encoder.onnx.data", "decoder.onnx.data"}
+    files = json.loads((tmp_path / "out" / "captioner.json").read_text())["files"]
+    assert "encoder.onnx.data" in files
+    found, inputs = captions_of(tmp_path / "out", "meshed memory", 9)
+    assert_equal(found, torch_captions(bundle, inputs, 9))
+
+
+def test_the_comparison_sees_a_wrong_cache(exported: Export) -> None:
+    """Which gives other numbers from the second step on."""
+    folder, _ = exported("transformer")
+    captioner = make_captioner_bundle("transformer").captioner
+    encoder = EncoderGraph(captioner)
+    step = StepGraph(captioner, encoder.outputs())
+    graphs = [OnnxGraph(folder / f"{name}.onnx") for name in ("encoder", "decoder")]
+    good = Exported(graphs[0], graphs[1], step.cache)
+    assert compare_graphs(encoder, step, good).log_probs < 1e-4
+
+    def forget(inputs: Any) -> list[np.ndarray]:
+        log_probs, *cache = graphs[1](inputs)
+        return [log_probs, *map(np.zeros_like, cache)]
+
+    assert compare_graphs(encoder, step, dataclasses.replace(good, step=forget)).log_probs > 1e-2

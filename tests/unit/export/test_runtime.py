@@ -1,0 +1,330 @@
+"""The runtime without PyTorch: its search, rules, images and words beside raycap's, and hostile folders."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import raycap_onnx.images
+from models.base import Features
+from models.decoding_config import Decoding
+from models.score_rules import length_divisor
+from models.transform import ImageTransform
+from pipeline.captioning.captioning import score_rules
+from pipeline.data.images import BadImage, decode_image
+from pipeline.data.vocabulary import Vocabulary
+from pipeline.export.description import describe_words
+from raycap_onnx import Captioner, CaptionerError
+from raycap_onnx.__main__ import main
+from raycap_onnx.images import Transform, load_image
+from raycap_onnx.search import Search
+from raycap_onnx.words import Words
+from tests.conftest import ROOT
+from tests.support.exports import WORDS, Export, make_captioner_bundle, make_images, make_regions, torch_captions
+
+SOURCES = sorted((ROOT / "raycap_onnx").glob("*.py"))
+
+
+def test_it_imports_only_its_three_packages() -> None:
+    allowed = {"PIL", "numpy", "onnxruntime", "raycap_onnx", *sys.stdlib_module_names}
+    assert len(SOURCES) > 5
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_it_captions_in_a_process_without_torch_and_raycap(exported: Export, tmp_path: Path) -> None:
+    """A copy of the package elsewhere, with the rest of raycap and torch blocked. One of two files is no image."""
+    folder, _ = exported("expansionnet")
+    shutil.copytree(ROOT / "raycap_onnx", tmp_path / "raycap_onnx")
+    (image,) = make_images(1)
+    image.save(tmp_path / "a.png")
+    (tmp_path / "b\x07.png").write_text("no image")
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'models', 'pipeline', 'jobs', 'timm', 'ray'): sys.modules[name] = None\n"
+        "from raycap_onnx.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = [str(folder), "a.png", "b\x07.png", "--threads", "1"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, env={})
+    (expected,) = Captioner(folder, threads=1).caption([image])
+    problem = "it is not an image in a known format"
+    assert done.stdout == f"a.png: {expected.text}\nb\\x07.png: {problem}\n" and done.returncode == 1, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--json"], cwd=tmp_path, capture_output=True, text=True, env={}
+    )
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first == {"image": "a.png", "caption": expected.text, "log_prob": pytest.approx(expected.log_prob, abs=1e-5)}
+    assert second == {"image": "b\x07.png", "error": problem}
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "UNK allowed": {"decoding": Decoding(suppress_unk=False)},
+    "long": {"decoding": Decoding(min_length=9)},
+    "no repeated words": {"decoding": Decoding(no_repeat_ngram=1)},
+    "no repeated pairs": {"decoding": Decoding(no_repeat_ngram=2, min_length=10)},
+    "no open endings": {"decoding": Decoding(no_open_endings=True), "max_length": 5},
+    "sum": {"ranking": "sum"},
+    "length penalty": {"ranking": 0.7, "beam_size": 5},
+    "collapsed": {"collapse_repeats": True},
+    "more beams than words": {"beam_size": 20},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_and_rankings(name: str, exported: Export) -> None:
+    folder, _ = exported("transformer")
+    captioner, bundle = Captioner(folder, threads=1), make_captioner_bundle("transformer")
+    values = RULES[name]
+    search = bundle.search.model_copy(update=values)
+    plain = {key: value for key, value in values.items() if key != "decoding"}
+    keys = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings")
+    captioner.search = replace(captioner.search, **plain, **{key: getattr(search.decoding, key) for key in keys})
+    assert captioner.open_endings.tolist() == list(score_rules(search, WORDS).open_endings)
+    features = make_regions(12, 4)
+    ours = captioner.caption_features(*features)
+    theirs = torch_captions(bundle, Features(*map(torch.from_numpy, features)), 12, lambda _: search)
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    np.testing.assert_allclose([each.log_prob for each in ours], [each.log_prob for each in theirs], atol=1e-4)
+    if name != "collapsed":
+        unchanged = Captioner(folder, threads=1).caption_features(*features)
+        assert [each.tokens for each in unchanged] != [each.tokens for each in ours], "the rule changes captions"
+
+
+TRANSFORMS = {
+    "reference": ImageTransform(32),
+    "squashed": ImageTransform(30, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bicubic"),
+    "cropped square": ImageTransform(28, interpolation="bicubic", resize_to=32),
+    "timm's crop": ImageTransform(28, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic", 32, True),
+    "lanczos": ImageTransform(28, interpolation="lanczos", resize_to=28, keep_aspect=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_pixels_are_those_of_the_transform(name: str) -> None:
+    transform = TRANSFORMS[name]
+    keys = ("image_size", "scaled_side", "keep_aspect", "interpolation", "mean", "std")
+    values = {key: getattr(transform, key) for key in keys}
+    ours = Transform.parse(json.loads(json.dumps(values)), "it")
+    sizes = [(57, 43), (20, 90), (32, 32), (700, 20), (3, 1)]
+    images = [Image.fromarray(np.random.default_rng(1).integers(0, 256, (h, w, 3), np.uint8)) for h, w in sizes]
+    for image in images:
+        assert np.array_equal(ours(image), transform(image).numpy())
+
+
+def test_images_are_decoded_as_raycap_decodes_them(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    rgb = Image.fromarray(generator.integers(0, 256, (9, 14, 3), np.uint8))
+    rgba = Image.fromarray(generator.integers(0, 256, (9, 14, 4), np.uint8))
+    deep = Image.fromarray(generator.integers(0, 65536, (9, 14), np.uint16))
+    rotated = rgb.getexif()
+    rotated[0x0112] = 6
+    palette = rgb.quantize(8)
+    cases: list[tuple[Image.Image, dict[str, Any]]] = [
+        (rgb, {"format": "PNG"}), (rgb.convert("L"), {"format": "PNG"}), (rgba, {"format": "PNG"}),
+        (rgba.convert("LA"), {"format": "PNG"}), (palette, {"format": "PNG", "transparency": 3}),
+        (rgb.convert("CMYK"), {"format": "JPEG"}), (rgb, {"format": "JPEG", "exif": rotated}),
+        (deep, {"format": "PNG"}), (rgb.convert("1"), {"format": "PNG"}), (rgb, {"format": "WEBP", "lossless": True}),
+        (rgb.convert("F"), {"format": "TIFF"}), (palette, {"format": "GIF"}),
+    ]  # fmt: skip
+    for number, (image, options) in enumerate(cases):
+        image.save(buffer := io.BytesIO(), **options)
+        path = tmp_path / str(number)
+        path.write_bytes(buffer.getvalue())
+        expected = decode_image(buffer.getvalue(), 10**6)
+        for source in (str(path), path, buffer.getvalue(), Image.open(path)):
+            assert np.array_equal(load_image(source), expected), (number, type(source))
+    assert load_image(tmp_path / "6").size == (9, 14), "rotated"
+    assert np.array_equal(load_image(np.asarray(rgb)), rgb)
+    assert np.array_equal(load_image(np.asarray(rgb.convert("L"))), rgb.convert("L").convert("RGB"))
+
+
+def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raycap_onnx.images, "MAX_PIXELS", 100)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 14, 3), np.uint8))
+    noise.save(large := io.BytesIO(), "PNG")
+    noise.resize((8, 8)).save(webp := io.BytesIO(), "WEBP")
+    noise.resize((8, 8)).save(jpeg := io.BytesIO(), "JPEG")
+    scans = jpeg.getvalue() + b"\xff\xda" * 200
+    cases = {
+        "14 x 9 pixels; the limit is 100": large.getvalue(), "8 x 8 pixels; the limit is 50": webp.getvalue(),
+        "scans": scans, "not an image in a known format": b"x", "cannot be decoded": jpeg.getvalue()[:200],
+    }  # fmt: skip
+    for message, data in cases.items():
+        with pytest.raises(CaptionerError, match=message):
+            load_image(data)
+        with pytest.raises(BadImage):
+            decode_image(data, 100)
+    for array in (np.zeros((4, 4), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros(4, np.uint8)):
+        with pytest.raises(CaptionerError, match="expected uint8"):
+            load_image(array)
+    with pytest.raises(CaptionerError, match=r"missing\.png: it cannot be read: No such file"):
+        load_image(tmp_path / "missing.png")
+    with pytest.raises(CaptionerError, match="it is not a file"):
+        load_image(tmp_path)
+    with pytest.raises(CaptionerError, match="expected uint8"):
+        load_image(np.zeros((4, 4, 3, 1), np.uint8))
+
+
+def vocabularies() -> dict[str, tuple[Vocabulary, list[str]]]:
+    """A vocabulary of each way to join words, and texts."""
+    texts = {
+        "spaces": ["a red cat", ""],
+        "scripts": ["红猫 sits 在 a mat 上", "cat", "猫"],
+        "bytes": ["ein süßer Hund", "två röda kåtor 猫"],
+    }
+    spaces = Vocabulary.build([text.split() for text in texts["spaces"]], 1)
+    tokens = [[*"红猫在上", "sits", "a", "mat", "cat"]]
+    scripts = Vocabulary.build(tokens, 1, "characters")
+    subwords = Vocabulary.train_subwords(texts["bytes"] * 3, 290, 1)
+    return {name: (each, texts[name]) for name, each in zip(texts, (spaces, scripts, subwords), strict=True)}
+
+
+@pytest.mark.parametrize("joining", ["spaces", "scripts", "bytes"])
+def test_words_are_joined_as_raycap_joins_them(joining: str, tmp_path: Path) -> None:
+    vocabulary, texts = vocabularies()[joining]
+    content = describe_words(vocabulary)
+    assert content["joining"] == joining
+    (tmp_path / "vocabulary.json").write_text(json.dumps(content))
+    special = {"sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad, "unk": vocabulary.ids["UNK"]}
+    words = Words.read(tmp_path / "vocabulary.json", raycap_onnx.documents.Values(special, "it"))
+    for text in texts:
+        ids = vocabulary.encode(vocabulary.tokenize(text))
+        assert words.decode(ids) == vocabulary.decode(ids)
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        ids = [index for index in generator.integers(0, len(vocabulary), 8).tolist() if index != vocabulary.eos]
+        assert words.decode(ids) == vocabulary.decode(ids)
+
+
+Craft = Callable[[dict[str, Any], Path], object]
+
+
+def setting(key: str, value: Any) -> Craft:
+    """Sets a dotted key of captioner.json."""
+
+    def craft(content: dict[str, Any], folder: Path) -> None:
+        *parents, last = key.split(".")
+        for part in parents:
+            content = content[part]
+        content[last] = value
+
+    return craft
+
+
+HOSTILE: dict[str, Craft] = {
+    r"has format 2 and graphs 'onnx'": setting("format", 2),
+    r"has format 1 and graphs 'torch'": setting("graphs", "torch"),
+    r"lacks search": lambda content, folder: content.pop("search"),
+    r"search must be an object of JSON": setting("search", [1]),
+    r"beam_size is 1000000000; expected a number from 1 to 1000": setting("search.beam_size", 10**9),
+    r"beam_size is True; expected a number": setting("search.beam_size", True),
+    r"max_length is 1; expected": setting("search.max_length", 1),
+    r"max_length is 13, above max_positions = 12": setting("search.max_length", 13),
+    r"min_length is 13, above max_length": setting("search.min_length", 13),
+    r"ranking is nan": setting("search.ranking", float("nan")),
+    r"collapse_repeats is 1; expected true or false": setting("search.collapse_repeats", 1),
+    r"drawn captions or groups of beams, which raycap_onnx does not have": setting("search.sampling", True),
+    r"drawn captions or groups": setting("search.beam_groups", 2),
+    r"image_size is 100000; expected": setting("image.image_size", 100_000),
+    r"scaled_side is 65; expected a number from 32 to 64": setting("image.scaled_side", 65),
+    r"interpolation is 'cubic'": setting("image.interpolation", "cubic"),
+    r"std is \[0, 1, 1\]; expected": setting("image.std", [0, 1, 1]),
+    r"open_endings must be a list of ids below": setting("open_endings", [10**6]),
+    r"eos is -1; expected": setting("tokens.eos", -1),
+    r"name is 7; expected text": setting("name", 7),
+    r"encoder\.onnx is damaged or changed": lambda content, folder: (folder / "encoder.onnx").write_bytes(b"x"),
+    r"decoder\.onnx cannot be read: No such file": lambda content, folder: (folder / "decoder.onnx").unlink(),
+    r"vocabulary\.json is damaged": lambda content, folder: (folder / "vocabulary.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_hostile_descriptions_are_refused_in_one_sentence(message: str, exported: Export, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(exported("expansionnet")[0], folder)
+    content = json.loads((folder / "captioner.json").read_text())
+    HOSTILE[message](content, folder)
+    (folder / "captioner.json").write_text(json.dumps(content))
+    with pytest.raises(CaptionerError, match=message) as caught:
+        Captioner(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_hostile_files_are_refused(exported: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptionerError, match=r"captioner\.json: it cannot be read"):
+        Captioner(tmp_path)
+    for data, message in (
+        (b"[" * 100_000, "not JSON"), (b"\xff", "not JSON"), (b"[]", "object of JSON"), (b" " * 2**21, "more than"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "not JSON"),
+    ):  # fmt: skip
+        (tmp_path / "captioner.json").write_bytes(data)
+        with pytest.raises(CaptionerError, match=message):
+            Captioner(tmp_path)
+    assert main([str(tmp_path), "a.png"]) == 2
+    assert capsys.readouterr().err.startswith("raycap_onnx: ")
+    shutil.copytree(exported("transformer")[0], tmp_path / "mixed")
+    shutil.copy(exported("meshed memory")[0] / "decoder.onnx", tmp_path / "mixed")
+    reseal(tmp_path / "mixed")
+    with pytest.raises(CaptionerError, match="the graphs fit neither each other nor the words"):
+        Captioner(tmp_path / "mixed")
+    (tmp_path / "mixed" / "encoder.onnx").write_bytes(b"no graph")
+    reseal(tmp_path / "mixed")
+    with pytest.raises(CaptionerError, match=r"encoder\.onnx cannot be opened"):
+        Captioner(tmp_path / "mixed")
+
+
+def reseal(folder: Path) -> None:
+    """Records the digests of changed files."""
+    content = json.loads((folder / "captioner.json").read_text())
+    content["files"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in content["files"]}
+    (folder / "captioner.json").write_text(json.dumps(content))
+
+
+def test_arguments_out_of_range(exported: Export) -> None:
+    captioner = Captioner(exported("expansionnet")[0], threads=1)
+    (image,) = make_images(1)
+    assert captioner.caption([]) == []
+    for search, message in (
+        ({"beam_size": 0}, "beam_size is 0; it must be 1 to 1000"),
+        ({"max_length": 13}, "max_length is 13; it must be 2 to 12"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ):
+        with pytest.raises(CaptionerError, match=message):
+            captioner.caption([image], **search)
+    with pytest.raises(CaptionerError, match="captions images, not features"):
+        captioner.caption_features(np.zeros((1, 2, 3)))
+    regions = Captioner(exported("mask token")[0], threads=1)
+    with pytest.raises(CaptionerError, match="captions the features of regions"):
+        regions.caption([image])
+    features, _, boxes = make_regions(2, 3)
+    with pytest.raises(CaptionerError, match="needs the boxes"):
+        regions.caption_features(features)
+    assert regions.caption_features(features, None, boxes) == regions.caption_features(
+        features, np.array([3, 3]), boxes
+    )
+
+
+def test_the_length_penalty_is_raycaps() -> None:
+    lengths = torch.arange(2, 30)
+    for ranking, value in (("mean", True), ("sum", False), (0.7, 0.7), (0.0, 0.0)):
+        search = Search(1, 20, ranking, False, False, 2, None, False)
+        expected = length_divisor(lengths, value).float().numpy()
+        np.testing.assert_allclose(search.divisor(lengths.numpy()), expected, rtol=1e-6)

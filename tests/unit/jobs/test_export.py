@@ -1,0 +1,71 @@
+"""`raycap export`: its output, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import main
+from pipeline.captioning.bundle_files import bundle_digests
+from tests.support.bundles import make_bundle
+from tests.support.models import one_thread  # noqa: F401
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, out = make_bundle(tmp_path / "bundle", backbone=False), tmp_path / "new" / "out"
+    assert main(["export", str(bundle), "-o", str(out), "--format", "torch"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"The captioner: {out}"
+    assert lines[-2].startswith("the graphs differ from the model by up to ")
+    content = json.loads((out / "captioner.json").read_text())
+    assert content["source"] == bundle_digests(bundle, ("model.safetensors", "vocabulary.json"))
+    assert content["graphs"] == "torch" and content["opset"] is None and content["name"] == "small"
+    assert main(["export", str(bundle), "-o", str(out)]) == 2
+    assert f"--out {out} exists and is not empty" in capsys.readouterr().err
+
+
+def test_without_the_runtime_the_graphs_are_written_and_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, "onnxruntime")
+    bundle = make_bundle(tmp_path / "bundle", backbone=False)
+    assert main(["export", str(bundle), "-o", str(tmp_path / "out"), "--opset", "18"]) == 0
+    text = capsys.readouterr().out
+    assert "are not compared with the model: onnxruntime is not installed; install the optional packages" in text
+    assert json.loads((tmp_path / "out" / "captioner.json").read_text())["opset"] == 18
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+def test_a_missing_package_is_one_sentence(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, package)
+    assert main(["export", "bundle", "-o", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        f"raycap: --format onnx needs the package {package}, which is not installed; install the optional packages: "
+        "pip install 'raycap[export]'\n"
+    )
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for words, message in (
+        ([str(tmp_path / "none"), "-o", str(tmp_path / "out")], "no such folder"),
+        ([str(tmp_path), "-o", str(tmp_path / "file")], "is a file; give a folder"),
+        ([str(tmp_path), "-o", str(tmp_path / "out")], "is not a model bundle"),
+        ([str(tmp_path), "-o", str(tmp_path / "out"), "--opset", "5"], "Invalid value for '--opset'"),
+        ([str(tmp_path), "-o", str(tmp_path / "out"), "--precision", "int8"], "Invalid value for '--precision'"),
+    ):
+        assert main(["export", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Makes a package look as if it were not installed."""
+    find: Any = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))

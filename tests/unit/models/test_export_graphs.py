@@ -1,0 +1,77 @@
+"""The functions that are exported: the steps' log-probabilities are those of the teacher-forced pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.base import CaptionModel, Features
+from models.captioner import Captioner
+from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from models.encoder_decoder import cross_bias
+from models.export_graphs import EncoderGraph, StepGraph
+from tests.support.exports import REGIONS, SIZES, SYSTEMS, make_captioner
+from tests.support.models import exact
+
+FORMS: dict[str, ModelConfig] = {
+    **{name: config for name, (config, has_backbone) in SYSTEMS.items() if not has_backbone},
+    "expansions": ExpansionNetConfig(**SIZES, static_expansion=(4, 8), dynamic_expansion=3),
+    "dynamic encoder": ExpansionNetConfig(**SIZES, static_expansion=None, encoder_dynamic_expansion=2),
+    "given word vectors": ExpansionNetConfig(**SIZES, static_expansion=(3,), dynamic_expansion=2, word_vector_width=5),
+    "padding attended": MeshedMemoryConfig(**SIZES, attended_regions=9, attention="on_attention"),
+    "one to one": MeshedMemoryConfig(**SIZES | {"num_encoder_layers": 2}, connection="one_to_one", gates="softmax"),
+    "regions in a grid": ClustFormerConfig(**SIZES, **REGIONS),
+    "conditional stacking": ClustFormerConfig(**SIZES, **REGIONS, stacking="conditional", attention="renormalized"),
+    "fixed window": ClustFormerConfig(**SIZES, **REGIONS, window=2),
+    "some layers": ClustFormerConfig(**SIZES, **REGIONS, encoder_clusters="1d", clustered_decoder_layers=(2,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@torch.no_grad()
+def test_steps_are_the_teacher_forced_pass(name: str) -> None:
+    captioner = make_captioner(FORMS[name]).double()
+    model, encoder = captioner.model, EncoderGraph(captioner)
+    step = StepGraph(captioner, encoder.outputs())
+    inputs = [each.example for each in encoder.inputs(images=4, image_tokens=5)]
+    features = Features(inputs[0].double(), *inputs[1:])
+    memory, values = model.encode(features), encoder(*inputs)
+    assert [each.name for each in step.memory][: len(values)] == [each.name for each in encoder.outputs()]
+    exact(values[1], encoder.model.decoder[0].project(memory.states)[1])
+    if (bias := cross_bias(memory)) is not None:
+        exact(values[-1], bias)
+    cache = [
+        each.example.new_zeros(
+            [4, *(0 if dim in each.dims else each.example.shape[dim] for dim in range(1, each.example.ndim))]
+        )
+        for each in step.cache
+    ]
+    history = torch.empty(4, 1, 0, dtype=torch.int64)
+    parents = torch.arange(4)[:, None]
+    for _ in range(6):
+        tokens = torch.randint(model.sizes.vocabulary_size, parents.shape)
+        previous = history.shape[1]
+        history = torch.cat((history.flatten(0, 1)[parents], tokens[..., None]), -1)
+        log_probs, *cache = step(tokens, parents, *values, *cache)
+        exact(log_probs, _forced(model, features, history))
+        parents = torch.randint(tokens.shape[1], (4, 3)) + torch.arange(4)[:, None] * tokens.shape[1]
+        assert previous in (1, 3)
+
+
+def _forced(model: CaptionModel, features: Features, history: Tensor) -> Tensor:
+    """Log-probabilities (B, K, V) after tokens (B, K, T)."""
+    logits = model.decode(model.encode(features), history.flatten(0, 1))[:, -1]
+    return logits.log_softmax(-1).unflatten(0, tuple(history.shape[:2]))
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    class Other(CaptionModel):
+        init_weights = encode = decode = init_cache = step = None  # type: ignore[assignment]
+
+    config = FORMS["transformer"]
+    captioner = make_captioner(config)
+    with pytest.raises(ValueError, match="Other has no encoder and decoder layers"):
+        EncoderGraph(Captioner(Other(replace(config), captioner.model.sizes)))
