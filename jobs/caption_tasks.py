@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,14 @@ class SplitTask(NamedTuple):
 
 
 class Captioned(NamedTuple):
-    """Captions by image id, the best first for each image, and {image id: reason} for images that cannot be read."""
+    """Captions by image id, the best first for each image, and {image id: reason} for images that cannot be read.
+
+    seconds: that the workers took together, without the loading of models.
+    """
 
     hypotheses: dict[int, list[Hypothesis]]
     unreadable: dict[int, str]
+    seconds: float = 0.0
 
     @property
     def best(self) -> dict[int, Hypothesis]:
@@ -67,9 +72,11 @@ class Captioned(NamedTuple):
         write_n_best(path, {image: [each.to_json() for each in ranked] for image, ranked in self.hypotheses.items()})
 
     def of(self, images: Sequence[int]) -> Captioned:
-        """The part of these images."""
+        """The part of these images, with as large a part of the seconds."""
         hypotheses = {image: self.hypotheses[image] for image in images if image in self.hypotheses}
-        return Captioned(hypotheses, {image: self.unreadable[image] for image in images if image in self.unreadable})
+        unreadable = {image: self.unreadable[image] for image in images if image in self.unreadable}
+        share = (len(hypotheses) + len(unreadable)) / max(len(self.hypotheses) + len(self.unreadable), 1)
+        return Captioned(hypotheses, unreadable, share * self.seconds)
 
 
 @dataclass(frozen=True)
@@ -109,21 +116,24 @@ def caption_on_cluster(
     task = ray.remote(_caption_shard).options(num_returns="streaming", **workers.task_options)
     begin = time.monotonic()
     found = {name: Captioned({}, {}) for name in splits}
+    computing: Counter[str] = Counter()
     shared_splits = ray.put(splits)  # once for all workers
     arguments = (models, shared_splits, config.without_tracker(), store, with_alignment, skip_unreadable)
     with watch, progress("captions  ", sum(len(split.images) for split in splits.values())) as advance:
         tasks = [task.remote(rank, *arguments) for rank in range(workers.num_workers)]
-        for name, hypotheses, unreadable in watch.results(tasks):
+        for name, hypotheses, unreadable, seconds in watch.results(tasks):
+            computing[name] += seconds
             found[name].hypotheses.update(hypotheses)
             found[name].unreadable.update(unreadable)
             advance(len(hypotheses) + len(unreadable))
     captioned, num_captioned = {}, 0
     for name, split in splits.items():
-        hypotheses, unreadable = found[name]
+        hypotheses, unreadable, _ = found[name]
         order = split.images.column("image_id")
         if num_missing := len(set(order) - hypotheses.keys() - unreadable.keys()):
             raise RuntimeError(f"{num_missing} of {len(order)} images of {name} have no caption; run the command again")
-        captioned[name] = Captioned({image: hypotheses[image] for image in order if image in hypotheses}, unreadable)
+        ordered = {image: hypotheses[image] for image in order if image in hypotheses}
+        captioned[name] = Captioned(ordered, unreadable, computing[name])
         num_captioned += len(hypotheses)
     seconds = time.monotonic() - begin
     logger.info(f"captions  {num_captioned} images in {seconds:.0f} s, {num_captioned / seconds:.1f} images/s")
@@ -138,8 +148,11 @@ def _caption_shard(
     store: StoragePath | None,
     with_alignment: bool,
     skip_unreadable: bool,
-) -> Iterator[tuple[str, dict[int, list[Hypothesis]], dict[int, str]]]:
-    """Captions the part of the images that belongs to worker number `rank`. Yields (split, captions, unreadable)."""
+) -> Iterator[tuple[str, dict[int, list[Hypothesis]], dict[int, str], float]]:
+    """Captions the part of the images that belongs to worker number `rank`, batch by batch.
+
+    Yields (split, captions, unreadable, seconds that they took).
+    """
     from pipeline.captioning.captioning import CaptionSearch, caption_batches
 
     captioner = _TaskCaptioner(models, config, store)
@@ -148,8 +161,10 @@ def _caption_shard(
     context.world_rank, context.world_size = rank, config.workers.num_workers
     for name, (images, constraints) in splits.items():
         inputs = captioner.inputs(images)
+        begin = time.monotonic()
         for hypotheses, unreadable in caption_batches(captioner.models, inputs, search, context, constraints):
-            yield name, hypotheses, unreadable
+            yield name, hypotheses, unreadable, time.monotonic() - begin
+            begin = time.monotonic()
 
 
 def caption_to_store(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,8 +102,8 @@ class Evaluation:
 
     bundles: those of all evaluated models. models: the bundles of each model that is evaluated by itself; those of
     an ensemble are one model. labels: the names of the models, such as "seed 0". label: a name for all of them. place,
-    folder: see `output_folder`. store: the features for models without a backbone. seconds_per_image: the time of the
-    last captions, in which processes also load the models; None before.
+    folder: see `output_folder`. store: the features for models without a backbone. seconds_per_image: that a worker
+    took for the last captions, without the loading of models; None before.
     """
 
     seconds_per_image: float | None = None
@@ -339,14 +338,13 @@ class Evaluation:
 
     def _caption(self, bundles: Sequence[StoragePath], tasks: Mapping[str, SplitTask]) -> dict[str, Captioned]:
         """Captions the images of each split, and each image once if one of the splits is every image."""
-        begin = time.monotonic()
         sources = [bundle_source(bundle, self.config) for bundle in bundles]
         every = {image for task in tasks.values() for image in task.images.column("image_id")}
         whole = {split: task for split, task in tasks.items() if len(task.images) == len(every)}
         split = next(iter(whole), None)
         chosen = tasks if split is None else {split: whole[split]}
         captioned = caption_on_cluster(sources, chosen, self.config, store=self.store)
-        self.seconds_per_image = (time.monotonic() - begin) / len(every)
+        self.seconds_per_image = sum(each.seconds for each in captioned.values()) / len(every)
         if split is None:
             return captioned
         return {name: captioned[split].of(task.images.column("image_id")) for name, task in tasks.items()}

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PICTURES = 60  # of the page
 INTERVAL_NOTE = "95 % bootstrap intervals over the images"
+COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
 METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score above differs."
 
 
@@ -207,7 +208,7 @@ def write_comparison(place: StoragePath, comparison: Comparison, evaluation: Eva
         tables = [
             _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
             _table("Differences", f"Each model minus {comparison.names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
-            Table("Cost", "Seconds per image are measured here and include the loading of models.", *cost_table(costs)),
+            Table("Cost", COST_NOTE, *cost_table(costs)),
         ]
         page = _page(comparison, evaluation, tables, (columns, rows))
         (place / "compare.html").write_bytes(report_html(page).encode())

@@ -129,7 +129,7 @@ def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: p
 
     def here(models: Any, splits: Any, config: Any, *, store: Any, with_alignment: bool) -> dict[str, Captioned]:
         rows = list(caption_tasks._caption_shard(0, models, splits, config, store, with_alignment, True))
-        return {name: Captioned({i: h for _, found, _ in rows for i, h in found.items()}, {}) for name in splits}
+        return {name: Captioned({i: h for _, found, *_ in rows for i, h in found.items()}, {}) for name in splits}
 
     monkeypatch.setattr(retrain, "start_ray", lambda *_: None)
     monkeypatch.setattr(retrain, "caption_on_cluster", here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,9 +39,9 @@ class Captioning:
         features = None if bundle.transform or store is None else open_store(store, config.features)
         inputs = Images(images, features, bundle.transform, max_pixels=10**6, threads=1, options=config.storage.options)
         search = CaptionSearch(config.evaluation, bundle.vocabulary, with_alignment, True)
-        found = Captioned({}, {})
+        hypotheses_of, reasons, begin = {}, {}, time.monotonic()
         context = LocalContext(torch.device("cpu"))
         for hypotheses, unreadable in caption_batches([bundle.captioner], [inputs], search, context, constraints):
-            found.hypotheses.update(hypotheses)
-            found.unreadable.update(unreadable)
-        return {name: found}
+            hypotheses_of |= hypotheses
+            reasons |= unreadable
+        return {name: Captioned(hypotheses_of, reasons, time.monotonic() - begin)}
