@@ -20,6 +20,7 @@ def draw_front(points: Sequence[Point], names: Sequence[str], metrics: tuple[str
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
 
     figure = Figure(figsize=(7.4, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -35,9 +36,10 @@ def draw_front(points: Sequence[Point], names: Sequence[str], metrics: tuple[str
     middle = sum(axes.get_xlim()) / 2
     for name, member in zip(names, members, strict=True):  # a label extends towards the middle
         side, shift = ("left", OFFSET) if member.scores[0] < middle else ("right", -OFFSET)
-        axes.annotate(
+        text = axes.annotate(
             name, member.scores, xytext=(shift, OFFSET), textcoords="offset points", ha=side, fontsize=9, color=INK
         )
+        text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable on the lines
     axes.margins(0.14)
     axes.set_xlabel(metrics[0], color=INK)
     axes.set_ylabel(metrics[1], color=INK)
