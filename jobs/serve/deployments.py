@@ -149,7 +149,8 @@ class Ingress:
             other = ServedModel(challenger[0], RayCaptioners(challenger[1]), metrics)
             compared = Challenger(other, arguments.share, ComparisonLog(path))
         access = Access(token, arguments.loopback_only)
-        settings = AppSettings(arguments.limits, access, arguments.allow_uris, arguments.allow_attribution)
+        uris, attribution = arguments.allow_uris, arguments.allow_attribution
+        settings = AppSettings(arguments.limits, access, uris, attribution, arguments.options)
         self.app_of_requests = make_app(ServedModels(models, metrics, compared), settings, metrics)
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -6,9 +6,11 @@ import asyncio
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import raycap
@@ -102,6 +104,31 @@ def test_requests_with_unlike_searches_share_a_batch_as_far_as_they_can(bundles:
         assert [each.caption for each in answer.result.n_best] == [each.caption for each in expected.n_best]
     assert sizes == [(3, 0), (1, 0), (3, 1), (1, 0), (3, 2)]
     assert isinstance(answers[5], RefusedError) and answers[5].status == 422, "only this request is refused"
+
+
+def test_a_batch_that_needs_too_much_memory_is_divided(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, names = host_of(bundles[0]), write_images(tmp_path, 5)
+    service, caption, sizes = host.current.service, host.current.service.caption, list[int]()
+
+    def limited(pixels: torch.Tensor, *arguments: Any) -> Any:
+        sizes.append(len(pixels))
+        if len(pixels) > most:
+            raise torch.OutOfMemoryError
+        return caption(pixels, *arguments)
+
+    monkeypatch.setattr(service, "caption", limited)
+    images = [service.transform.resize(Image.open(name).convert("RGB")) for name in names]
+    jobs = [ImageJob(pixels, transform_key(service.transform)) for pixels in images]
+    most = 2
+    made = host.caption(jobs)
+    expected = raycap.load(bundles[0], device="cpu").caption(names)
+    assert [each.result.caption for each in made] == [each.caption for each in expected]  # type: ignore[union-attr]
+    assert sizes == [5, 2, 3, 1, 2]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        host.caption(jobs)
 
 
 def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
