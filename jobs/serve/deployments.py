@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -271,6 +272,7 @@ def wait() -> None:
 
 def stop(*, is_local: bool) -> None:
     """Ends the application after the requests in progress. In a cluster it ends Ray Serve, too."""
-    serve.delete(APP)
+    with suppress(serve.exceptions.RayServeException):  # it has not been started
+        serve.delete(APP)
     if not is_local:  # a local Ray ends with this process
         serve.shutdown()

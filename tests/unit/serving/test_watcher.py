@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 import raycap
+from jobs.cli import main
 from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
 from jobs.serve.command import require_free
 from pipeline.captioning.model_sources import StoredBundle
@@ -214,6 +216,35 @@ def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.Monkey
         monkeypatch.setenv("RAYCAP_SERVE_TOKEN", token)
         with pytest.raises(UserError, match="must have 16 or more visible ASCII characters"):
             server_token("127.0.0.1", False)
+
+
+def test_mistakes_are_said_before_ray_is_started(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
+    monkeypatch.setattr("jobs.serve.command.connect", None)
+    model = str(bundles[0])
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        for options, words in (
+            (["--model", "nothing"], "--model nothing: no such folder"),
+            (["--model", model, "--model", model], "two models have the name small"),
+            (
+                ["--model", model, "--challenger", "x", "--comparison-log", str(tmp_path / "log")],
+                "--challenger x: no such",
+            ),
+            (["--model", model, "--challenger", model], "--challenger needs --comparison-log FILE"),
+            (["--model", model, "--challenger", model, "--comparison-log", "no/log"], "the folder"),
+            (["--model", model, "--host", "0.0.0.0"], "needs a token in RAYCAP_SERVE_TOKEN"),
+            (["--model", model, "--port", port], f"--port {port}: Address already in use"),
+            (["--model", model, "--address", "nonsense"], "--address nonsense (or RAY_ADDRESS) is no address"),
+            (["--model", "champion:demo", "--storage", str(tmp_path)], "has no champion of demo"),
+        ):
+            assert main(["serve", *options]) == 2, options
+            said = capsys.readouterr().err.splitlines()
+            assert len(said) == 1 and words in said[0], (options, said)
 
 
 def test_mistakes_of_the_options_are_one_sentence() -> None:
