@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from jobs.cluster import check_address, cluster_address, connect
 from jobs.named_files import check_output_file
 from jobs.options import Address
-from jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparison_path, server_token
+from jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparison_path, named_models, server_token
 from pipeline.errors import UserError
 from pipeline.runtime.stopping import keeping_handlers
 from pipeline.serving.limits import Limits
@@ -119,6 +119,7 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None,
     """Starts the server and returns when it has ended by itself."""
     deployments = _deployments()
     check_address(address)
+    named_models(arguments, send_local=False)  # before Ray is started, so that a mistake is said at once
     if not cluster_address(address):
         require_free(host, port)
     is_local = not connect(address, deployments.needed_cpus(arguments))

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -149,7 +150,8 @@ class Ingress:
             other = ServedModel(challenger[0], RayCaptioners(challenger[1]), metrics)
             compared = Challenger(other, arguments.share, ComparisonLog(path))
         access = Access(token, arguments.loopback_only)
-        settings = AppSettings(arguments.limits, access, arguments.allow_uris, arguments.allow_attribution)
+        uris, attribution = arguments.allow_uris, arguments.allow_attribution
+        settings = AppSettings(arguments.limits, access, uris, attribution, arguments.options)
         self.app_of_requests = make_app(ServedModels(models, metrics, compared), settings, metrics)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -270,6 +272,7 @@ def wait() -> None:
 
 def stop(*, is_local: bool) -> None:
     """Ends the application after the requests in progress. In a cluster it ends Ray Serve, too."""
-    serve.delete(APP)
+    with suppress(serve.exceptions.RayServeException):  # it has not been started
+        serve.delete(APP)
     if not is_local:  # a local Ray ends with this process
         serve.shutdown()

@@ -35,6 +35,7 @@ from pipeline.serving.guard import FAILED, Access, Guard, error_parts
 from pipeline.serving.limits import Limits, RefusedError
 from pipeline.serving.metrics import Metrics
 from pipeline.serving.served_models import Made, Search, ServedModel, ServedModels
+from pipeline.storage.path import StorageOptions
 
 DECODERS = 2  # images that are decoded at a time; each may need 8 bytes per pixel of the limit
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -46,13 +47,14 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 class AppSettings:
     """The settings of an app. allow_attribution: whether clients may ask for integrated gradients, which take minutes.
 
-    uris: see `UriRoots`.
+    uris, options: of `UriRoots`.
     """
 
     limits: Limits = Limits()  # noqa: RUF009 (frozen)
     access: Access = Access()  # noqa: RUF009 (frozen)
     uris: tuple[str, ...] = ()
     allow_attribution: bool = False
+    options: StorageOptions = StorageOptions()
 
 
 class Routes:
@@ -60,7 +62,7 @@ class Routes:
 
     def __init__(self, models: ServedModels, settings: AppSettings, metrics: Metrics) -> None:
         self.models, self.settings, self.metrics = models, settings, metrics
-        self.source = Source(settings.limits, UriRoots(settings.uris))
+        self.source = Source(settings.limits, UriRoots(settings.uris, settings.options))
         self._decoders = asyncio.Semaphore(DECODERS)
 
     async def caption(self, request: Request) -> CaptionAnswer:

@@ -101,11 +101,21 @@ class ModelHost:
 
 
 def _captions(service: CaptionService, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
-    """The captions of images (H, W, 3) uint8. Raises UserError for a search that the model does not take."""
+    """The captions of images (H, W, 3) uint8. When the GPU's memory runs out, half of them are captioned at a time.
+
+    Raises UserError for a search that the model does not take.
+    """
     given = {"beam_size": search.beam_size, "max_length": search.max_length}
     changes = {key: value for key, value in given.items() if value is not None}
     settings = service.changed_search(changes, search.num_results)
-    return service.caption(_normalized(service, pixels), settings, search.precision)
+    try:
+        return service.caption(_normalized(service, pixels), settings, search.precision)
+    except torch.OutOfMemoryError:
+        if len(pixels) == 1:
+            raise
+    torch.cuda.empty_cache()
+    half = len(pixels) // 2
+    return [*_captions(service, pixels[:half], search), *_captions(service, pixels[half:], search)]
 
 
 def _normalized(service: CaptionService, pixels: Sequence[np.ndarray]) -> torch.Tensor:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import raycap
+from jobs.cli import main
 from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
 from jobs.serve.command import require_free
 from pipeline.captioning.model_sources import StoredBundle
@@ -104,6 +108,31 @@ def test_requests_with_unlike_searches_share_a_batch_as_far_as_they_can(bundles:
     assert isinstance(answers[5], RefusedError) and answers[5].status == 422, "only this request is refused"
 
 
+def test_a_batch_that_needs_too_much_memory_is_divided(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, names = host_of(bundles[0]), write_images(tmp_path, 5)
+    service, caption, sizes = host.current.service, host.current.service.caption, list[int]()
+
+    def limited(pixels: torch.Tensor, *arguments: Any) -> Any:
+        sizes.append(len(pixels))
+        if len(pixels) > most:
+            raise torch.OutOfMemoryError
+        return caption(pixels, *arguments)
+
+    monkeypatch.setattr(service, "caption", limited)
+    images = [service.transform.resize(Image.open(name).convert("RGB")) for name in names]
+    jobs = [ImageJob(pixels, transform_key(service.transform)) for pixels in images]
+    most = 2
+    made = host.caption(jobs)
+    expected = raycap.load(bundles[0], device="cpu").caption(names)
+    assert [each.result.caption for each in made] == [each.caption for each in expected]  # type: ignore[union-attr]
+    assert sizes == [5, 2, 3, 1, 2]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        host.caption(jobs)
+
+
 def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
     host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
     (answer,) = host.caption([ImageJob(np.zeros((8, 8, 3), np.uint8), "another")])
@@ -187,6 +216,35 @@ def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.Monkey
         monkeypatch.setenv("RAYCAP_SERVE_TOKEN", token)
         with pytest.raises(UserError, match="must have 16 or more visible ASCII characters"):
             server_token("127.0.0.1", False)
+
+
+def test_mistakes_are_said_before_ray_is_started(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
+    monkeypatch.setattr("jobs.serve.command.connect", None)
+    model = str(bundles[0])
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        for options, words in (
+            (["--model", "nothing"], "--model nothing: no such folder"),
+            (["--model", model, "--model", model], "two models have the name small"),
+            (
+                ["--model", model, "--challenger", "x", "--comparison-log", str(tmp_path / "log")],
+                "--challenger x: no such",
+            ),
+            (["--model", model, "--challenger", model], "--challenger needs --comparison-log FILE"),
+            (["--model", model, "--challenger", model, "--comparison-log", "no/log"], "the folder"),
+            (["--model", model, "--host", "0.0.0.0"], "needs a token in RAYCAP_SERVE_TOKEN"),
+            (["--model", model, "--port", port], f"--port {port}: Address already in use"),
+            (["--model", model, "--address", "nonsense"], "--address nonsense (or RAY_ADDRESS) is no address"),
+            (["--model", "champion:demo", "--storage", str(tmp_path)], "has no champion of demo"),
+        ):
+            assert main(["serve", *options]) == 2, options
+            said = capsys.readouterr().err.splitlines()
+            assert len(said) == 1 and words in said[0], (options, said)
 
 
 def test_mistakes_of_the_options_are_one_sentence() -> None:
