@@ -71,7 +71,8 @@ class Captioner:
         self._memory_names = [each.name for each in self._encoder.get_outputs()]
         self._cache = {key: each for key, each in inputs.items() if key.startswith("cache_")}
         expected = {"tokens", "parents", *self._memory_names, *self._cache}
-        if expected != inputs.keys() or self._decoder.get_outputs()[0].shape[-1:] != [len(self.words.texts)]:
+        fits = expected == inputs.keys() and self._decoder.get_outputs()[0].shape[-1:] == [len(self.words.texts)]
+        if not fits or any(_sizes(each) != _sizes(inputs[each.name]) for each in self._encoder.get_outputs()):
             raise CaptionerError(f"{folder}: the graphs fit neither each other nor the words; export the model again")
 
     def caption(
@@ -174,6 +175,11 @@ def _open_graph(path: Path, threads: int | None, providers: Sequence[str]) -> on
 
 def _value(array: np.ndarray) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+
+
+def _sizes(tensor: Any) -> list[int | None]:
+    """The sizes of an input or output of a graph; None for those that may change."""
+    return [size if isinstance(size, int) else None for size in tensor.shape]
 
 
 def _no_tokens(cache: Any, images: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ class Words:
         if self.joining == "spaces":
             return " ".join(texts)
         if self.joining == "bytes":  # bytes that are no valid text are left out
-            return "".join(texts).encode("latin-1", "ignore").decode("utf-8", "ignore").lstrip()
+            decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+            parts = [decoder.decode(text.encode("latin-1", "ignore")) for text in texts]
+            return "".join([*(part.lstrip() for part in parts[:1]), *parts[1:]])
         pairs = zip(ids, texts, [-1, *ids], strict=False)
         glued = self.without_space
         return "".join(

@@ -49,6 +49,7 @@ def write_graph(
 
     Raises UserError for what the exporter cannot translate.
     """
+    import onnx_ir.passes.common
     import torch
 
     with _quiet(), torch.no_grad():
@@ -71,6 +72,8 @@ def write_graph(
                 "another --opset, or --format torch"
             ) from error
         assert program is not None
+        # The exporter adds to each node where it was called, with the paths of this machine.
+        onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
         weights = sum(each.numel() * each.element_size() for each in graph.state_dict().values())
         program.save(str(path), external_data=weights > MAX_EMBEDDED_BYTES)
 

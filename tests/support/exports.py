@@ -43,7 +43,7 @@ SYSTEMS: dict[str, tuple[ModelConfig, bool]] = {
 
 
 def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0) -> Captioner:
-    """A captioner with random weights, in evaluation; a larger output weight makes its captions differ."""
+    """A captioner with random weights, in evaluation; its output weights make captions differ, also in length."""
     torch.manual_seed(seed)
     swin = Backbone(SWIN) if has_backbone else None
     width = WIDTH if swin is None else swin.width
@@ -52,6 +52,8 @@ def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0
     )
     with torch.no_grad():
         captioner.model.lm_head.weight.mul_(8)  # type: ignore[union-attr, operator]
+        if captioner.model.lm_head.bias is not None:  # type: ignore[union-attr]
+            captioner.model.lm_head.bias[WORDS.eos] += 3  # type: ignore[index, operator, union-attr]
     return captioner.eval()
 
 

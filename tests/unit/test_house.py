@@ -61,7 +61,7 @@ HOMES = {
     "matplotlib": {"pipeline/search/plots.py", "pipeline/reports/curves.py", "pipeline/reports/front_plot.py"},
     "mlflow": {f"pipeline/tracking/{name}.py" for name in ("mlflow_client", "local_database", "run_sync", "registry")},
     "boto3": {"pipeline/storage/s3.py"},
-    "onnx": set(),  # the exporter of PyTorch imports it
+    "onnx_ir": {"pipeline/export/onnx_graphs.py"},
     "onnxscript": {"pipeline/export/onnx_graphs.py"},
     "onnxruntime": {"pipeline/export/onnx_graphs.py", "raycap_onnx/captioner.py"},
     "cryptography": {"pipeline/captioning/bundle_files.py"},
@@ -81,9 +81,9 @@ FORBIDDEN = {
 # imported inside a function.
 HEAVY = {
     "PIL", "aiohttp", "boto3", "botocore", "cryptography", "fastapi", "h5py", "jinja2", "matplotlib", "mlflow", "numpy",
-    "onnxruntime", "onnxscript", "optuna", "pandas", "prometheus_client", "psutil", "pyarrow", "pycocoevalcap", "ray",
-    "regex", "rich", "s3transfer", "safetensors", "scipy", "sklearn", "starlette", "timm", "tokenizers", "torch",
-    "torchvision", "urllib3", "yaml",
+    "onnx_ir", "onnxruntime", "onnxscript", "optuna", "pandas", "prometheus_client", "psutil", "pyarrow",
+    "pycocoevalcap", "ray", "regex", "rich", "s3transfer", "safetensors", "scipy", "sklearn", "starlette", "timm",
+    "tokenizers", "torch", "torchvision", "urllib3", "yaml",
 }  # fmt: skip
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {

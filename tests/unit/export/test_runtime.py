@@ -76,7 +76,7 @@ def test_it_captions_in_a_process_without_torch_and_raycap(exported: Export, tmp
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "UNK allowed": {"decoding": Decoding(suppress_unk=False)},
+    "no UNK": {"decoding": Decoding(suppress_unk=True)},
     "long": {"decoding": Decoding(min_length=9)},
     "no repeated words": {"decoding": Decoding(no_repeat_ngram=1)},
     "no repeated pairs": {"decoding": Decoding(no_repeat_ngram=2, min_length=10)},
