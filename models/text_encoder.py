@@ -45,7 +45,7 @@ _IGNORED = re.compile(r"(pooler|cls|lm_head|classifier)\..*|embeddings\.(positio
 
 @dataclass(frozen=True)
 class TextEncoderSizes:
-    """What the config.json of a BERT or RoBERTa tells. first_position: that of the first token."""
+    """The sizes in the config.json of a BERT or RoBERTa. first_position: that of the first token."""
 
     architecture: Architecture
     num_pieces: int

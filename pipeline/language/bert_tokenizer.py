@@ -110,7 +110,7 @@ def _byte_pairs(content: dict[str, Any], model: dict[str, Any], ids: dict[str, i
     _require_types(content, model="BPE", normalizer=None, pre_tokenizer="ByteLevel")
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
     if any(model.get(key) for key in options) or content["pre_tokenizer"].get("use_regex", True) is not True:
-        raise ValueError("it has options that RoBERTa's tokenizer has not")
+        raise ValueError("it has options that RoBERTa's tokenizer does not have")
     merges = model.get("merges")
     if not isinstance(merges, list) or len(merges) > MAX_PIECES:
         raise ValueError(f"it has no list of at most {MAX_PIECES} merges")
