@@ -22,7 +22,7 @@ from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import UNK
-from pipeline.distillation.caption_store import CaptionStore
+from pipeline.distillation.caption_store import CaptionStore, ImageChunks
 from pipeline.errors import UserError
 from pipeline.features.store import open_store
 from pipeline.runs.folder import RunFolder
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pipeline.features.model_inputs import Images
 
 logger = logging.getLogger(__name__)
+
+NOT_READ = "it could not be read by a task whose node was lost with the reason"
 
 
 class SplitTask(NamedTuple):
@@ -168,7 +170,7 @@ def _caption_shard(
 
 
 def caption_to_store(
-    model: ModelSource, images: Dataset, captions: CaptionStore, config: RunConfig, features: StoragePath | None
+    model: ModelSource, chunks: ImageChunks, captions: CaptionStore, config: RunConfig, features: StoragePath | None
 ) -> dict[int, str]:
     """Captions images with a model and writes all captions of its search to a store. Ray must have been started.
 
@@ -181,41 +183,42 @@ def caption_to_store(
     workers, watch, begin = config.workers, StallWatch("captioning", config.workers), time.monotonic()
     unreadable: dict[int, str] = {}
     task = ray.remote(_caption_chunks).options(num_returns="streaming", **workers.task_options)
-    arguments = (model, ray.put(images), captions, config.without_tracker(), features)
-    with watch, progress("teacher   ", len(images)) as advance:
+    arguments = (model, ray.put(chunks), captions, config.without_tracker(), features)
+    num_images = len(chunks.images)
+    with watch, progress("teacher   ", num_images) as advance:
         tasks = [task.remote(rank, *arguments) for rank in range(workers.num_workers)]
         for count, reasons in watch.results(tasks):
             unreadable.update(reasons)
             advance(count)
     seconds = time.monotonic() - begin
-    logger.info(f"teacher     {len(images)} images in {seconds:.0f} s, {len(images) / seconds:.1f} images/s")
+    logger.info(f"teacher     {num_images} images in {seconds:.0f} s, {num_images / seconds:.1f} images/s")
     return unreadable
 
 
 def _caption_chunks(
     rank: int,
     model: ModelSource,
-    images: Dataset,
+    chunks: ImageChunks,
     captions: CaptionStore,
     config: RunConfig,
     features: StoragePath | None,
 ) -> Iterator[tuple[int, dict[int, str]]]:
     """Captions and writes every `num_workers`-th chunk. Yields (number of images, unreadable ones) batch by batch."""
-    size = captions.images_per_chunk
-    starts = range(0, len(images), size)[rank :: config.workers.num_workers]
-    if not starts:  # the model need not be loaded
+    own_chunks = chunks.of_worker(rank, config.workers.num_workers)
+    if not own_chunks:  # the model need not be loaded
         return
     from pipeline.captioning.captioning import CaptionSearch, caption_batches
 
     captioner = _TaskCaptioner([model], config, features)
-    search = CaptionSearch(config.evaluation, captioner.vocabulary, skip_unreadable=True)
+    search = CaptionSearch(config.evaluation, captioner.vocabulary, skip_unreadable=True, with_signals=False)
     batch_size = config.evaluation.images_at_a_time(captioner.context.device.type)
-    for start in starts:
-        chunk = Dataset(images.table.slice(start, size))
+    for rows in own_chunks:
+        chunk = Dataset(chunks.images.table[rows])
         keys = dict(zip(chunk.column("image_id"), chunk.column("key"), strict=True))
-        if captions.has(list(keys.values())):  # Ray repeats a lost task, which must then yield as many items
+        if stored := captions.stored(list(keys.values())):  # Ray repeats a lost task, which must yield as many items
             for first in range(0, len(chunk), batch_size):
-                yield min(batch_size, len(chunk) - first), {}
+                part = list(keys.items())[first : first + batch_size]
+                yield len(part), {image: NOT_READ for image, key in part if key not in stored}
             continue
         texts: dict[str, list[str | None]] = {}
         inputs = captioner.inputs(chunk)

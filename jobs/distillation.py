@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.caption_tasks import caption_to_store
 from jobs.cluster import start_ray
@@ -41,8 +42,10 @@ def caption_training_images(config: RunConfig, dataset: Dataset, address: str | 
     start_ray(config, address, "captions")
     teaching = teacher.config_of(config)
     readable, features = features_for_bundles(teaching, missing)
+    is_wanted = pc.is_in(images.table["image_id"], value_set=readable.table["image_id"])
+    chunks = captions.divide(images, ~is_missing, is_wanted.to_numpy(zero_copy_only=False))
     source = bundle_source(teacher.location, config)
-    unreadable = caption_to_store(source, readable, captions, teaching, features)
+    unreadable = caption_to_store(source, chunks, captions, teaching, features)
     if unreadable:
         image, reason = next(iter(unreadable.items()))
         logger.warning(

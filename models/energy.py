@@ -21,7 +21,7 @@ def caption_energies(model: CaptionModel, memory: Memory, tokens: Tensor, length
     """The mean energy (B,) float32 of the first `count` tokens of each caption; float64 for a float64 model.
 
     tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: without SOS; of a
-    shorter caption, all tokens count. This takes one teacher-forced pass over so many tokens.
+    shorter caption, all tokens count. This takes one teacher-forced pass over these tokens.
     """
     counts = (lengths - 1).clamp(max=count)
     with evaluating(model):

@@ -45,7 +45,7 @@ _IGNORED = re.compile(r"(pooler|cls|lm_head|classifier)\..*|embeddings\.(positio
 
 @dataclass(frozen=True)
 class TextEncoderSizes:
-    """What the config.json of a BERT or RoBERTa tells. first_position: that of the first token."""
+    """The sizes in the config.json of a BERT or RoBERTa. first_position: that of the first token."""
 
     architecture: Architecture
     num_pieces: int
@@ -70,14 +70,16 @@ class TextEncoderSizes:
             if type(values.get(key)) is not int or not 1 <= values[key] <= limit:
                 raise ValueError(f"its {key} is no number from 1 to {limit}")
         pieces, width, layers, heads, d_ff, positions, types = (values[key] for key in _LIMITS)
-        eps, padding = values.get("layer_norm_eps"), values.get("pad_token_id", 0)
+        is_roberta = values["model_type"] == "roberta"
+        # transformers' defaults of the padding, for files without it
+        eps, padding = values.get("layer_norm_eps"), values.get("pad_token_id", 1 if is_roberta else 0)
         if type(eps) is not float or not 0 <= eps <= 0.1:
             raise ValueError("its layer_norm_eps is no number from 0 to 0.1")
         if width % heads:
             raise ValueError(f"its hidden_size of {width} is no multiple of {heads} num_attention_heads")
         if type(padding) is not int or not 0 <= padding <= pieces:
             raise ValueError("its pad_token_id is no id")
-        first = padding + 1 if values["model_type"] == "roberta" else 0
+        first = padding + 1 if is_roberta else 0
         if positions - first < 3:
             raise ValueError(f"its {positions} max_position_embeddings are too few")
         return cls(values["model_type"], pieces, width, layers, heads, d_ff, positions, types, first, eps)

@@ -49,6 +49,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     search = load_search(path, overrides)
     check_address(address)
     check_before_writing(search.base)
+    search.check_teacher()
     require_backbone_file(search)
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.

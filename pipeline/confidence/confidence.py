@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -154,6 +155,12 @@ def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
     """
     content = parse_json(data, name)
     if isinstance(content, dict) and content.get("signals", [*SIGNALS]) != [*SIGNALS]:
-        logger.info(f"{name} is not used: it was fitted with other signals than {', '.join(SIGNALS)}")
+        _log_other_signals(name)
         return ()
     return parse_section(_Content, content, name).fits
+
+
+@lru_cache(maxsize=128)
+def _log_other_signals(name: str) -> None:
+    """Names a file in the log once, because a command reads the file of a bundle several times."""
+    logger.info(f"{name} is not used: it was fitted with other signals than {', '.join(SIGNALS)}")

@@ -1,14 +1,16 @@
 """The stored captions of a teacher: Parquet files of some hundred images, called chunks.
 
-    distilled/<digest of the teacher>/<chunk>.parquet   key, captions: those of the beam, the best first
+    distilled/<digest>/<chunk>.parquet   key, captions: those of the beam, the best first
 
-The teacher's digest contains its search. A chunk's name is a hash of the content keys of its images, so that a repeated
+The digest is that of the teacher with its search. For region features, whose content keys are image ids, it also covers
+the file and how it is read. A chunk's name is a hash of the content keys of its images, so that a repeated
 task writes the same file again, and no lock is needed. A chunk is written whole; a damaged one is removed when missing
 images are looked for, and its captions are computed again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ import pyarrow.compute as pc
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.distillation.teacher import Teacher
-from pipeline.features.store import shard_name
+from pipeline.features.regions import describe_regions
+from pipeline.features.store import feature_key, shard_name
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import read_cache, read_table, write_table
 
@@ -41,9 +44,9 @@ class CaptionStore:
         """The names of the chunks, in a fixed order."""
         return sorted(name for name in self.folder.list() if name.endswith(".parquet"))
 
-    def has(self, keys: Sequence[str]) -> bool:
-        """Whether there is a chunk of exactly these images, so that a repeated task need not compute it again."""
-        return self._path(keys).exists()
+    def stored(self, keys: Sequence[str]) -> set[str]:
+        """Which of these images have captions in the chunk of exactly these images; none if there is no such chunk."""
+        return set(read_cache(self._path(keys), CHUNK)["key"].to_pylist())
 
     def write(self, keys: Sequence[str], captions: Mapping[str, Sequence[str | None]]) -> None:
         """Writes the chunk of these images. Those without an entry in `captions` could not be read.
@@ -56,12 +59,29 @@ class CaptionStore:
             write_table(self._path(keys), pa.table([list(rows), short], schema=CHUNK))
 
     def lacks(self, keys: pa.ChunkedArray) -> np.ndarray:
-        """For each image, whether the store lacks its captions: bools (len(keys),). Removes damaged chunks."""
-        missing = np.ones(len(keys), bool)
+        """For each image, whether the store lacks its captions: bools (len(keys),). Removes damaged chunks.
+
+        Reads all chunks whole, because damage may be in the captions, too. Needs memory for the stored keys.
+        """
         with ThreadPoolExecutor(NUM_READS) as pool:
-            for stored in pool.map(lambda name: read_cache(self.folder / name, CHUNK)["key"], self.chunks()):
-                missing &= ~pc.is_in(keys, value_set=stored).to_numpy(zero_copy_only=False)
-        return missing
+            parts = pool.map(lambda name: read_cache(self.folder / name, CHUNK)["key"].combine_chunks(), self.chunks())
+            stored = pa.chunked_array(list(parts), pa.string())
+        return ~pc.is_in(keys, value_set=stored).to_numpy(zero_copy_only=False)
+
+    def divide(self, images: Dataset, is_stored: np.ndarray, is_wanted: np.ndarray) -> ImageChunks:
+        """Divides the wanted images into the chunks in which they are captioned. is_stored, is_wanted: (len(images),).
+
+        Blocks of `images_per_chunk` images, stored or not, decide: the wanted images of a block of which nothing is
+        stored are a chunk. After a kill these are the same chunks as before, although unreadable images of finished
+        blocks are wanted again. All others, such as new images between old ones, fill chunks of their own.
+        """
+        size = self.images_per_chunk
+        blocks = np.arange(len(images)) // size
+        is_rest = is_wanted & np.isin(blocks, blocks[is_stored])
+        whole, rest = np.flatnonzero(is_wanted & ~is_rest), np.flatnonzero(is_rest)
+        starts = np.flatnonzero(np.diff(blocks[whole], prepend=-1)).tolist()
+        starts += range(len(whole), len(whole) + len(rest), size)
+        return ImageChunks(Dataset(images.table.take(pa.array(np.concatenate((whole, rest))))), tuple(starts))
 
     def read(self) -> Iterator[pa.Table]:
         """The tables of all chunks, one at a time. Raises DamagedError for a damaged one."""
@@ -72,9 +92,25 @@ class CaptionStore:
         return self.folder / f"{shard_name(keys)}.parquet"
 
 
+@dataclass(frozen=True)
+class ImageChunks:
+    """Images, and the row at which each chunk of them begins."""
+
+    images: Dataset
+    starts: tuple[int, ...]
+
+    def of_worker(self, rank: int, num_workers: int) -> list[slice]:
+        """The rows of every `num_workers`-th chunk."""
+        ends = (*self.starts[1:], len(self.images))
+        return [slice(*bounds) for bounds in list(zip(self.starts, ends, strict=True))[rank::num_workers]]
+
+
 def caption_store(config: RunConfig, teacher: Teacher) -> CaptionStore:
-    """The store of a teacher in the storage of a run."""
-    return CaptionStore(config.storage_place / f"distilled/{teacher.digest[:20]}")
+    """The store of a teacher in the storage of a run. Reads the ends of the file of region features, if it has one."""
+    digest = teacher.digest
+    if not config.has_backbone:
+        digest = hashlib.sha256(f"{digest} {feature_key(describe_regions(config))}".encode()).hexdigest()
+    return CaptionStore(config.storage_place / f"distilled/{digest[:20]}")
 
 
 def images_to_caption(config: RunConfig, dataset: Dataset) -> Dataset:

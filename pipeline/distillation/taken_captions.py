@@ -81,7 +81,8 @@ class Taker:
     def take(self, store: CaptionStore, keys: pa.ChunkedArray, path: Path) -> tuple[Mapping[str, int], str]:
         """Writes the captions of the images with these keys to a file, an Arrow table of CHUNK.
 
-        Needs memory for the captions of one chunk. Returns the dropped captions by reason, and the file's SHA-256.
+        Needs memory for the captions of one chunk, and looks up all keys in each chunk: 0.05 s per chunk for a million
+        images. Returns the dropped captions by reason, and the file's SHA-256.
         """
         dropped: Counter[str] = Counter()
         with atomic_path(path) as temporary, pa.ipc.new_file(temporary, CHUNK) as writer:

@@ -96,9 +96,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     file is missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and
     when the model needs boxes and an image has none. Needs memory for one shard at a time.
     """
-    settings = config.features
-    description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
-    description |= {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
+    settings, description = config.features, describe_regions(config)
     folder = config.storage_place / "features" / feature_key(description)
     remove_orphans(folder)
     keys = dataset.table["key"]
@@ -122,6 +120,13 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     write_quarantine(folder, dataset, unusable, {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
+
+
+def describe_regions(config: RunConfig) -> dict[str, Any]:
+    """What decides the stored features of an image id: the file, and how it is read. A store is named by it."""
+    settings = config.features
+    description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
+    return description | {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
 
 
 def region_file(config: RunConfig) -> Path:

@@ -110,11 +110,11 @@ def _byte_pairs(content: dict[str, Any], model: dict[str, Any], ids: dict[str, i
     _require_types(content, model="BPE", normalizer=None, pre_tokenizer="ByteLevel")
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
     if any(model.get(key) for key in options) or content["pre_tokenizer"].get("use_regex", True) is not True:
-        raise ValueError("it has options that RoBERTa's tokenizer has not")
+        raise ValueError("it has options that RoBERTa's tokenizer does not have")
     merges = model.get("merges")
-    pairs = [tuple(line.split(" ")) if isinstance(line, str) else line for line in merges] if merges else merges
-    if not isinstance(pairs, list) or len(pairs) > MAX_PIECES:
-        raise ValueError("it has no list of merges")
+    if not isinstance(merges, list) or len(merges) > MAX_PIECES:
+        raise ValueError(f"it has no list of at most {MAX_PIECES} merges")
+    pairs = [tuple(line.split(" ")) if isinstance(line, str) else line for line in merges]
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(piece, str) for piece in pair):
             raise ValueError("a merge is no pair of pieces")

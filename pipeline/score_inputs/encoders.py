@@ -40,7 +40,7 @@ class FileEncoder:
 
     @property
     def name(self) -> str:
-        """The begin of the digests of weights and merges, and the activation."""
+        """The first digits of the digests of weights and merges, and the activation."""
         files = (self._section.weights, self._section.merges)
         digests = [weights_file_digest(Path(file).expanduser())[:10] for file in files]
         return "-".join([*digests, self._section.activation])

@@ -41,7 +41,7 @@ class FileTextEncoder:
 
     @property
     def name(self) -> str:
-        """The begin of the digests of weights, config.json and tokenizer.json, the layer, and how scores are made."""
+        """The first digits of the digests of weights, config.json and tokenizer.json, the layer, and the options."""
         digests = [weights_file_digest(path)[:10] for path in (self._weights, self._config, self._tokens)]
         parts = [*digests, f"L{self._layer}", "idf" if self.uses_idf else "no-idf"]
         if self._section.baseline is not None:

@@ -5,7 +5,7 @@ A failure is returned as an outcome.
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import shutil
 import statistics
@@ -74,7 +74,7 @@ class TrialContext(LocalContext):
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Sends a validation, except the last one, which belongs to the trial's outcome."""
-        epoch, is_last = epoch_of(self.run, metrics["stage"], metrics["step"])
+        ((epoch, is_last),) = epochs_of(self.run, [(metrics["stage"], metrics["step"])])
         if not is_last:
             score = best_scores(self.run)[-1][1]
             result = {"epoch": epoch, SCORE: score, "run": str(self.run.root), "costs": self.costs}
@@ -271,26 +271,27 @@ def share_file(path: Path, source: Path) -> None:
         os.link(source, temporary)
 
 
-def epoch_of(run: RunFolder, name: str, step: int) -> tuple[float, bool]:
-    """The epochs of all stages that a run has trained at a step of the stage `name`, and whether the run ends there."""
-    before = 0.0
-    for stage in run.config.stages:
-        total = total_steps(stage, num_samples(stage, run.training_set(stage)))
-        if stage.name == name:
-            is_last = step == total and stage == run.config.stages[-1]
-            return round(before + stage.epochs * step / total, 6), is_last
-        before += stage.epochs
-    raise ValueError(f"{run.run_id} has no stage {name}")
+def epochs_of(run: RunFolder, steps: Sequence[tuple[str, int]]) -> list[tuple[float, bool]]:
+    """For each (stage, step): the epochs of all stages that are trained by then, and whether the run ends there."""
+    stages = run.config.stages
+    # computed once, because the captions of a teacher are joined to those of all images
+    totals = {stage.name: total_steps(stage, num_samples(stage, run.training_set(stage))) for stage in stages}
+    before = dict(zip(totals, itertools.accumulate((stage.epochs for stage in stages), initial=0.0), strict=False))
+    return [
+        (
+            round(before[name] + run.config.stage(name).epochs * step / totals[name], 6),
+            step == totals[name] and name == stages[-1].name,
+        )
+        for name, step in steps
+    ]
 
 
 def best_scores(run: RunFolder) -> Reports:
     """For every validation in the run's journal, its epoch and the best CIDEr-D up to it."""
-    scores: Reports = []
-    for entry in read_journal(run.journal):
-        if entry["kind"] == "validation":
-            best = max(entry[SCORE], scores[-1][1] if scores else -math.inf)
-            scores.append((epoch_of(run, entry["stage"], entry["step"])[0], best))
-    return scores
+    validations = [entry for entry in read_journal(run.journal) if entry["kind"] == "validation"]
+    epochs = epochs_of(run, [(entry["stage"], entry["step"]) for entry in validations])
+    best = itertools.accumulate((entry[SCORE] for entry in validations), max)
+    return [(epoch, score) for (epoch, _), score in zip(epochs, best, strict=True)]
 
 
 def final_scores(run: RunFolder) -> Reports:

@@ -11,17 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
+from jobs.caption_tasks import NOT_READ, caption_to_store
 from jobs.cli import main
 from jobs.distillation import caption_training_images
 from jobs.run import train
+from pipeline.captioning.model_sources import bundle_source
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.loading import find_data
 from pipeline.distillation import caption_store as caption_store_module
 from pipeline.distillation.caption_store import CaptionStore, images_to_caption
+from pipeline.distillation.teacher import find_teacher
 from pipeline.runs.folder import RunFolder
 from tests.conftest import small_config, write_karpathy
 from tests.support.distillation import make_teacher, stored_captions
@@ -171,6 +175,12 @@ def test_images_that_cannot_be_decoded_have_no_captions(
     log_lines.clear()
     caption_training_images(config, dataset, None)
     assert any("11 of 12 images there, 1 to caption" in line for line in log_lines), "it is tried again"
+
+    teacher, store, every = find_teacher(config), stored_captions(config), np.ones(12, bool)
+    assert teacher is not None
+    chunks = store.divide(images_to_caption(config, dataset), ~every, every)
+    arguments = bundle_source(teacher.location, config), chunks, store, teacher.config_of(config), None
+    assert caption_to_store(*arguments) == {103: NOT_READ}, "a repeated task finds its chunk, and names the image"
 
 
 @pytest.mark.ray

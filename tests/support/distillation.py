@@ -18,6 +18,8 @@ from pipeline.config.run import RunConfig
 from pipeline.distillation.caption_store import CaptionStore, caption_store, images_to_caption
 from pipeline.distillation.teacher import find_teacher
 from pipeline.runs.prepare import prepare
+from tests.conftest import small_config
+from tests.support.runs import MESHED_MEMORY, SMALL_MODEL
 
 
 def make_teacher(bundle: Path, values: Mapping[str, Any], seed: int = 1) -> Path:
@@ -55,3 +57,12 @@ def store_captions(config: RunConfig, captions: Sequence[str | None]) -> Mapping
     texts = {key: [captions[(number + rank) % len(captions)] for rank in range(3)] for number, key in enumerate(keys)}
     stored_captions(config).write(keys, texts)
     return texts
+
+
+def region_values(storage: Path, bundle: Path) -> dict[str, Any]:
+    """The configuration of a run on the synthetic regions with a teacher."""
+    values = small_config(storage, model=SMALL_MODEL | MESHED_MEMORY) | {"distill": {"model": str(bundle)}}
+    values["features"] = {"hdf5": "synthetic", "max_regions": 4}
+    del values["backbone"]
+    values["stages"] = [stage for stage in values["stages"] if not stage.get("train_backbone")]
+    return values

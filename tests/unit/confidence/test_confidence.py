@@ -250,11 +250,13 @@ def test_a_file_holds_one_confidence_for_each_search() -> None:
     assert len({fit.digest for fit in fits}) == MAX_FITS
 
 
-def test_a_file_of_other_signals_is_not_used() -> None:
+def test_a_file_of_other_signals_is_not_used_and_named_once(log_lines: list[str]) -> None:
     content = json.loads(dump_confidences([make_confidence()]))
     content["signals"] = ["mean"]
     content["fits"][0]["mean"] = [0.0]
-    assert parse_confidences(json.dumps(content).encode(), "it") == ()
+    for name in ("one", "one", "other", "one"):
+        assert parse_confidences(json.dumps(content).encode(), name) == ()
+    assert [line.split(" is not used")[0] for line in log_lines] == ["one", "other"]
 
 
 Change = Callable[[dict[str, Any]], Any]

@@ -20,7 +20,7 @@ from pipeline.runs.identity import config_identity
 from pipeline.runs.preflight import check_files
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, without_digests
-from tests.support.runs import MESHED_MEMORY, SMALL_MODEL
+from tests.support.distillation import region_values
 
 RECORDED = Protocol(beam_size=4, max_length=9, ranking=0.6, precision="bfloat16", decoding=Decoding(no_repeat_ngram=2))
 
@@ -32,11 +32,7 @@ def student(storage: Path, bundle: Path, captions_per_image: int = 1, **changes:
 
 def region_student(storage: Path, bundle: Path) -> RunConfig:
     """A run on the synthetic regions."""
-    values = small_config(storage, model=SMALL_MODEL | MESHED_MEMORY) | {"distill": {"model": str(bundle)}}
-    values["features"] = {"hdf5": "synthetic", "max_regions": 4}
-    del values["backbone"]
-    values["stages"] = [stage for stage in values["stages"] if not stage.get("train_backbone")]
-    return parse_config(values)
+    return parse_config(region_values(storage, bundle))
 
 
 def test_its_search_is_the_recorded_one_with_the_whole_beam(tmp_path: Path) -> None:

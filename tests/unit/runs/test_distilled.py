@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, total_steps
+from pipeline.config.sections import StageSection
 from pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from pipeline.errors import DamagedError, UserError
 from pipeline.features.model_inputs import Images
@@ -21,6 +22,7 @@ from pipeline.runs.folder import DISTILLED, RunFolder
 from pipeline.runs.prepare import prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
+from pipeline.search.trial import epochs_of
 from pipeline.storage.path import storage_path
 from pipeline.training.batches import Batches, CaptionTokens, num_samples
 from pipeline.training.loop import StageJob, StageRun, train_stages
@@ -93,6 +95,30 @@ def test_stages_of_cross_entropy_learn_both_and_scst_rewards_those_of_people(
     assert record.name == "small" and record.model == str(tmp_path / "teacher") and "beam 5" in record.search
     assert RunFolder(folder.path).metadata == folder.metadata, "run.json has its digest"
     assert folder.vocabulary == prepare(parse_config(small_config(tmp_path / "plain"))).vocabulary
+
+
+def test_the_epochs_of_a_trial_count_the_captions_of_the_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captions of all images are joined once per stage, however many validations there are."""
+    first, *others = small_config(tmp_path)["stages"]
+    config = student(tmp_path, stages=[first | {"captions_per_image": 1, "epochs": 2}, *others])
+    folder = taught(config)
+    stage, calls, training_set = config.stages[0], list[str](), RunFolder.training_set
+
+    def counted(self: RunFolder, stage: StageSection) -> Dataset:
+        calls.append(stage.name)
+        return training_set(self, stage)
+
+    monkeypatch.setattr(RunFolder, "training_set", counted)
+    steps = [(each.name, total_steps(each, num_samples(each, folder.training_set(each)))) for each in config.stages]
+    assert steps[0][1] > total_steps(stage, folder.dataset.split("train").num_captions)
+    calls.clear()
+    ends = [sum(each.epochs for each in config.stages[: number + 1]) for number in range(len(steps))]
+    found = epochs_of(folder, [(stage.name, 0), (stage.name, steps[0][1] - 1), *steps])
+    assert found[0] == (0.0, False) and found[1] == (round(2 - 2 / steps[0][1], 6), False)
+    assert found[2:] == [(pytest.approx(end), end is ends[-1]) for end in ends]
+    assert calls == [each.name for each in config.stages]
 
 
 @pytest.mark.parametrize("captions_per_image", [1, 2, 5])

@@ -334,10 +334,11 @@ TOKENS = json.loads((FOLDER / "roberta" / "tokenizer.json").read_text())["model"
         (with_json("tokenizer.json", model__vocab=TOKENS["vocab"] | {"<s>": 340}), "no number below 340"),
         (with_json("tokenizer.json", model__vocab=TOKENS["vocab"] | {"<s>": 1}), "two pieces have one id"),
         (with_json("tokenizer.json", model__vocab=TOKENS["vocab"] | {"x" * 2000: 1}), "vocabulary has 341 pieces"),
-        (with_json("tokenizer.json", model__merges=None), "no list of merges"),
+        (with_json("tokenizer.json", model__merges=None), "no list of at most 1000000 merges"),
+        (with_json("tokenizer.json", model__merges=5), "no list of at most 1000000 merges"),
         (with_json("tokenizer.json", model__merges=["a"]), "no pair of pieces"),
         (with_json("tokenizer.json", model__merges=[["a", "zz"]]), "lacks 'zz'"),
-        (with_json("tokenizer.json", model__dropout=0.5), "options that RoBERTa's tokenizer has not"),
+        (with_json("tokenizer.json", model__dropout=0.5), "options that RoBERTa's tokenizer does not have"),
         (with_json("tokenizer.json", model__type="Unigram"), "its model is not BPE"),
         (with_json("tokenizer.json", normalizer={"type": "NFC"}), "its normalizer is not null"),
         (with_json("tokenizer.json", pre_tokenizer={"type": "Split"}), "its pre_tokenizer is not ByteLevel"),
@@ -415,6 +416,14 @@ def test_the_options_of_word_pieces_are_used() -> None:
     assert marks[0] == 2 and marks[-1] == 3 and not {2, 3, 4} & {*marks[1:-1]}, "marks in a text are text"
     roberta = encoder("roberta").ids(["</s> dog <mask>"])[0]
     assert not {0, 2, 339} & {*roberta[1:-1]}
+
+
+def test_the_padding_of_a_roberta_is_1_where_its_file_has_none() -> None:
+    """As in the package transformers. The first position follows from it."""
+    for name, first in (("bert", 0), ("roberta", 2)):
+        values = json.loads((FOLDER / name / "config.json").read_text())
+        del values["pad_token_id"]
+        assert TextEncoderSizes.read(values) == sizes(name) and sizes(name).first_position == first
 
 
 def test_merges_may_be_lines_or_pairs() -> None:
