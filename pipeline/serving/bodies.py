@@ -21,6 +21,7 @@ from pipeline.untrusted.names import one_line, quoted, shown
 
 MAX_FIELDS = 20  # of a multipart body, besides its files
 MAX_FIELD_BYTES = 10_000
+MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more in Python, and 500 in the error of a form
 Options = TypeVar("Options", bound=BaseModel)
 
 
@@ -63,7 +64,8 @@ async def parse_body(
     if kind == "application/json":
         return await asyncio.to_thread(_parse_json, body, source, json_form)
     if kind == "multipart/form-data":
-        return await _parse_multipart(body, content_type, source.limits, options)
+        # in a thread with a loop of its own: the parser takes seconds for a hostile body, and does not wait meanwhile
+        return await asyncio.to_thread(asyncio.run, _parse_multipart(body, content_type, source.limits, options))
     raise RefusedError(
         415, f"Content-Type is {shown(content_type or 'missing')}; send multipart/form-data or application/json"
     )
@@ -72,6 +74,8 @@ async def parse_body(
 def _parse_json(body: bytes, source: Source, form: type[Options]) -> tuple[Options, list[bytes]]:
     """`parse_body` for JSON."""
     try:
+        if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+            raise RefusedError(413, f"the body has more than {MAX_JSON_VALUES} values; send fewer")
         parsed = _validated(form, parse_json(body, "the body"))
     except (UserError, RecursionError) as error:
         raise RefusedError(422, one_line(error)) from None

@@ -21,9 +21,12 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import raycap
+from pipeline.data.uri_roots import UriRoots
+from pipeline.serving import bodies
 from pipeline.serving.app import AppSettings
 from pipeline.serving.bodies import read_body
 from pipeline.serving.comparison import ComparisonLog
+from pipeline.serving.forms import CaptionBody, CaptionOptions
 from pipeline.serving.guard import FAILED, Access
 from pipeline.serving.limits import Limits, RefusedError
 from tests.support.bundles import make_bundle, with_confidence, write_images
@@ -182,7 +185,10 @@ TEXT = {"content-type": "application/json"}
         (422, "images.0 is no base64", lambda image: {"json": {"images": ["!"]}}),
         (422, "the body is not valid JSON", lambda image: {"content": b"{", "headers": TEXT}),
         (422, "the body is not valid JSON", lambda image: {"content": b"\xff\xfe\x00", "headers": TEXT}),
-        (422, "nested too deeply", lambda image: {"content": b"[" * 50_000, "headers": TEXT}),
+        (422, "nested too deeply", lambda image: {"content": b"[" * 15_000, "headers": TEXT}),
+        (413, "the body has more than 20000 values", lambda image: {
+            "content": b'{"images": [' + b"0," * 20_000 + b"0]}", "headers": TEXT}),
+        (413, "the body has more than 20000 values", lambda image: {"content": b"[],{}," * 7_000, "headers": TEXT}),
         (422, "NaN is not a JSON number", lambda image: {"content": b'{"images": NaN}', "headers": TEXT}),
         (422, "Input should be a valid dictionary", lambda image: {"content": b"[1]", "headers": TEXT}),
         (422, "images.0: Input should be a valid string", lambda image: {"json": {"images": [7]}}),
@@ -245,6 +251,26 @@ def test_a_body_is_refused_before_it_is_in_memory() -> None:
         asyncio.run(read_body(endless(), {"content-length": "9" * 30}, Limits(body_bytes=5000)))
     with pytest.raises(RefusedError, match="Content-Length is no number"):
         asyncio.run(read_body(endless(), {"content-length": "-1"}, Limits(body_bytes=5000)))
+
+
+@pytest.mark.parametrize("kind", ["json", "multipart"])
+def test_bodies_are_parsed_outside_of_the_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that takes long to parse must not keep other requests waiting."""
+    threads = []
+    for parser in (bodies.MultiPartParser, bodies):
+        name = "parse" if parser is bodies.MultiPartParser else "parse_json"
+        original = getattr(parser, name)
+
+        def noted(*given: Any, original: Any = original) -> Any:
+            threads.append(threading.current_thread())
+            return original(*given)
+
+        monkeypatch.setattr(parser, name, noted)
+    body, content_type = (b"{}", "application/json") if kind == "json" else (b"--x--\r\n", MULTIPART["content-type"])
+    source = bodies.Source(Limits(), UriRoots())
+    with pytest.raises(RefusedError, match="has no image"):
+        asyncio.run(bodies.parse_body(body, content_type, source, CaptionBody, CaptionOptions))
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
 def test_a_client_that_sends_slowly_is_refused() -> None:
