@@ -21,7 +21,16 @@ from pipeline.serving.host import ModelHost
 from pipeline.serving.limits import Limits, RefusedError
 from pipeline.serving.loading import LoadedModel, load_source
 from pipeline.serving.metrics import Metrics
-from pipeline.serving.served_models import ImageJob, Made, Search, ServedModel, StaleTransform, transform_key
+from pipeline.serving.served_models import (
+    Decoder,
+    ImageFile,
+    ImageJob,
+    Made,
+    Search,
+    ServedModel,
+    StaleTransform,
+    transform_key,
+)
 from pipeline.serving.watcher import ChampionWatcher
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, crown, host_of
@@ -31,6 +40,11 @@ from tests.support.serving import LocalCaptioners, crown, host_of
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("bundles")
     return [with_confidence(make_bundle(folder / str(seed), seed=seed)) for seed in range(2)]
+
+
+def files_of(*names: str) -> list[ImageFile]:
+    decoder = Decoder(10_000)
+    return [ImageFile(name, Path(name).read_bytes(), decoder) for name in names]
 
 
 def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
@@ -110,7 +124,7 @@ def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_
     assert answer == StaleTransform(host.current.service.transform)
     model = ServedModel("main", LocalCaptioners(host), Metrics())
     model._transform = type(host.current.service.transform)(image_size=16)  # of the model before
-    (made,) = asyncio.run(model.caption([Image.open(name).convert("RGB")], Search()))
+    (made,) = asyncio.run(model.caption(files_of(name), Search()))
     assert isinstance(made.result, raycap.ImageCaption)
     assert made.result.caption == raycap.load(bundles[0], device="cpu").caption([name])[0].caption
 
@@ -128,7 +142,7 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
 
     captioners = Replaced(old)
     model = ServedModel("main", captioners, Metrics())
-    made = asyncio.run(model.caption([Image.open(name).convert("RGB") for name in names], Search()))
+    made = asyncio.run(model.caption(files_of(*names), Search()))
     assert {each.digest for each in made} == {new.current.digest} and captioners.num_jobs == 6
     expected = raycap.load(bundles[1], device="cpu").caption(names)
     assert [each.result.caption for each in made] == [each.caption for each in expected]
