@@ -6,10 +6,12 @@ import asyncio
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 import raycap
 from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
@@ -17,6 +19,7 @@ from jobs.serve.command import require_free
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.errors import UserError
 from pipeline.serving.address import parse_address, split_name, weights_digest
+from pipeline.serving.guard import FAILED
 from pipeline.serving.host import ModelHost
 from pipeline.serving.limits import Limits, RefusedError
 from pipeline.serving.loading import LoadedModel, load_source
@@ -118,6 +121,27 @@ def test_requests_with_unlike_searches_share_a_batch_as_far_as_they_can(bundles:
     assert isinstance(answers[5], RefusedError) and answers[5].status == 422, "only this request is refused"
 
 
+def test_a_search_that_fails_costs_the_rest_of_its_batch_nothing(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
+    service = host.current.service
+    original = service.caption
+
+    def caption(pixels: Any, search: Any, precision: Any) -> Any:
+        if search.beam_size == 2:
+            raise RuntimeError("out of memory in /secret/path")
+        return original(pixels, search, precision)
+
+    monkeypatch.setattr(service, "caption", caption)
+    pixels = service.transform.resize(Image.open(name).convert("RGB"))
+    key = transform_key(service.transform)
+    good, bad = host.caption([ImageJob(pixels, key), ImageJob(pixels, key, Search(beam_size=2))])
+    assert isinstance(good, Made)
+    assert isinstance(bad, RefusedError) and (bad.status, str(bad)) == (500, FAILED)
+    assert "out of memory" in caplog.text
+
+
 def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
     host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
     (answer,) = host.caption([ImageJob(np.zeros((8, 8, 3), np.uint8), "another")])
@@ -160,6 +184,7 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
         send_local=False,
     )
     assert [model.name for model in models] == ["small", "b", "demo"] and challenger is not None
+    assert challenger.name == "challenger", "its counters and lines of the log are not those of a served model"
     assert models[1].digest == models[2].digest == challenger.digest != models[0].digest
     assert models[0].source.digests, "a bundle that is replaced later is not loaded by a restarted process"
     features = make_bundle(tmp_path / "features", backbone=False)
@@ -173,6 +198,11 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             named_models(ServeArguments(models=names, storage=str(storage)), send_local=False)
+    with pytest.raises(UserError, match="two models have the name b"):
+        named_models(
+            ServeArguments(models=(f"b={bundles[0]}",), challenger=f"b={bundles[1]}", storage=str(storage)),
+            send_local=False,
+        )
 
 
 def test_names_of_models() -> None:
@@ -208,5 +238,8 @@ def test_mistakes_of_the_options_are_one_sentence() -> None:
         comparison_path(ServeArguments(models=("a",), challenger="b"))
     with pytest.raises(UserError, match="--host 256.1.1.1 --port 80"):
         require_free("256.1.1.1", 80)
+    for replicas in (0, -1, (0, 1)):
+        with pytest.raises(ValidationError, match="greater than 0"):
+            ServeArguments(models=("a",), replicas=replicas)
     with pytest.raises(UserError, match="the limit pixels is 0; expected a number above 0"):
         Limits(pixels=0)
