@@ -91,13 +91,10 @@ class Captioner:
 
         caption: None for the model's own best caption. head: of the last decoder layer, from 0; None for the mean over
         all heads. attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for an
-        image that cannot be read, and for another head.
+        image that cannot be read, a head that the model does not have, and a caption of too many tokens.
         """
         from pipeline.data.images import BadImage
 
-        num_heads = self._service.bundle.captioner.model.config.num_heads
-        if head is not None and not 0 <= head < num_heads:
-            raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
         try:
             pixels = self._service.pixels(image, self._options)
         except BadImage as error:

@@ -18,6 +18,8 @@ from raycap_onnx.words import Words
 
 FORMAT = 1  # of captioner.json
 MAX_BYTES = 2**20  # of captioner.json
+FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
+WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
 BATCH_SIZE = 16  # images
 
 
@@ -60,8 +62,11 @@ class Captioner:
             features = Values(read["features"], f"{name}: features")
             self.max_regions = None if features["max_regions"] is None else features.number("max_regions", 1, 10_000)
         digests = Values(read["files"], f"{name}: files")
-        for file in ("encoder.onnx", "decoder.onnx", "vocabulary.json"):
+        for file in FILES:
             check_digest(folder / file, digests.text(file))
+        for file in WEIGHTS:  # of large graphs
+            if file in digests.values or (folder / file).exists():
+                check_digest(folder / file, digests.text(file))
         self.words = Words.read(folder / "vocabulary.json", Values(read["tokens"], f"{name}: tokens"))
         self.open_endings = np.array(read.ids("open_endings", len(self.words.texts)), np.int64)
         self._encoder, self._decoder = (
@@ -71,8 +76,10 @@ class Captioner:
         self._memory_names = [each.name for each in self._encoder.get_outputs()]
         self._cache = {key: each for key, each in inputs.items() if key.startswith("cache_")}
         expected = {"tokens", "parents", *self._memory_names, *self._cache}
-        fits = expected == inputs.keys() and self._decoder.get_outputs()[0].shape[-1:] == [len(self.words.texts)]
-        if not fits or any(_sizes(each) != _sizes(inputs[each.name]) for each in self._encoder.get_outputs()):
+        outputs = self._decoder.get_outputs()
+        fits = expected == inputs.keys() and len(outputs) == 1 + len(self._cache)
+        fits = fits and all(_is_alike(each, inputs[each.name]) for each in self._encoder.get_outputs())
+        if not fits or outputs[0].shape[-1:] != [len(self.words.texts)]:
             raise CaptionerError(f"{folder}: the graphs fit neither each other nor the words; export the model again")
 
     def caption(
@@ -173,13 +180,15 @@ def _open_graph(path: Path, threads: int | None, providers: Sequence[str]) -> on
         raise CaptionerError(f"{path} cannot be opened: {' '.join(str(error).split())[:200]}") from error
 
 
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether a tensor of one graph can be that of another: the same type and number of sizes, and no other size."""
+    pairs = zip(one.shape, other.shape, strict=False)
+    is_known = len(one.shape) == len(other.shape) and one.type == other.type
+    return is_known and all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in pairs)
+
+
 def _value(array: np.ndarray) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
-
-
-def _sizes(tensor: Any) -> list[int | None]:
-    """The sizes of an input or output of a graph; None for those that may change."""
-    return [size if isinstance(size, int) else None for size in tensor.shape]
 
 
 def _no_tokens(cache: Any, images: int) -> np.ndarray:

@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+MAX_NUMBER = 1e30
+
 
 class CaptionerError(ValueError):
     """A folder, a setting or an image that cannot be used, in one sentence."""
@@ -48,11 +50,15 @@ class Values:
         return ids
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number, also as float32."""
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises CaptionerError without the name of the file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
-            raise CaptionerError("it is not a file")
+        _require_file(path)
         with path.open("rb") as file:
             data = file.read(limit + 1)
     except OSError as error:
@@ -60,6 +66,11 @@ def read_file(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise CaptionerError(f"it has more than {limit} bytes")
     return data
+
+
+def _require_file(path: Path) -> None:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+        raise CaptionerError("it is not a file")
 
 
 def read_json(path: Path, limit: int) -> Any:
@@ -74,10 +85,13 @@ def read_json(path: Path, limit: int) -> Any:
 def check_digest(path: Path, sha256: str) -> None:
     """Raises CaptionerError for a file that is missing, or that has another SHA-256."""
     try:
+        _require_file(path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CaptionerError(f"{path} cannot be read: {error.strerror or error}") from error
+    except CaptionerError as error:
+        raise CaptionerError(f"{path}: {error}") from error
     if digest != sha256:
         raise CaptionerError(
             f"{path} is damaged or changed: captioner.json has another SHA-256; export the model again"

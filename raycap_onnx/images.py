@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,13 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap_onnx.documents import CaptionerError, Values, read_file
+from raycap_onnx.documents import CaptionerError, Values, is_number, read_file
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
 MAX_SIZE = 4096  # pixels of a side of the square
+MIN_STD = 1e-30  # a smaller one is 0 as float32
 # The limits of image files, as in raycap. Resizing takes 16 bytes for each pixel of a side, and Pillow needs twice as
 # much memory per pixel of WebP. A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels.
 FILE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
@@ -49,8 +49,8 @@ class Transform:
         size = read.number("image_size", 1, MAX_SIZE)
         statistics = [read[key] for key in ("mean", "std")]
         for key, each in zip(("mean", "std"), statistics, strict=True):
-            is_valid = isinstance(each, list) and len(each) == 3 and all(type(x) in (int, float) for x in each)
-            if not is_valid or not all(math.isfinite(x) and (x > 0 or key == "mean") for x in each):
+            is_valid = isinstance(each, list) and len(each) == 3 and all(map(is_number, each))
+            if not is_valid or not all(x > MIN_STD or key == "mean" for x in each):
                 raise CaptionerError(f"{name}.{key} is {each!r:.80}; expected 3 numbers")
         if read["interpolation"] not in INTERPOLATIONS:
             raise CaptionerError(f"{name}.interpolation is {read['interpolation']!r:.80}; none of {INTERPOLATIONS}")
@@ -146,7 +146,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     height = max(1, STRIP_PIXELS // image.width)
     boxes = [(0, top, image.width, min(top + height, image.height)) for top in range(0, image.height, height)]
     white = 255.0
-    if image.mode in DEEP_MODES and max(np.asarray(image.crop(box)).max() for box in boxes) > 255:
+    if image.mode in DEEP_MODES and np.max([np.asarray(image.crop(box)).max() for box in boxes]) > 255:
         white = 65535.0
     rgb = Image.new("RGB", image.size)
     for box in boxes:

@@ -6,14 +6,13 @@ Shapes: B images, K beams per image, T caption tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from raycap_onnx.documents import CaptionerError, Values
+from raycap_onnx.documents import CaptionerError, Values, is_number
 from raycap_onnx.words import Words
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
@@ -50,7 +49,7 @@ class Search:
                 "whose search has neither"
             )
         ranking = read["ranking"]
-        if ranking not in ("mean", "sum") and not (type(ranking) in (int, float) and math.isfinite(ranking)):
+        if ranking not in ("mean", "sum") and not is_number(ranking):
             raise CaptionerError(f"{name}.ranking is {ranking!r:.80}; expected mean, sum or a number")
         return cls(
             beam_size=read.number("beam_size", 1, MAX_BEAMS),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from pipeline.captioning.bundle import read_bundle_config
 from pipeline.captioning.bundle_files import bundle_digests, fetched
@@ -44,7 +44,7 @@ class ServeArguments(BaseModel):
     poll_s: float = Field(default=30.0, gt=0)
     batch_size: int = Field(default=16, ge=1, le=1024)
     batch_wait_ms: float = Field(default=10.0, ge=0, le=10_000)
-    replicas: int | tuple[int, int] = 1
+    replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
     allow_uris: tuple[str, ...] = ()
@@ -66,17 +66,20 @@ def named_models(arguments: ServeArguments, *, send_local: bool) -> tuple[list[N
     cannot read them.
     """
     models = [_named(text, "--model", arguments, send_local) for text in arguments.models]
-    names = [model.name for model in models]
+    challenger = None
+    if arguments.challenger is not None:
+        challenger = _named(arguments.challenger, "--challenger", arguments, send_local, "challenger")
+    names = [model.name for model in (*models, challenger) if model is not None]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--model: two models have the name {name}; give names, as in --model NAME={name}")
-    if arguments.challenger is None:
-        return models, None
-    return models, _named(arguments.challenger, "--challenger", arguments, send_local)
+    return models, challenger
 
 
-def _named(text: str, option: str, arguments: ServeArguments, send_local: bool) -> NamedModel:
-    """The model that an option names. Raises UserError."""
+def _named(
+    text: str, option: str, arguments: ServeArguments, send_local: bool, default: str | None = None
+) -> NamedModel:
+    """The model that an option names. default: its name without one in `text`. Raises UserError."""
     name, place = split_name(text)
     address = parse_address(place, arguments.storage, arguments.options)
     try:
@@ -90,7 +93,7 @@ def _named(text: str, option: str, arguments: ServeArguments, send_local: bool) 
             f"{option} {place}: this bundle has no backbone, it captions stored features and not images; give a bundle "
             "of a run with a backbone"
         )
-    name = name or address.champion or str(config["name"])
+    name = name or default or address.champion or str(config["name"])
     if split_name(f"{name}=x")[0] is None:
         raise UserError(f"{option} {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
     if address.champion is None and not source.digests:

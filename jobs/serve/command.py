@@ -123,6 +123,8 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None,
     if not cluster_address(address):
         require_free(host, port)
     is_local = not connect(address, deployments.needed_cpus(arguments))
+    if not is_local:
+        deployments.require_unused()
     with keeping_handlers():
         try:
             deployments.start(arguments, host, port, is_local=is_local)

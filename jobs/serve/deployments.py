@@ -22,13 +22,13 @@ from ray.serve.handle import DeploymentHandle
 from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
 from models.transform import ImageTransform
 from pipeline.captioning.model_sources import StoredBundle
-from pipeline.errors import JobFailedError
+from pipeline.errors import JobFailedError, UserError
 from pipeline.runtime.log import configure_logging
 from pipeline.serving.address import NamedModel, weights_digest
 from pipeline.serving.comparison import ComparisonLog
 from pipeline.serving.limits import RefusedError
 from pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
-from pipeline.untrusted.names import one_line
+from pipeline.untrusted.names import one_line, shown
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
@@ -248,6 +248,18 @@ def prepare_replica(is_local: bool) -> None:
         replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
 
 
+def require_unused() -> None:
+    """Raises UserError if Ray Serve already runs on the cluster.
+
+    Its proxies cannot listen elsewhere, and the end of this server would be that of the other applications.
+    """
+    if found := serve.status().applications:
+        raise UserError(
+            f"Ray Serve already runs on this cluster, with the application {shown(next(iter(found)))}; stop it with "
+            "`serve shutdown`, or serve on another cluster"
+        )
+
+
 def start(arguments: ServeArguments, host: str, port: int, *, is_local: bool) -> None:
     """Starts the server on a Ray that has been started. Raises UserError, and JobFailedError if it does not start.
 
@@ -271,7 +283,7 @@ def wait() -> None:
 
 
 def stop(*, is_local: bool) -> None:
-    """Ends the application after the requests in progress. In a cluster it ends Ray Serve, too."""
+    """Ends the application, if it has been started, after the requests in progress. In a cluster it ends Ray Serve."""
     with suppress(serve.exceptions.RayServeException):  # it has not been started
         serve.delete(APP)
     if not is_local:  # a local Ray ends with this process

@@ -189,7 +189,14 @@ class CaptionService:
         """Where the model looks in one image (3, H, W) for each word of a caption.
 
         head: as in `attention`. with_attribution: also integrated gradients, which take minutes of a CPU core.
+        Raises UserError for a head that the model does not have, and for a caption of too many tokens.
         """
+        model = self.bundle.captioner.model
+        num_heads, most = model.config.num_heads, model.sizes.max_positions - 1
+        if head is not None and not 0 <= head < num_heads:
+            raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
+        if len(self._ids(caption)) - 2 > most:
+            raise UserError(f"caption has more than the {most} tokens that this model explains")
         first = self.num_prefix_tokens
         attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
         backbone = self.bundle.captioner.backbone

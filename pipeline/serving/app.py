@@ -10,12 +10,9 @@ from typing import Any, cast
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
-from PIL import Image
 from starlette.exceptions import HTTPException
 
 from pipeline.confidence.image_caption import Explanation, ImageCaption
-from pipeline.data.image_sources import load_image
-from pipeline.data.images import BadImage, OversizedError, UnknownFormatError
 from pipeline.data.uri_roots import UriRoots
 from pipeline.reports.caption_page import content_security_policy, page
 from pipeline.serving.bodies import Options, Source, parse_body, read_body
@@ -34,10 +31,9 @@ from pipeline.serving.forms import (
 from pipeline.serving.guard import FAILED, Access, Guard, error_parts
 from pipeline.serving.limits import Limits, RefusedError
 from pipeline.serving.metrics import Metrics
-from pipeline.serving.served_models import Made, Search, ServedModel, ServedModels
+from pipeline.serving.served_models import Decoder, ImageFile, Made, Search, ServedModel, ServedModels
 from pipeline.storage.path import StorageOptions
 
-DECODERS = 2  # images that are decoded at a time; each may need 8 bytes per pixel of the limit
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 500, 503)
 }
@@ -62,20 +58,19 @@ class Routes:
 
     def __init__(self, models: ServedModels, settings: AppSettings, metrics: Metrics) -> None:
         self.models, self.settings, self.metrics = models, settings, metrics
-        self.source = Source(settings.limits, UriRoots(settings.uris, settings.options))
-        self._decoders = asyncio.Semaphore(DECODERS)
+        uris = UriRoots(settings.uris, settings.options)
+        self.source = Source(settings.limits, uris, Decoder(settings.limits.pixels))
 
     async def caption(self, request: Request) -> CaptionAnswer:
         """Captions images."""
         options, images = await self._read(request, CaptionBody, CaptionOptions)
         self._check_search(options)
         async with _deadline(self.settings.limits.answer_s):
-            pictures = await self._decode(images)
             model = self.models.choose(options.model)
             search = Search(options.beam_size, options.num_results, options.max_length, options.precision)
-            made = await model.caption(pictures, search)
+            made = await model.caption(images, search)
         if model.name == self.models.default:
-            self.models.compare(images, pictures, search, made)
+            self.models.compare(images, search, made)
         entries = [cast("ImageCaption", each.result).to_json() for each in made]
         hidden = set() if options.confidence else {"confidence", "expected_ciderd"}
         captions = [
@@ -92,9 +87,8 @@ class Routes:
         if options.attribution and not self.settings.allow_attribution:
             raise RefusedError(422, "attribution is not enabled on this server; leave it out for attention alone")
         async with _deadline(self.settings.limits.answer_s * (10 if options.attribution else 1)):
-            (picture,) = await self._decode(images)
             model = self.models.choose(options.model)
-            made = await model.explain(picture, options.caption, options.head, options.attribution)
+            made = await model.explain(images[0], options.caption, options.head, options.attribution)
         found = cast("Explanation", made.result)
         return ExplainAnswer(
             model=_entry(model, [made]),
@@ -114,7 +108,7 @@ class Routes:
 
     async def _read(
         self, request: Request, json_form: type[Options], options: type[Options]
-    ) -> tuple[Any, list[bytes]]:
+    ) -> tuple[Any, list[ImageFile]]:
         """The options and image files of a request."""
         body = await read_body(request.stream(), request.headers, self.settings.limits)
         return await parse_body(body, request.headers.get("content-type", ""), self.source, json_form, options)
@@ -126,20 +120,6 @@ class Routes:
             value, most = getattr(options, name), getattr(limits, name)
             if value is not None and value > most:
                 raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
-
-    async def _decode(self, images: Sequence[bytes]) -> list[Image.Image]:
-        """The RGB images of files. Raises RefusedError naming the first that cannot be used."""
-
-        async def decode(number: int, data: bytes) -> Image.Image:
-            async with self._decoders:
-                try:
-                    return await asyncio.to_thread(load_image, data, self.settings.limits.pixels)
-                except BadImage as error:
-                    kinds = ((OversizedError, 413), (UnknownFormatError, 415), (BadImage, 422))
-                    status = next(status for kind, status in kinds if isinstance(error, kind))
-                    raise RefusedError(status, f"image {number}: {error}") from None
-
-        return list(await asyncio.gather(*(decode(number, data) for number, data in enumerate(images))))
 
 
 class _deadline:

@@ -16,20 +16,27 @@ from pipeline.data.images import BadImage
 from pipeline.data.uri_roots import UriRoots
 from pipeline.errors import UserError
 from pipeline.serving.limits import Limits, RefusedError
+from pipeline.serving.served_models import Decoder, ImageFile
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.names import one_line, quoted, shown
 
 MAX_FIELDS = 20  # of a multipart body, besides its files
 MAX_FIELD_BYTES = 10_000
+MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more in Python, and 500 in the error of a form
 Options = TypeVar("Options", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the images of requests come from, and how many and large they may be."""
+    """Where the images of requests come from, how many and large they may be, and what decodes them."""
 
     limits: Limits
     uri_roots: UriRoots
+    decoder: Decoder
+
+    def file(self, number: int, data: bytes, refusal: str | None = None) -> ImageFile:
+        """The image with a number, from 0, of a request."""
+        return ImageFile(f"image {number}", data, self.decoder, refusal)
 
 
 async def read_body(stream: AsyncIterator[bytes], headers: Mapping[str, str], limits: Limits) -> bytes:
@@ -54,7 +61,7 @@ async def read_body(stream: AsyncIterator[bytes], headers: Mapping[str, str], li
 
 async def parse_body(
     body: bytes, content_type: str, source: Source, json_form: type[Options], options: type[Options]
-) -> tuple[Options, list[bytes]]:
+) -> tuple[Options, list[ImageFile]]:
     """The options and the image files of a request. Raises RefusedError.
 
     json_form: the form of a JSON body, which has `images` and `uris`; options: that of the fields of a multipart body.
@@ -63,36 +70,44 @@ async def parse_body(
     if kind == "application/json":
         return await asyncio.to_thread(_parse_json, body, source, json_form)
     if kind == "multipart/form-data":
-        return await _parse_multipart(body, content_type, source.limits, options)
+        # in a thread with a loop of its own: the parser takes seconds for a hostile body, and does not wait meanwhile
+        return await asyncio.to_thread(asyncio.run, _parse_multipart(body, content_type, source, options))
     raise RefusedError(
         415, f"Content-Type is {shown(content_type or 'missing')}; send multipart/form-data or application/json"
     )
 
 
-def _parse_json(body: bytes, source: Source, form: type[Options]) -> tuple[Options, list[bytes]]:
+def _parse_json(body: bytes, source: Source, form: type[Options]) -> tuple[Options, list[ImageFile]]:
     """`parse_body` for JSON."""
     try:
+        if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+            raise RefusedError(413, f"the body has more than {MAX_JSON_VALUES} values; send fewer")
         parsed = _validated(form, parse_json(body, "the body"))
     except (UserError, RecursionError) as error:
         raise RefusedError(422, one_line(error)) from None
     encoded: list[str] = getattr(parsed, "images")  # noqa: B009 (both forms have it)
     uris: list[str] = getattr(parsed, "uris")  # noqa: B009
     _check_count(len(encoded) + len(uris), source.limits)
-    images = [_decoded(number, text, source.limits) for number, text in enumerate(encoded)]
+    images = [source.file(number, _decoded(number, text, source.limits)) for number, text in enumerate(encoded)]
     if uris and not source.uri_roots.roots:
         raise RefusedError(422, "uris are not enabled on this server; send the bytes of the images")
     for number, uri in enumerate(uris):
+        refusal = f"uris.{number} is not a readable image of this server"  # the same for every reason
         try:
-            images.append(_sized(f"uris.{number}", source.uri_roots.read(uri), source.limits))
+            data = source.uri_roots.read(uri)
         except BadImage:
-            raise RefusedError(422, f"uris.{number} is not a readable image of this server") from None
+            raise RefusedError(422, refusal) from None
+        if len(data) > source.limits.image_bytes:
+            raise RefusedError(422, refusal)
+        images.append(source.file(len(images), data, refusal))
     return parsed, images
 
 
 async def _parse_multipart(
-    body: bytes, content_type: str, limits: Limits, form: type[Options]
-) -> tuple[Options, list[bytes]]:
+    body: bytes, content_type: str, source: Source, form: type[Options]
+) -> tuple[Options, list[ImageFile]]:
     """`parse_body` for multipart/form-data, whose files are the images, whatever their fields' names."""
+    limits = source.limits
 
     async def stream() -> AsyncGenerator[bytes, None]:
         yield body
@@ -124,7 +139,10 @@ async def _parse_multipart(
             else:
                 fields[name] = value
         _check_count(len(files), limits)
-        images = [_sized(f"file {number}", await file.read(), limits) for number, file in enumerate(files)]
+        images = [
+            source.file(number, _sized(f"file {number}", await file.read(), limits))
+            for number, file in enumerate(files)
+        ]
     finally:
         await parsed.close()
     return _validated(form, fields), images

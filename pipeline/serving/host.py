@@ -13,6 +13,8 @@ from models.transform import ImageTransform
 from pipeline.captioning.service import CaptionService
 from pipeline.confidence.image_caption import ImageCaption
 from pipeline.errors import UserError
+from pipeline.runtime.secrets import without_secrets
+from pipeline.serving.guard import FAILED
 from pipeline.serving.limits import RefusedError
 from pipeline.serving.loading import LoadedModel
 from pipeline.serving.served_models import (
@@ -61,16 +63,8 @@ class ModelHost:
             if job.transform_key == key:
                 groups.setdefault(job.search, []).append(index)
         for search, indices in groups.items():
-            try:
-                found = _captions(current.service, [jobs[index].pixels for index in indices], search)
-            except UserError as error:
-                answers_of_group: list[Answer] = [RefusedError(422, one_line(error))] * len(indices)
-            else:
-                answers_of_group = [
-                    Made(result, current.name, current.digest, len(indices), place)
-                    for place, result in enumerate(found)
-                ]
-            for index, answer in zip(indices, answers_of_group, strict=True):
+            made = self._answers(current, [jobs[index].pixels for index in indices], search)
+            for index, answer in zip(indices, made, strict=True):
                 answers[index] = answer
         return answers
 
@@ -80,18 +74,27 @@ class ModelHost:
         service = current.service
         if job.transform_key != transform_key(service.transform):
             return StaleTransform(service.transform)
-        model, vocabulary = service.bundle.captioner.model, service.bundle.vocabulary
-        if job.head is not None and job.head >= model.config.num_heads:
-            return RefusedError(422, f"head is {job.head}; expected 0 to {model.config.num_heads - 1}")
         pixels = _normalized(service, [job.pixels])
         caption = job.caption
         if caption is None:
             caption = service.caption(pixels)[0].caption or ""
-        most = model.sizes.max_positions - 1
-        if len(vocabulary.tokens_of(caption)) > most:
-            return RefusedError(422, f"caption has more than the {most} tokens that this model explains")
-        explanation = service.explain(pixels[0], caption, job.head, job.attribution)
+        try:
+            explanation = service.explain(pixels[0], caption, job.head, job.attribution)
+        except UserError as error:
+            return RefusedError(422, one_line(error))
         return Made(explanation, current.name, current.digest)
+
+    @staticmethod
+    def _answers(current: LoadedModel, pixels: Sequence[np.ndarray], search: Search) -> list[Answer]:
+        """The answers to the images (H, W, 3) of one forward pass. A failure is not one of the rest of the batch."""
+        try:
+            found = _captions(current.service, pixels, search)
+        except UserError as error:
+            return [RefusedError(422, one_line(error))] * len(pixels)
+        except Exception as error:  # such as a search that needs more memory than the device has
+            logger.exception(f"{len(pixels)} images were not captioned: {without_secrets(one_line(error))}")
+            return [RefusedError(500, FAILED)] * len(pixels)
+        return [Made(result, current.name, current.digest, len(pixels), place) for place, result in enumerate(found)]
 
     @staticmethod
     def _warm(service: CaptionService) -> None:

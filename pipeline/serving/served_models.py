@@ -3,28 +3,81 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import random
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from hashlib import sha256
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
-from PIL import Image
 
 from models.transform import ImageTransform
 from pipeline.confidence.image_caption import Explanation, ImageCaption
+from pipeline.data.image_sources import load_image
+from pipeline.data.images import BadImage, OversizedError, UnknownFormatError
+from pipeline.runtime.secrets import without_secrets
 from pipeline.serving.comparison import ComparisonLog
 from pipeline.serving.limits import RefusedError
 from pipeline.serving.metrics import Metrics
-from pipeline.untrusted.names import quoted
+from pipeline.untrusted.names import one_line, quoted
 
 MAX_ATTEMPTS = 3  # of a request whose model is replaced meanwhile
 MAX_COMPARED = 8  # requests to the challenger at a time; more are left out
+DECODERS = 2  # images that are decoded at a time; each may need 8 bytes per pixel of the limit
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+class Decoder:
+    """Decodes the images of all requests, a few at a time, and resizes them.
+
+    A server holds image files and resized images, and never the decoded images of a whole request. A file is decoded
+    again for each model. What a request that has ended still waits for is not decoded.
+    """
+
+    def __init__(self, max_pixels: int) -> None:
+        self.max_pixels = max_pixels
+        self._threads = ThreadPoolExecutor(DECODERS, "decoder")
+
+    async def resized(self, data: bytes, transform: ImageTransform) -> np.ndarray:
+        """The pixels (H, W, 3) uint8 of an image file for a model. Raises BadImage."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: transform.resize(load_image(data, self.max_pixels)))
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image of a request. name: for messages. refusal: the sentence for any file that cannot be used."""
+
+    name: str
+    data: bytes
+    decoder: Decoder
+    refusal: str | None = None
+
+    async def resized(self, transform: ImageTransform) -> np.ndarray:
+        """The pixels (H, W, 3) uint8 for a model. Raises RefusedError."""
+        try:
+            return await self.decoder.resized(self.data, transform)
+        except BadImage as error:
+            if self.refusal is not None:
+                raise RefusedError(422, self.refusal) from None
+            kinds = ((OversizedError, 413), (UnknownFormatError, 415), (BadImage, 422))
+            status = next(status for kind, status in kinds if isinstance(error, kind))
+            raise RefusedError(status, f"{self.name}: {error}") from None
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls that run at the same time. If one raises an error, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @dataclass(frozen=True)
@@ -81,7 +134,7 @@ Answer = Made | StaleTransform | RefusedError
 def transform_key(transform: ImageTransform) -> str:
     """Tells transforms apart."""
     text = json.dumps(transform.describe() | {"image_size": transform.image_size}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 class Captioners(Protocol):
@@ -112,10 +165,10 @@ class ServedModel:
         description, self._transform = await self.captioners.describe()
         return {"name": self.name} | description
 
-    async def caption(self, images: Sequence[Image.Image], search: Search) -> list[Made]:
+    async def caption(self, images: Sequence[ImageFile], search: Search) -> list[Made]:
         """The captions of each image, all by one model, also while it is replaced. Raises RefusedError."""
         for _ in range(MAX_ATTEMPTS):
-            answers = await asyncio.gather(*(self._caption(image, search) for image in images))
+            answers = await all_of(self._caption(image, search) for image in images)
             for answer in answers:
                 if answer.batch_index == 0:
                     self.metrics.batches.labels(self.name).observe(answer.batch_size)
@@ -124,13 +177,13 @@ class ServedModel:
                 return answers
         raise RefusedError(503, "the model is being replaced; try again", 1)
 
-    async def _caption(self, image: Image.Image, search: Search) -> Made:
+    async def _caption(self, image: ImageFile, search: Search) -> Made:
         async def send(pixels: Any, key: str) -> Answer:
             return await self.captioners.caption(ImageJob(pixels, key, search))
 
         return await self._resized(image, send)
 
-    async def explain(self, image: Image.Image, caption: str | None, head: int | None, attribution: bool) -> Made:
+    async def explain(self, image: ImageFile, caption: str | None, head: int | None, attribution: bool) -> Made:
         """Where the model looks in an image for each word. Raises RefusedError."""
 
         async def send(pixels: Any, key: str) -> Answer:
@@ -138,13 +191,13 @@ class ServedModel:
 
         return await self._resized(image, send)
 
-    async def _resized(self, image: Image.Image, send: Any) -> Made:
+    async def _resized(self, image: ImageFile, send: Any) -> Made:
         """The answer of `send` to the image's pixels, which are resized again if the model was replaced."""
         if self._transform is None:
             await self.describe()
         for _ in range(MAX_ATTEMPTS):
             transform = cast("ImageTransform", self._transform)
-            pixels = await asyncio.to_thread(transform.resize, image)
+            pixels = await image.resized(transform)
             answer = await send(pixels, transform_key(transform))
             if isinstance(answer, Made):
                 return answer
@@ -180,11 +233,9 @@ class ServedModels:
 
     async def describe(self) -> list[dict[str, Any]]:
         """The descriptions of all models."""
-        return list(await asyncio.gather(*(model.describe() for model in self.models.values())))
+        return await all_of(model.describe() for model in self.models.values())
 
-    def compare(
-        self, images: Sequence[bytes], pictures: Sequence[Image.Image], search: Search, made: list[Made]
-    ) -> None:
+    def compare(self, images: Sequence[ImageFile], search: Search, made: list[Made]) -> None:
         """Sends a share of the requests to the challenger, too, and logs both answers when it has answered.
 
         made: the answer of the default model, which the client gets without waiting for the challenger.
@@ -195,15 +246,14 @@ class ServedModels:
         if len(self._compared) >= MAX_COMPARED:
             self.metrics.compared.labels("left out").inc()
             return
-        task = asyncio.create_task(_compare(challenger, images, pictures, search, (self.default, made), self.metrics))
+        task = asyncio.create_task(_compare(challenger, images, search, (self.default, made), self.metrics))
         self._compared.add(task)  # asyncio keeps no task alive by itself
         task.add_done_callback(self._compared.discard)
 
 
 def _compare(
     challenger: Challenger,
-    images: Sequence[bytes],
-    pictures: Sequence[Image.Image],
+    images: Sequence[ImageFile],
     search: Search,
     answered: tuple[str, list[Made]],
     metrics: Metrics,
@@ -212,15 +262,15 @@ def _compare(
 
     async def compare() -> None:
         entry: dict[str, Any] = {"time": round(time.time(), 3)}
-        entry["images"] = [hashlib.sha256(data).hexdigest() for data in images]
         entry["champion"] = _logged(*answered)
         try:
-            entry["challenger"] = _logged(challenger.model.name, await challenger.model.caption(pictures, search))
+            entry["images"] = await asyncio.to_thread(lambda: [sha256(image.data).hexdigest() for image in images])
+            entry["challenger"] = _logged(challenger.model.name, await challenger.model.caption(images, search))
             await asyncio.to_thread(challenger.log.append, entry)
             metrics.compared.labels("logged").inc()
-        except (RefusedError, OSError) as error:
+        except Exception as error:  # of the challenger's process, or of the log's disk
             metrics.compared.labels("failed").inc()
-            logger.warning(f"the challenger was not compared: {error}")
+            logger.warning(f"the challenger was not compared: {without_secrets(one_line(error))}")
 
     return compare()
 

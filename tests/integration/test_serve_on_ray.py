@@ -28,6 +28,7 @@ from jobs.serve import deployments
 from jobs.serve.arguments import ServeArguments
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.service import CaptionService
+from pipeline.errors import UserError
 from pipeline.serving.limits import Limits
 from pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
@@ -87,6 +88,13 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     deployments.start(found.arguments, "127.0.0.1", found.port, is_local=True)
     yield found
     deployments.stop(is_local=False)
+
+
+def test_a_model_that_cannot_be_served_is_one_sentence(ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where Ray Serve has not been started."""
+    deployments.stop(is_local=False)  # of another test
+    assert main(["serve", "--model", "/no/such/folder", "--port", str(free_port())]) == 2
+    assert "--model /no/such/folder: no such folder" in capsys.readouterr().err
 
 
 def test_captions_are_those_of_the_api_the_command_and_the_pyfunc_model(
@@ -168,6 +176,11 @@ def test_a_champion_is_replaced_under_load(served: Served) -> None:
         for thread in threads:
             thread.join()
     assert not wrong and set(seen) == {first, second}
+
+
+def test_a_server_does_not_replace_another_one_of_the_cluster(served: Served) -> None:
+    with pytest.raises(UserError, match="already runs on this cluster, with the application raycap"):
+        deployments.require_unused()
 
 
 def test_a_killed_process_costs_a_retry(served: Served) -> None:

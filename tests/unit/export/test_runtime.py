@@ -6,6 +6,7 @@ import ast
 import hashlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+import pipeline.data.images
 import raycap_onnx.images
 from models.base import Features
 from models.decoding_config import Decoding
@@ -156,6 +158,15 @@ def test_images_are_decoded_as_raycap_decodes_them(tmp_path: Path) -> None:
     assert np.array_equal(load_image(np.asarray(rgb.convert("L"))), rgb.convert("L").convert("RGB"))
 
 
+def test_brightness_is_found_as_raycap_finds_it_where_a_value_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (raycap_onnx.images, pipeline.data.images):
+        monkeypatch.setattr(module, "STRIP_PIXELS", 5)  # a row
+    values = np.full((3, 5), 500, np.float32)
+    values[1] = np.nan
+    Image.fromarray(values).save(buffer := io.BytesIO(), "TIFF")
+    assert np.array_equal(load_image(buffer.getvalue()), decode_image(buffer.getvalue(), 100))
+
+
 def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raycap_onnx.images, "MAX_PIXELS", 100)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 14, 3), np.uint8))
@@ -240,6 +251,10 @@ HOSTILE: dict[str, Craft] = {
     r"max_length is 13, above max_positions = 12": setting("search.max_length", 13),
     r"min_length is 13, above max_length": setting("search.min_length", 13),
     r"ranking is nan": setting("search.ranking", float("nan")),
+    r"ranking is 10{79}": setting("search.ranking", 10**400),
+    r"ranking is 1e\+300": setting("search.ranking", 1e300),
+    r"mean is \[10{78}": setting("image.mean", [10**400, 0, 0]),
+    r"std is \[1e-60, 1, 1\]": setting("image.std", [1e-60, 1, 1]),
     r"collapse_repeats is 1; expected true or false": setting("search.collapse_repeats", 1),
     r"drawn captions or groups of beams, which raycap_onnx does not have": setting("search.sampling", True),
     r"drawn captions or groups": setting("search.beam_groups", 2),
@@ -252,6 +267,16 @@ HOSTILE: dict[str, Craft] = {
     r"name is 7; expected text": setting("name", 7),
     r"encoder\.onnx is damaged or changed": lambda content, folder: (folder / "encoder.onnx").write_bytes(b"x"),
     r"decoder\.onnx cannot be read: No such file": lambda content, folder: (folder / "decoder.onnx").unlink(),
+    r"encoder\.onnx: it is not a file": lambda content, folder: (
+        (folder / "encoder.onnx").unlink(),
+        os.mkfifo(folder / "encoder.onnx"),
+    ),
+    r"decoder\.onnx\.data is damaged or changed": lambda content, folder: (
+        content["files"].update({"decoder.onnx.data": "0"}),
+        (folder / "decoder.onnx.data").write_bytes(b"x"),
+    ),
+    r"decoder\.onnx\.data cannot be read": lambda content, folder: content["files"].update({"decoder.onnx.data": "0"}),
+    r"files lacks encoder\.onnx\.data": lambda content, folder: (folder / "encoder.onnx.data").write_bytes(b"x"),
     r"vocabulary\.json is damaged": lambda content, folder: (folder / "vocabulary.json").write_text("{}"),
 }
 

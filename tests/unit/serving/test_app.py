@@ -9,6 +9,7 @@ import json
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +22,16 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import raycap
+from pipeline.data.image_sources import load_image
+from pipeline.data.uri_roots import UriRoots
+from pipeline.serving import bodies, served_models
 from pipeline.serving.app import AppSettings
 from pipeline.serving.bodies import read_body
 from pipeline.serving.comparison import ComparisonLog
+from pipeline.serving.forms import CaptionBody, CaptionOptions
 from pipeline.serving.guard import FAILED, Access
 from pipeline.serving.limits import Limits, RefusedError
+from pipeline.serving.served_models import Decoder
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, as_base64, as_files, host_of, local_client
 
@@ -182,7 +188,10 @@ TEXT = {"content-type": "application/json"}
         (422, "images.0 is no base64", lambda image: {"json": {"images": ["!"]}}),
         (422, "the body is not valid JSON", lambda image: {"content": b"{", "headers": TEXT}),
         (422, "the body is not valid JSON", lambda image: {"content": b"\xff\xfe\x00", "headers": TEXT}),
-        (422, "nested too deeply", lambda image: {"content": b"[" * 50_000, "headers": TEXT}),
+        (422, "nested too deeply", lambda image: {"content": b"[" * 15_000, "headers": TEXT}),
+        (413, "the body has more than 20000 values", lambda image: {
+            "content": b'{"images": [' + b"0," * 20_000 + b"0]}", "headers": TEXT}),
+        (413, "the body has more than 20000 values", lambda image: {"content": b"[],{}," * 7_000, "headers": TEXT}),
         (422, "NaN is not a JSON number", lambda image: {"content": b'{"images": NaN}', "headers": TEXT}),
         (422, "Input should be a valid dictionary", lambda image: {"content": b"[1]", "headers": TEXT}),
         (422, "images.0: Input should be a valid string", lambda image: {"json": {"images": [7]}}),
@@ -247,6 +256,26 @@ def test_a_body_is_refused_before_it_is_in_memory() -> None:
         asyncio.run(read_body(endless(), {"content-length": "-1"}, Limits(body_bytes=5000)))
 
 
+@pytest.mark.parametrize("kind", ["json", "multipart"])
+def test_bodies_are_parsed_outside_of_the_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that takes long to parse must not keep other requests waiting."""
+    threads = []
+    for parser in (bodies.MultiPartParser, bodies):
+        name = "parse" if parser is bodies.MultiPartParser else "parse_json"
+        original = getattr(parser, name)
+
+        def noted(*given: Any, original: Any = original) -> Any:
+            threads.append(threading.current_thread())
+            return original(*given)
+
+        monkeypatch.setattr(parser, name, noted)
+    body, content_type = (b"{}", "application/json") if kind == "json" else (b"--x--\r\n", MULTIPART["content-type"])
+    source = bodies.Source(Limits(), UriRoots(), Decoder(100))
+    with pytest.raises(RefusedError, match="has no image"):
+        asyncio.run(bodies.parse_body(body, content_type, source, CaptionBody, CaptionOptions))
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
 def test_a_client_that_sends_slowly_is_refused() -> None:
     async def slow() -> Any:
         yield b"a"
@@ -293,6 +322,48 @@ def test_a_late_answer_and_a_full_queue_are_refused(bundle: Path, names: list[st
         assert statuses == [200, 200]
         captioners.wait = None
         assert client.post("/caption", files=as_files(names[0])).status_code == 200
+
+
+def test_a_server_holds_no_decoded_images(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose images are large when decoded wait for a model, and only resized images are in memory."""
+    opened: list[weakref.ref[Image.Image]] = []
+    alive: list[int] = []
+
+    def load(data: bytes, max_pixels: int) -> Image.Image:
+        alive.append(sum(each() is not None for each in opened))
+        image = load_image(data, max_pixels)
+        opened.append(weakref.ref(image))
+        return image
+
+    monkeypatch.setattr(served_models, "load_image", load)
+    captioners = LocalCaptioners(host_of(bundle))
+    with local_client({"main": captioners}) as client:
+        files = [("images", ("a", png(500, 500))) for _ in range(6)]
+        assert client.post("/caption", files=files).status_code == 200
+    assert len(opened) == 6 and max(alive) < served_models.DECODERS + 1
+
+
+def test_a_refused_request_leaves_no_work(bundle: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bad image ends the request, and the images that still wait for their turn are not decoded."""
+    decoded, go_on = list[bytes](), threading.Event()
+
+    def load(data: bytes, max_pixels: int) -> Image.Image:
+        decoded.append(data)
+        if data:
+            assert go_on.wait(60)
+        return load_image(data, max_pixels)
+
+    monkeypatch.setattr(served_models, "load_image", load)
+    captioners = LocalCaptioners(host_of(bundle))
+    with local_client({"main": captioners}, AppSettings(Limits(answer_s=0.3))) as client:
+        images = as_base64(names[0])
+        for status, request in ((422, ["", *images * 8]), (503, images * 8)):
+            answer = client.post("/caption", json={"images": request})
+            assert answer.status_code == status, answer.text
+        go_on.set()
+        assert client.post("/caption", json={"images": images}).status_code == 200
+    assert len(decoded) <= 1 + 2 * served_models.DECODERS + 1
+    assert captioners.num_jobs <= 1 + 2 * served_models.DECODERS
 
 
 def test_a_failure_is_said_without_its_reason(bundle: Path, names: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -344,6 +415,11 @@ def test_uris_are_read_below_the_allowed_prefixes_only(
     for uri in ("/etc/passwd", f"{root}/../x.png", f"{root}/none.png", str(tmp_path / "link.png"), "http://127.0.0.1/x",
                 "s3://bucket/x.png", "file:///etc/passwd", "", "~", f"{root}\0/0.png", "\\\\host\\share"):  # fmt: skip
         answer = client.post("/caption", json={"uris": [uri]})
+        answers.add((answer.status_code, answer.text))
+    (root / "text.png").write_text("no image")
+    (root / "large.png").write_bytes(png(20_000, 20_000))
+    for name in ("text.png", "large.png"):
+        answer = client.post("/caption", json={"uris": [str(root / name)]})
         answers.add((answer.status_code, answer.text))
     assert answers == {(422, '{"error": "uris.0 is not a readable image of this server"}')}
     assert "it is not below uri_roots" in caplog.text

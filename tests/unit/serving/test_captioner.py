@@ -135,6 +135,7 @@ def test_mistakes_are_one_sentence(captioner: raycap.Captioner, names: list[str]
         (lambda: captioner.caption(names, beam_size=10**6), "evaluation.beam_size"),
         (lambda: captioner.caption(names, search={"precision": "bfloat16"}), "evaluation.precision cannot be given"),
         (lambda: captioner.explain(names[0], head=2), "head is 2; expected 0 to 1"),
+        (lambda: captioner.explain(names[0], caption="cat " * 12), "more than the 11 tokens"),
         (lambda: captioner.explain(tmp_path / "none.png"), "the image cannot be explained: cannot be read"),
         (lambda: raycap.load(tmp_path / "none"), "no such folder; give a model bundle"),
         (lambda: raycap.load("champion:a/../b"), "names no configuration"),

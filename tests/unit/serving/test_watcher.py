@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydantic import ValidationError
 
 import raycap
 from jobs.cli import main
@@ -21,11 +22,21 @@ from jobs.serve.command import require_free
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.errors import UserError
 from pipeline.serving.address import parse_address, split_name, weights_digest
+from pipeline.serving.guard import FAILED
 from pipeline.serving.host import ModelHost
 from pipeline.serving.limits import Limits, RefusedError
 from pipeline.serving.loading import LoadedModel, load_source
 from pipeline.serving.metrics import Metrics
-from pipeline.serving.served_models import ImageJob, Made, Search, ServedModel, StaleTransform, transform_key
+from pipeline.serving.served_models import (
+    Decoder,
+    ImageFile,
+    ImageJob,
+    Made,
+    Search,
+    ServedModel,
+    StaleTransform,
+    transform_key,
+)
 from pipeline.serving.watcher import ChampionWatcher
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, crown, host_of
@@ -35,6 +46,11 @@ from tests.support.serving import LocalCaptioners, crown, host_of
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("bundles")
     return [with_confidence(make_bundle(folder / str(seed), seed=seed)) for seed in range(2)]
+
+
+def files_of(*names: str) -> list[ImageFile]:
+    decoder = Decoder(10_000)
+    return [ImageFile(name, Path(name).read_bytes(), decoder) for name in names]
 
 
 def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
@@ -129,8 +145,29 @@ def test_a_batch_that_needs_too_much_memory_is_divided(
     assert [each.result.caption for each in made] == [each.caption for each in expected]  # type: ignore[union-attr]
     assert sizes == [5, 2, 3, 1, 2]
     most = 0
-    with pytest.raises(torch.OutOfMemoryError):
-        host.caption(jobs)
+    refused = host.caption(jobs)
+    assert [each.status for each in refused if isinstance(each, RefusedError)] == [500] * 5
+
+
+def test_a_search_that_fails_costs_the_rest_of_its_batch_nothing(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
+    service = host.current.service
+    original = service.caption
+
+    def caption(pixels: Any, search: Any, precision: Any) -> Any:
+        if search.beam_size == 2:
+            raise RuntimeError("out of memory in /secret/path")
+        return original(pixels, search, precision)
+
+    monkeypatch.setattr(service, "caption", caption)
+    pixels = service.transform.resize(Image.open(name).convert("RGB"))
+    key = transform_key(service.transform)
+    good, bad = host.caption([ImageJob(pixels, key), ImageJob(pixels, key, Search(beam_size=2))])
+    assert isinstance(good, Made)
+    assert isinstance(bad, RefusedError) and (bad.status, str(bad)) == (500, FAILED)
+    assert "out of memory" in caplog.text
 
 
 def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
@@ -139,7 +176,7 @@ def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_
     assert answer == StaleTransform(host.current.service.transform)
     model = ServedModel("main", LocalCaptioners(host), Metrics())
     model._transform = type(host.current.service.transform)(image_size=16)  # of the model before
-    (made,) = asyncio.run(model.caption([Image.open(name).convert("RGB")], Search()))
+    (made,) = asyncio.run(model.caption(files_of(name), Search()))
     assert isinstance(made.result, raycap.ImageCaption)
     assert made.result.caption == raycap.load(bundles[0], device="cpu").caption([name])[0].caption
 
@@ -157,7 +194,7 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
 
     captioners = Replaced(old)
     model = ServedModel("main", captioners, Metrics())
-    made = asyncio.run(model.caption([Image.open(name).convert("RGB") for name in names], Search()))
+    made = asyncio.run(model.caption(files_of(*names), Search()))
     assert {each.digest for each in made} == {new.current.digest} and captioners.num_jobs == 6
     expected = raycap.load(bundles[1], device="cpu").caption(names)
     assert [each.result.caption for each in made] == [each.caption for each in expected]
@@ -175,6 +212,7 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
         send_local=False,
     )
     assert [model.name for model in models] == ["small", "b", "demo"] and challenger is not None
+    assert challenger.name == "challenger", "its counters and lines of the log are not those of a served model"
     assert models[1].digest == models[2].digest == challenger.digest != models[0].digest
     assert models[0].source.digests, "a bundle that is replaced later is not loaded by a restarted process"
     features = make_bundle(tmp_path / "features", backbone=False)
@@ -188,6 +226,11 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             named_models(ServeArguments(models=names, storage=str(storage)), send_local=False)
+    with pytest.raises(UserError, match="two models have the name b"):
+        named_models(
+            ServeArguments(models=(f"b={bundles[0]}",), challenger=f"b={bundles[1]}", storage=str(storage)),
+            send_local=False,
+        )
 
 
 def test_names_of_models() -> None:
@@ -252,5 +295,8 @@ def test_mistakes_of_the_options_are_one_sentence() -> None:
         comparison_path(ServeArguments(models=("a",), challenger="b"))
     with pytest.raises(UserError, match="--host 256.1.1.1 --port 80"):
         require_free("256.1.1.1", 80)
+    for replicas in (0, -1, (0, 1)):
+        with pytest.raises(ValidationError, match="greater than 0"):
+            ServeArguments(models=("a",), replicas=replicas)
     with pytest.raises(UserError, match="the limit pixels is 0; expected a number above 0"):
         Limits(pixels=0)
