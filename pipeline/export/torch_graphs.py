@@ -22,9 +22,7 @@ def write_program(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor]) -
     shapes = (tuple(dict.fromkeys(each.dims, Dim.DYNAMIC) for each in inputs),)  # of one argument, `*inputs`
     with torch.no_grad():
         program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
-    for (
-        module
-    ) in program.graph_module.modules():  # with those of nested graphs, such as that of a block without autocast
+    for module in program.graph_module.modules():  # a block without autocast is a graph of its own
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # with the paths of this machine
     torch.export.save(program, path)

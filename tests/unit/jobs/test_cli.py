@@ -42,7 +42,21 @@ def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["init", "run", "check", "extract", "score", "constraints", "sync", "submit", "doctor", "caption", "import"]
+    "name",
+    [
+        "init",
+        "run",
+        "check",
+        "extract",
+        "score",
+        "constraints",
+        "sync",
+        "submit",
+        "doctor",
+        "caption",
+        "import",
+        "export",
+    ],
 )
 def test_the_help_of_a_command_does_not_load_torch(name: str) -> None:
     code = "import sys; from jobs.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
