@@ -284,7 +284,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     )
     models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
     captioned = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))
-    hypotheses, unreadable = captioned["test"]
+    hypotheses, unreadable, _ = captioned["test"]
     expected = recorded["ensemble_beam_3"]
     assert not unreadable and sorted(hypotheses) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
