@@ -74,11 +74,10 @@ class Captioned(NamedTuple):
         write_n_best(path, {image: [each.to_json() for each in ranked] for image, ranked in self.hypotheses.items()})
 
     def of(self, images: Sequence[int]) -> Captioned:
-        """The part of these images, with as large a part of the seconds."""
+        """The part of these images, without the seconds, which are those of all images."""
         hypotheses = {image: self.hypotheses[image] for image in images if image in self.hypotheses}
         unreadable = {image: self.unreadable[image] for image in images if image in self.unreadable}
-        share = (len(hypotheses) + len(unreadable)) / max(len(self.hypotheses) + len(self.unreadable), 1)
-        return Captioned(hypotheses, unreadable, share * self.seconds)
+        return Captioned(hypotheses, unreadable)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ModelInfo:
     """A loaded model.
 
-    bundle: its name. digest: the begin of the SHA-256 of its weights, as in the lines of `raycap caption --out`.
+    bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
     system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
     they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
     precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of

@@ -1,1 +1,1 @@
-"""Sequence-level distillation: the bundle that teaches a run, its stored captions, and those that a run learns."""
+"""Sequence-level distillation: the teacher bundle, its stored captions, and the captions that a run trains on."""

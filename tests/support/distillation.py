@@ -23,7 +23,7 @@ from tests.support.runs import MESHED_MEMORY, SMALL_MODEL
 
 
 def make_teacher(bundle: Path, values: Mapping[str, Any], seed: int = 1) -> Path:
-    """A bundle with random weights, and the words, inputs and sizes of a configuration, of which it prepares a run.
+    """A bundle with random weights. Its words, inputs and sizes are those of a run, which is prepared from `values`.
 
     Larger output weights make its captions differ, and with a larger bias of EOS most of them end after a few words.
     """
