@@ -27,8 +27,8 @@ class ServeArguments(BaseModel):
 
     models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. challenger: the
     address of a model that gets the share `share` of the requests, too. comparison_log: where both answers are logged.
-    poll_s: between two looks for a new champion. batch_wait_ms: how long a batch waits to be filled. replicas:
-    processes per model, or the range [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of
+    poll_s: between two looks for a new champion. batch_size: most images per forward pass. replicas: processes per
+    model, or the range [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of
     torch in each process. insecure: whether other machines may ask without a token.
     """
 
@@ -43,7 +43,6 @@ class ServeArguments(BaseModel):
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
     poll_s: float = Field(default=30.0, gt=0)
     batch_size: int = Field(default=16, ge=1, le=1024)
-    batch_wait_ms: float = Field(default=10.0, ge=0, le=10_000)
     replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)

@@ -45,9 +45,6 @@ def command(
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Of requests that give none.")
     ] = "float32",
     batch_size: Annotated[int, typer.Option(min=1, max=1024, help="Most images per forward pass.")] = 16,
-    batch_wait_ms: Annotated[
-        float, typer.Option(min=0, max=10_000, help="How long a batch waits for more images.")
-    ] = 10.0,
     replicas: Annotated[int, typer.Option(min=1, help="Processes per model.")] = 1,
     gpus_per_replica: Annotated[
         float | None, typer.Option(min=0, help="GPUs of each process. The default is 1 if Ray has GPUs, else 0.")
@@ -98,7 +95,6 @@ def command(
         precision=precision,
         poll_s=poll_s,
         batch_size=batch_size,
-        batch_wait_ms=batch_wait_ms,
         replicas=replicas,
         gpus=gpus_per_replica,
         threads=threads,

@@ -23,6 +23,7 @@ from jobs.serve.arguments import ServeArguments, comparison_path, named_models, 
 from models.transform import ImageTransform
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.errors import JobFailedError, UserError
+from pipeline.runtime.batcher import Batcher
 from pipeline.runtime.log import configure_logging
 from pipeline.serving.address import NamedModel, weights_digest
 from pipeline.serving.comparison import ComparisonLog
@@ -69,8 +70,7 @@ class CaptionerDeployment:
         if model.address.champion is not None:
             self.watcher = ChampionWatcher(model.address, self.host, source, load, arguments.poll_s)
             self.watcher.start()
-        self.caption.set_max_batch_size(arguments.batch_size)  # type: ignore[attr-defined]
-        self.caption.set_batch_wait_timeout_s(arguments.batch_wait_ms / 1000)  # type: ignore[attr-defined]
+        self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
     async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
         """`ModelHost.describe`, and for a followed champion whether a newer one could not be loaded."""
@@ -79,10 +79,9 @@ class CaptionerDeployment:
             description |= {"follows": self.model.address.text, "newer_failed": self.watcher.has_failed}
         return description, transform
 
-    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.01)
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
-        """`ModelHost.caption`. Ray Serve calls it with one job per request and forms batches."""
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.caption, jobs)
+        """`ModelHost.caption` for the images of one request, in batches with those of others."""
+        return await self.batcher(jobs)
 
     async def explain(self, job: ExplainJob) -> Answer:
         """`ModelHost.explain`. It waits for its turn among the batches."""
@@ -99,9 +98,9 @@ class RayCaptioners:
         found: tuple[dict[str, Any], ImageTransform] = await self._call("describe")
         return found
 
-    async def caption(self, job: ImageJob) -> Answer:
-        answer: Answer = await self._call("caption", job)
-        return answer
+    async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
+        answers: list[Answer] = await self._call("caption", jobs)
+        return answers
 
     async def explain(self, job: ExplainJob) -> Answer:
         answer: Answer = await self._call("explain", job)

@@ -7,7 +7,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -144,8 +144,8 @@ class Captioners(Protocol):
         """`ModelHost.describe`."""
         ...
 
-    async def caption(self, job: ImageJob) -> Answer:
-        """The answer to one job of `ModelHost.caption`."""
+    async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
+        """`ModelHost.caption`, for the images of one request."""
         ...
 
     async def explain(self, job: ExplainJob) -> Answer:
@@ -167,43 +167,46 @@ class ServedModel:
 
     async def caption(self, images: Sequence[ImageFile], search: Search) -> list[Made]:
         """The captions of each image, all by one model, also while it is replaced. Raises RefusedError."""
-        for _ in range(MAX_ATTEMPTS):
-            answers = await all_of(self._caption(image, search) for image in images)
-            for answer in answers:
-                if answer.batch_index == 0:
-                    self.metrics.batches.labels(self.name).observe(answer.batch_size)
-            if len({answer.digest for answer in answers}) == 1:
-                self.metrics.images.labels(self.name).inc(len(answers))
-                return answers
-        raise RefusedError(503, "the model is being replaced; try again", 1)
 
-    async def _caption(self, image: ImageFile, search: Search) -> Made:
-        async def send(pixels: Any, key: str) -> Answer:
-            return await self.captioners.caption(ImageJob(pixels, key, search))
+        async def send(pixels: list[np.ndarray], key: str) -> list[Answer]:
+            return await self.captioners.caption([ImageJob(each, key, search) for each in pixels])
 
-        return await self._resized(image, send)
+        made = await self._answered(images, send)
+        for each in made:
+            if each.batch_index == 0:
+                self.metrics.batches.labels(self.name).observe(each.batch_size)
+        self.metrics.images.labels(self.name).inc(len(made))
+        return made
 
     async def explain(self, image: ImageFile, caption: str | None, head: int | None, attribution: bool) -> Made:
         """Where the model looks in an image for each word. Raises RefusedError."""
 
-        async def send(pixels: Any, key: str) -> Answer:
-            return await self.captioners.explain(ExplainJob(pixels, key, caption, head, attribution))
+        async def send(pixels: list[np.ndarray], key: str) -> list[Answer]:
+            return [await self.captioners.explain(ExplainJob(pixels[0], key, caption, head, attribution))]
 
-        return await self._resized(image, send)
+        return (await self._answered([image], send))[0]
 
-    async def _resized(self, image: ImageFile, send: Any) -> Made:
-        """The answer of `send` to the image's pixels, which are resized again if the model was replaced."""
+    async def _answered(
+        self, images: Sequence[ImageFile], send: Callable[[list[np.ndarray], str], Awaitable[list[Answer]]]
+    ) -> list[Made]:
+        """The answers of `send` to the images' pixels, all of one model. It is called again if the model is replaced.
+
+        Raises RefusedError.
+        """
         if self._transform is None:
             await self.describe()
         for _ in range(MAX_ATTEMPTS):
             transform = cast("ImageTransform", self._transform)
-            pixels = await image.resized(transform)
-            answer = await send(pixels, transform_key(transform))
-            if isinstance(answer, Made):
-                return answer
-            if isinstance(answer, RefusedError):
-                raise answer
-            self._transform = cast("StaleTransform", answer).transform
+            pixels = await all_of(image.resized(transform) for image in images)
+            answers = await send(pixels, transform_key(transform))
+            for answer in answers:
+                if isinstance(answer, RefusedError):
+                    raise answer
+                if isinstance(answer, StaleTransform):
+                    self._transform = answer.transform
+            made = [answer for answer in answers if isinstance(answer, Made)]
+            if len(made) == len(answers) and len({each.digest for each in made}) == 1:
+                return made
         raise RefusedError(503, "the model is being replaced; try again", 1)
 
 

@@ -59,7 +59,6 @@ class Served:
             storage=str(self.storage),
             poll_s=0.2,
             batch_size=BATCH,
-            batch_wait_ms=100,
             loopback_only=True,
             limits=Limits(body_bytes=200_000, queue=16, body_s=5),
             threads=1,

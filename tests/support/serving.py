@@ -34,13 +34,13 @@ class LocalCaptioners:
     async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
         return self.host.describe()
 
-    async def caption(self, job: ImageJob) -> Answer:
-        self.num_jobs += 1
+    async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
+        self.num_jobs += len(jobs)
         if self.wait is not None:
             await self.wait.wait()
         if self.fails is not None:
             raise self.fails
-        return (await asyncio.to_thread(self.host.caption, [job]))[0]
+        return await asyncio.to_thread(self.host.caption, jobs)
 
     async def explain(self, job: ExplainJob) -> Answer:
         if self.fails is not None:

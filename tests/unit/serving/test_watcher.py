@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import shutil
 import socket
 import time
@@ -28,6 +29,7 @@ from pipeline.serving.limits import Limits, RefusedError
 from pipeline.serving.loading import LoadedModel, load_source
 from pipeline.serving.metrics import Metrics
 from pipeline.serving.served_models import (
+    Answer,
     Decoder,
     ImageFile,
     ImageJob,
@@ -187,10 +189,11 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
     names = write_images(tmp_path, 3)
 
     class Replaced(LocalCaptioners):
-        async def caption(self, job: ImageJob) -> object:  # type: ignore[override]
-            self.num_jobs += 1
-            host = old if self.num_jobs == 1 else new
-            return host.caption([job])[0]
+        async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
+            self.num_jobs += len(jobs)
+            if self.num_jobs > len(jobs):
+                return new.caption(jobs)
+            return [*old.caption(jobs[:1]), *new.caption(jobs[1:])]
 
     captioners = Replaced(old)
     model = ServedModel("main", captioners, Metrics())
@@ -265,6 +268,7 @@ def test_mistakes_are_said_before_ray_is_started(
     bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
+    importlib.import_module("jobs.serve.deployments")  # pytest shows the warnings of Ray Serve's first import
     monkeypatch.setattr("jobs.serve.command.connect", None)
     model = str(bundles[0])
     with socket.socket() as busy:
