@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 KUBERAY = "v1.6.1"
-MANIFESTS = ("raycluster", "rayjob", "raycronjob")
+MANIFESTS = ("raycluster", "rayjob", "raycronjob", "rayservice")
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,20 @@ def test_kuberays_pods_can_scale_and_reach_the_cloud(program: Path, name: str) -
         assert len(shared) == 1, "KubeRay keeps our volume for the object store and adds none"
         command = " ".join(ray["args"] + ray["command"])
         assert "--num-cpus=0" in command if pod is made["Head"] else "--num-gpus=1" in command, command
+    if name == "rayservice":
+        serve = made["Serve"]
+        assert (serve["metadata"]["name"], serve["metadata"]["namespace"]) == ("raycap-serve-svc", "raycap")
+        assert [port["port"] for port in serve["spec"]["ports"]] == [8000]
+        for worker in made["Workers"]:
+            container = worker["spec"]["containers"][0]
+            probes = {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")}
+            assert probes == {"/-/healthz"}, "KubeRay keeps the probes of a node with a proxy"
+
+
+@pytest.mark.proof
+def test_kuberay_refuses_what_it_does_not_know(program: Path, tmp_path: Path) -> None:
+    manifest = (ROOT / "infra" / "kubernetes" / "rayservice.yaml").read_text()
+    for good, bad in (("serveConfigV2:", "serveConfigV3:"), ("headGroupSpec:", "headSpec:")):
+        (tmp_path / "bad.yaml").write_text(manifest.replace(good, bad, 1))
+        done = subprocess.run([str(program), str(tmp_path / "bad.yaml")], capture_output=True, text=True)
+        assert done.returncode == 1 and "unknown field" in done.stderr, done.stderr

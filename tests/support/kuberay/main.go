@@ -1,8 +1,9 @@
-// Prints, as JSON, the pods and roles that KubeRay makes of a manifest whose kind is RayCluster, RayJob or RayCronJob.
+// Prints, as JSON, the pods and roles that KubeRay makes of a manifest: RayCluster, RayJob, RayCronJob or RayService.
 // Manifests are checked with KubeRay's validation first. Used by tests/faults/test_kuberay.py.
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 )
 
 type result struct {
+	Serve       *corev1.Service // of a RayService
 	Head        corev1.Pod
 	Workers     []corev1.Pod
 	Role        *rbacv1.Role
@@ -31,10 +33,16 @@ func check(err error) {
 	}
 }
 
-// readCluster returns the manifest's cluster; a job's cluster gets a generated name, as KubeRay gives it.
-func readCluster(path string) rayv1.RayCluster {
+// firstDocument returns the first document of a file; further ones are not Ray's.
+func firstDocument(path string) []byte {
 	text, err := os.ReadFile(path)
 	check(err)
+	first, _, _ := bytes.Cut(text, []byte("\n---\n"))
+	return first
+}
+
+// readCluster returns the manifest's cluster; that of a job or service gets a generated name, as KubeRay gives it.
+func readCluster(text []byte, made *result) rayv1.RayCluster {
 	var kind metav1.TypeMeta
 	check(yaml.Unmarshal(text, &kind))
 	switch kind.Kind {
@@ -47,6 +55,15 @@ func readCluster(path string) rayv1.RayCluster {
 		check(yaml.UnmarshalStrict(text, &job))
 		check(utils.ValidateRayJobSpec(&job))
 		return ofJob(job.Namespace, job.Spec)
+	case "RayService":
+		var service rayv1.RayService
+		check(yaml.UnmarshalStrict(text, &service))
+		check(utils.ValidateRayServiceSpec(&service))
+		cluster := named(service.Namespace, service.Spec.RayClusterSpec)
+		var err error
+		made.Serve, err = common.BuildServeServiceForRayService(context.Background(), service, cluster)
+		check(err)
+		return cluster
 	default:
 		var cron rayv1.RayCronJob
 		check(yaml.UnmarshalStrict(text, &cron))
@@ -55,13 +72,18 @@ func readCluster(path string) rayv1.RayCluster {
 }
 
 func ofJob(namespace string, spec rayv1.RayJobSpec) rayv1.RayCluster {
+	return named(namespace, *spec.RayClusterSpec)
+}
+
+func named(namespace string, spec rayv1.RayClusterSpec) rayv1.RayCluster {
 	name := metav1.ObjectMeta{Name: "raycap-run-x7k2p", Namespace: namespace}
-	return rayv1.RayCluster{ObjectMeta: name, Spec: *spec.RayClusterSpec}
+	return rayv1.RayCluster{ObjectMeta: name, Spec: spec}
 }
 
 func main() {
 	ctx := context.Background()
-	cluster := readCluster(os.Args[1])
+	var made result
+	cluster := readCluster(firstDocument(os.Args[1]), &made)
 	spec := cluster.Spec
 	check(utils.ValidateRayClusterSpec(&spec, cluster.Annotations))
 	address := utils.GenerateFQDNServiceName(ctx, cluster, cluster.Namespace)
@@ -69,7 +91,6 @@ func main() {
 	head := spec.HeadGroupSpec
 	port := common.GetHeadPort(head.RayStartParams)
 	template := common.DefaultHeadPodTemplate(ctx, cluster, head, cluster.Name+"-head", port)
-	var made result
 	made.Head = common.BuildPod(ctx, template, rayv1.HeadNode, head.RayStartParams, port, scaled, utils.RayClusterCRD, address, nil, spec.RayVersion)
 	for _, group := range spec.WorkerGroupSpecs {
 		template := common.DefaultWorkerPodTemplate(ctx, cluster, group, "worker", address, port, "", 0, 0)
