@@ -1,1 +1,1 @@
-"""Services of the process and the machine: training context, CPU settings, batches, system metrics, log and progress."""
+"""Services of the process and the machine: training context, CPU settings, batches, metrics, log and progress."""
