@@ -22,7 +22,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.regions import changed_images
-from pipeline.features.source import extract_features, with_views
+from pipeline.features.source import extract_features, hash_and_extract, with_views
 from pipeline.features.store import FeatureStore
 from pipeline.runs.preflight import check_before_writing
 from pipeline.storage.atomic import atomic_path
@@ -42,7 +42,8 @@ def extract(
     """Compute the features of a data set.
 
     The features of the configuration's backbone go to the feature store. Images that the store contains already are
-    not computed again. The exit code is 1 when too many images give no features, or --verify finds damage.
+    not computed again. Many new images are read once, by the tasks that compute their features. The exit code is 1 when
+    too many images give no features, or --verify finds damage.
 
     Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
     """
@@ -54,10 +55,6 @@ def extract(
     check_before_writing(run_config)
     dataset = read_data(run_config)
     logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
-    dataset, unreadable = snapshot_of(dataset, run_config)
-    if unreadable and not len(dataset.readable()):  # the path is probably wrong, because the files are not all damaged
-        uri, reason = next(iter(unreadable.items()))
-        raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
 
     def start() -> StallWatch:
         start_ray(run_config, address, "features")
@@ -65,6 +62,11 @@ def extract(
 
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
+        hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
+        dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
+        if unreadable and not len(dataset.readable()):  # the path is probably wrong; the files are not all damaged
+            uri, reason = next(iter(unreadable.items()))
+            raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
         extracted = extract_features(run_config, dataset, weights, start, unreadable)
     store = FeatureStore(extracted.store)
     logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")

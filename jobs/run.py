@@ -10,12 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
 from jobs.distillation import caption_training_images
 from jobs.evaluate import evaluate_ensemble
+from jobs.extract import initial_weights
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from jobs.seeds import seed_configs, summarize_runs
@@ -31,7 +33,7 @@ from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
 from pipeline.data.loading import find_data
 from pipeline.errors import DamagedError, UserError
-from pipeline.features.source import describe_features, extract_features
+from pipeline.features.source import describe_features, extract_features, hash_and_extract
 from pipeline.reports.text_table import format_table
 from pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
@@ -69,7 +71,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     from pipeline.runs.run_bundle import stored_confidences
 
     begin = time.monotonic()
-    folder = prepare(config, data)
+    folder = prepare(config, data or find_run_data(config, address))
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -97,6 +99,19 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
             raise
         logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return folder
+
+
+def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
+    """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features."""
+    if not config.has_backbone or config.init_from is not None or config.stages[0].train_backbone:
+        return find_data(config)
+
+    def start() -> StallWatch:
+        start_ray(config, address, "features")
+        return StallWatch("extraction", config.workers)
+
+    with TemporaryDirectory(prefix="raycap-") as scratch:
+        return find_data(config, hash_and_extract(config, lambda: initial_weights(config, Path(scratch)), start))
 
 
 def _repairable(summary: Mapping[str, Any]) -> list[str]:
@@ -133,7 +148,7 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
     from pipeline.runs.prepare import prepare
 
-    folder = prepare(config)
+    folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
             RunDriver(config, folder, address).train()
@@ -528,7 +543,7 @@ def run_seeds(config: RunConfig, count: int, address: str | None, *, with_ensemb
 
     Runs that are complete are not repeated. with_ensemble: also captions the test splits with the ensemble of all runs.
     """
-    configs, data = seed_configs(config, count), find_data(config)
+    configs, data = seed_configs(config, count), find_run_data(config, address)
     folders = []
     for number, each in enumerate(configs, 1):
         logger.info(f"seed {each.seed}    run {number} of {count}")

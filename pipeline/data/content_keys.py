@@ -1,5 +1,7 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
+The files are read by threads of this process, or by an extraction, whose tasks hash the bytes that they read anyway.
+
 A manifest holds the URI, size, tag and content key of each image; the tag is the modification time, or the ETag on S3.
 A file with the same size and tag as in the manifest counts as unchanged. Images in an archive or table have the size
 and tag of this file. The cost is one stat per file and one read per new or changed image. On S3 the sizes and tags of a
@@ -14,9 +16,10 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -34,20 +37,39 @@ MANIFEST = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.str
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
 _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
 _NUM_THREADS = 8
-_URIS_PER_SLICE = 10_000  # files that are queued for hashing at a time; each needs 2 kB of memory meanwhile
+_URIS_PER_SLICE = 1000  # files that are hashed between two looks at the clock
 # The manifest is written once a minute, and so seldom that the writes take a twentieth of the time.
 _WRITE_EVERY_S, _WRITE_SHARE = 60.0, 1 / 20
 # A listing ends after this many objects plus ten per image: one image may be in a bucket of a billion objects.
 _LISTED_OBJECTS = 1000
 
 
+class HashedFiles(NamedTuple):
+    """Some files that were read. numbers: (R,) int64, their places in the argument of `HashFiles`, in any order.
+
+    keys: their sha256, null for a file that cannot be read. reasons: why, as {URI: reason}.
+    """
+
+    numbers: np.ndarray
+    keys: pa.Array
+    reasons: dict[str, str]
+
+
+# Reads and hashes the files at URIs, each once. Raises StorageError when the storage is out of order.
+HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
+
+
 def take_snapshot(
-    dataset: Dataset, manifest: StoragePath | Path, options: StorageOptions = StorageOptions()
+    dataset: Dataset,
+    manifest: StoragePath | Path,
+    options: StorageOptions = StorageOptions(),
+    hash_files: HashFiles | None = None,
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
-    manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed. Raises StorageError
-    when the storage is out of order.
+    manifest: a Parquet file, used when it exists and rewritten when a file is new or has changed. hash_files: what
+    reads new and changed files; None for threads of this process. The cost is about 250 bytes of memory per image.
+    Raises StorageError when the storage is out of order.
     """
     forget_pages()
     manifest_path = storage_path(manifest)
@@ -61,7 +83,8 @@ def take_snapshot(
     changed = np.flatnonzero(~unchanged.to_numpy(zero_copy_only=False) & (sizes.to_numpy() >= 0))
     if len(changed):
         files = pa.table([uris, sizes, tags, keys], schema=MANIFEST)
-        keys = _hash_changed(files, changed, options, unreadable, lambda rows: _write(manifest_path, rows, stored))
+        parts = (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options)
+        keys = _hash_changed(files, changed, parts, unreadable, lambda rows: _write(manifest_path, rows, stored))
     return dataset.with_column("key", keys.take(pc.index_in(dataset.table["uri"], value_set=uris))), unreadable
 
 
@@ -160,30 +183,41 @@ def _stat(path: StoragePath) -> Entry | None:
 def _hash_changed(
     files: pa.Table,
     changed: np.ndarray,
-    options: StorageOptions,
+    parts: Iterator[HashedFiles],
     unreadable: dict[str, str],
     write: Callable[[pa.Table], None],
 ) -> pa.ChunkedArray:
     """The content keys of all files, after those at the positions `changed` were read.
 
-    files: the manifest's rows of all images, without the keys of the changed ones. A file that cannot be read has no
-    key, and its reason is added to `unreadable`. `write` is called now and then with the rows that have keys, and at
-    the end. Raises StorageError when the storage is out of order or refuses a request.
+    files: the manifest's rows of all images, without the keys of the changed ones. parts: the files at `changed`, as
+    they are read. A file that cannot be read has no key, and its reason is added to `unreadable`. `write` is called now
+    and then with the rows that have keys, and at the end.
     """
-    hashed = np.full(len(files), None, object)
+    numbers, keys, count = list[np.ndarray](), list[pa.Array](), 0
+
+    def all_keys() -> pa.ChunkedArray:
+        """The keys of all files so far."""
+        rows = np.full(len(files), -1, np.int64)
+        rows[changed[np.concatenate(numbers)]] = np.arange(count)
+        return pc.coalesce(files["key"], pa.chunked_array(keys).take(pa.array(rows, mask=rows < 0)))
+
     write_at = time.monotonic() + _WRITE_EVERY_S
     with progress("content keys", len(changed)) as advance:
-        for start in range(0, len(changed), _URIS_PER_SLICE):
-            part = changed[start : start + _URIS_PER_SLICE]
-            uris = files["uri"].take(pa.array(part)).to_pylist()
-            hashed[part] = _hash_files(uris, options, unreadable, advance)
+        for part in parts:
+            numbers.append(part.numbers)
+            keys.append(part.keys)
+            unreadable |= part.reasons
+            count += len(part.numbers)
+            advance(len(part.numbers))
             begin = time.monotonic()
-            if part[-1] == changed[-1] or begin > write_at:
-                keys = pc.coalesce(files["key"], pa.array(hashed, pa.string()))
-                write(files.set_column(3, "key", keys).filter(pc.is_valid(keys)))
+            if count == len(changed) or begin > write_at:
+                found = all_keys()
+                write(files.set_column(3, "key", found).filter(pc.is_valid(found)))
                 now = time.monotonic()
                 write_at = now + max(_WRITE_EVERY_S, (now - begin) / _WRITE_SHARE)
-    return keys
+    if count != len(changed):
+        raise RuntimeError(f"{count} of {len(changed)} files were hashed; repeat the command")
+    return found
 
 
 def _write(path: StoragePath, rows: pa.Table, stored: pa.Table) -> None:
@@ -193,26 +227,21 @@ def _write(path: StoragePath, rows: pa.Table, stored: pa.Table) -> None:
         write_table(path, pa.concat_tables([rows, other_rows]))
 
 
-def _hash_files(
-    uris: Sequence[str], options: StorageOptions, unreadable: dict[str, str], advance: Callable[[int], None]
-) -> list[str | None]:
-    """The sha256 of each file. A file that cannot be read gives None and adds its reason to `unreadable`.
+def hash_with_threads(uris: pa.Array, options: StorageOptions = StorageOptions()) -> Iterator[HashedFiles]:
+    """Reads and hashes files with threads of this process (`HashFiles`)."""
 
-    advance: called with 1 after each file. Raises StorageError when the storage is out of order or refuses a request.
-    """
-
-    def content_key(uri: str) -> str | None:
+    def content_key(uri: str) -> tuple[str | None, str]:
+        """The key of a file, or None and the reason."""
         try:
-            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest()
+            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest(), ""
         except StorageError:
             raise  # an outage, or missing rights; the image is not at fault
         except OSError as error:
-            unreadable[uri] = reason_of(error)
-            return None
+            return None, reason_of(error)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # reading and hashing release the interpreter's lock
-        keys = []
-        for key in pool.map(content_key, uris):
-            keys.append(key)
-            advance(1)
-        return keys
+        for start in range(0, len(uris), _URIS_PER_SLICE):
+            part = uris.slice(start, _URIS_PER_SLICE).to_pylist()
+            keys, reasons = zip(*pool.map(content_key, part), strict=True)
+            failed = {uri: reason for uri, reason in zip(part, reasons, strict=True) if reason}
+            yield HashedFiles(np.arange(start, start + len(part)), pa.array(keys, pa.string()), failed)

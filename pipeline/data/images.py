@@ -176,25 +176,30 @@ def decode_batch(
     options: StorageOptions = StorageOptions(),
     augmentation: Augmentation = Augmentation(),
 ) -> dict[str, Any]:
-    """Decodes a batch with the columns key and uri. The result has the columns key, pixels and reason.
+    """Decodes a batch with the columns key and uri. The result has the same columns, pixels and reason.
 
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
-    used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A key of
-    `models.views.Views` gives a random version of the image, by `augmentation`. Consecutive rows of one image are read
-    and decoded once. Raises StorageError while the storage is out of order, because the images are not at fault.
+    used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
+    file's sha256, or "" for a file that cannot be read. A key of `models.views.Views` gives a random version of the
+    image, by `augmentation`. Consecutive rows of one image are read and decoded once. Raises StorageError while the
+    storage is out of order, because the images are not at fault.
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
+    keys = ["" if key is None else str(key) for key in batch["key"]]
 
     def decode(rows: list[int]) -> str:
         """Writes the pixels of one image in its rows of the batch, and returns its reason."""
         try:
             data = read_image_file(StoragePath(str(batch["uri"][rows[0]]), options))
-            if hashlib.sha256(data).hexdigest() != content_key_of(batch["key"][rows[0]]):
+            digest = hashlib.sha256(data).hexdigest()
+            for row in rows:
+                keys[row] = keys[row] or digest
+            if digest != content_key_of(keys[rows[0]]):
                 return f"{UNREADABLE}: it changed while it was being extracted"
             image = decode_image(data, max_pixels)
             for row in rows:
-                seed = seed_of_key(batch["key"][row])
+                seed = seed_of_key(keys[row])
                 pixels[row] = (
                     transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
                 )
@@ -210,4 +215,4 @@ def decode_batch(
     with ThreadPoolExecutor(8 if any(is_remote_image(str(uri)) for uri in batch["uri"]) else 1) as pool:
         images = [list(rows) for _, rows in itertools.groupby(range(len(pixels)), lambda row: batch["uri"][row])]
         reasons = [reason for rows, reason in zip(images, pool.map(decode, images), strict=True) for _ in rows]
-    return {"key": batch["key"], "pixels": pixels, "reason": np.array(reasons)}
+    return {**batch, "key": np.array(keys), "pixels": pixels, "reason": np.array(reasons)}

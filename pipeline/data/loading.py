@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SceneConfig
-from pipeline.data.content_keys import take_snapshot
+from pipeline.data.content_keys import HashFiles, take_snapshot
 from pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
 from pipeline.data.synthetic import MARKER, write_annotations, write_dataset
 from pipeline.language.languages import ENGLISH
@@ -23,11 +23,11 @@ from pipeline.storage.path import StoragePath, storage_path
 logger = logging.getLogger(__name__)
 
 
-def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {path: reason} of images that cannot be read."""
+def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {path: reason} of images that cannot be read. hash_files: `take_snapshot`."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
-    return snapshot_of(dataset, config)
+    return snapshot_of(dataset, config, hash_files)
 
 
 def read_data(config: RunConfig) -> Dataset:
@@ -72,10 +72,13 @@ def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, Sto
     return config.working_path / name, config.home(name)
 
 
-def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str, str]]:
+def snapshot_of(
+    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None
+) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
 
-    With region features from a file the images need not exist, and their ids are the content keys.
+    hash_files: of `take_snapshot`. With region features from a file the images need not exist, and their ids are the
+    content keys.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -85,4 +88,5 @@ def snapshot_of(dataset: Dataset, config: RunConfig) -> tuple[Dataset, dict[str,
     excluded = {"synthetic": {"language"}} if config.data.language == ENGLISH else None
     image_source = f"{root} {config.data.model_dump_json(include=keys, exclude=excluded)}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
-    return take_snapshot(dataset, config.storage_place / f"manifests/{name}.parquet", config.storage.options)
+    manifest = config.storage_place / f"manifests/{name}.parquet"
+    return take_snapshot(dataset, manifest, config.storage.options, hash_files)

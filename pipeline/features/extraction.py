@@ -27,6 +27,7 @@ from models.config import BackboneConfig
 from models.transform import ImageTransform
 from models.views import content_key_of
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
+from pipeline.data.content_keys import HashedFiles, HashFiles
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
@@ -149,12 +150,11 @@ def extract(
         watch = start_ray()
         begin, done = time.monotonic(), 0
         with watch as progressed, progress("features  ", count) as advance:
-            for keys, reasons in compute(missing, folder, extractor):
-                unusable |= {
-                    content_key_of(str(key)): str(reason) for key, reason in zip(keys, reasons, strict=True) if reason
-                }
-                done += len(keys)
-                advance(len(keys))
+            for batch in compute(missing, folder, extractor):
+                rows = zip(batch["key"], batch["reason"], strict=True)
+                unusable |= {content_key_of(str(key)): str(reason) for key, reason in rows if reason}
+                done += len(batch["key"])
+                advance(len(batch["key"]))
                 progressed()
         seconds = time.monotonic() - begin
         logger.info(f"features    {done} {unit} in {seconds:.0f} s, {done / seconds:.0f} images/s")
@@ -166,10 +166,37 @@ def extract(
     return folder, unusable
 
 
-def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start_ray: StartRay) -> HashFiles:
+    """What reads new files for `take_snapshot`: an extraction, which also stores the features of their images.
+
+    Each file is read once, on the cluster. Images that cannot be decoded have a content key and no features; the
+    extraction that follows finds them again and lists them in the quarantine. features, start_ray: see `extract`.
+    """
+
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        folder = storage_path(features) / feature_key(extractor.describe())
+        logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
+        numbers = pa.array(np.arange(len(uris)))
+        rows = pa.table([pa.nulls(len(uris), pa.string()), uris, numbers], names=["key", "uri", "number"])
+        with start_ray() as progressed:
+            for batch in compute(rows, folder, extractor):
+                keys = pa.array(batch["key"], pa.string())
+                keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
+                failed = np.flatnonzero(batch["key"] == "")
+                reasons = zip(batch["uri"][failed], batch["reason"][failed], strict=True)
+                texts = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in reasons}
+                yield HashedFiles(batch["number"], keys, texts)
+                progressed()
+        write_index(folder)
+
+    return hash_files
+
+
+def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of the images in `missing` (columns key, uri) with Ray Data, and writes them to shards.
 
-    Yields (content keys, reasons) as shards are finished. The reason is "" for an image whose features are stored.
+    missing: see `decode_batch`; its further columns are kept. Yields its rows with the column reason as shards are
+    finished. The reason is "" for an image whose features are stored.
     """
     import ray
     import ray.data
@@ -222,8 +249,7 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
             runtime_env={"env_vars": ONE_ARENA},
         )
     with one_sentence("the extraction"):
-        for batch in computed.iter_batches(batch_size=None):
-            yield batch["key"], batch["reason"]
+        yield from computed.iter_batches(batch_size=None)
 
 
 def _decode_and_compute(
@@ -274,9 +300,9 @@ class ShardWriter:
         return backbone.eval().to(self.device)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes the columns key, pixels and reason of `decode_batch`, whose reason is "" for a decoded image.
+        """Takes the columns of `decode_batch`, whose reason is "" for a decoded image.
 
-        Returns the columns key and reason. Images whose features are not finite also have a reason now.
+        Returns them without the pixels. Images whose features are not finite also have a reason now.
         """
         reasons = batch["reason"].astype(object)
         decoded = np.flatnonzero(reasons == "")
@@ -287,7 +313,7 @@ class ShardWriter:
             if finite.any():
                 keys = [key for key, is_finite in zip(keys, finite, strict=True) if is_finite]
                 write_shard(self.folder, keys, features[finite])
-        return {"key": batch["key"], "reason": reasons.astype(str)}
+        return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.run import RunConfig
+from pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.extraction import Extractor, StartRay, extract
+from pipeline.features.extraction import Extractor, StartRay, extract, hashing_extraction
 from pipeline.features.measured_precision import extraction_precision
 from pipeline.features.regions import import_regions
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StorageOptions, StoragePath
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +55,32 @@ def extract_features(
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
     assert weights is not None
+    rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray)
+    return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
+
+
+def hash_and_extract(config: RunConfig, weights: Callable[[], Path], start_ray: StartRay) -> HashFiles:
+    """What reads new files for `find_data`: an extraction on Ray if there are many, else threads.
+
+    Threads also read the files if the configuration has `features.views`, whose keys contain the content keys. weights:
+    gives the file of the backbone's weights. weights and start_ray (see `extract`) are called only for an extraction.
+    """
+
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        if config.features.views or len(uris) <= config.features.max_images_for_tasks:
+            return hash_with_threads(uris, options)
+        extractor = _extractor(config, weights(), start_ray)
+        return hashing_extraction(config.storage_place / "features", extractor, start_ray)(uris, options)
+
+    return hash_files
+
+
+def _extractor(config: RunConfig, weights: Path, start_ray: StartRay) -> Extractor:
+    """The extractor of a configuration with a backbone. The arguments are those of `extract_features`."""
     backbone = replace(config.backbone, weights="none")
     dtype = extraction_precision(backbone, config.features, config.storage_place / "precision", start_ray)
     settings = config.features.model_copy(update={"compute_dtype": dtype})
-    extractor = Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options)
-    rows = with_views(dataset, config)
-    return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
+    return Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options)
 
 
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -21,11 +23,12 @@ from models.backbone import Backbone
 from models.config import BackboneConfig
 from models.transform import ImageTransform
 from pipeline.config.sections import DataSection, FeatureSection
-from pipeline.data.content_keys import take_snapshot
+from pipeline.data.content_keys import HashedFiles, take_snapshot
 from pipeline.data.dataset import read_dataset
 from pipeline.data.images import decode_image
-from pipeline.features.extraction import Extractor, extract
+from pipeline.features.extraction import Extractor, extract, hashing_extraction
 from pipeline.features.store import FeatureStore
+from pipeline.storage.path import StorageOptions
 from pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
 from tests.support.damage import flip_any
@@ -178,3 +181,50 @@ def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_
     keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
     features = gather(store, keys)
     assert features.std() > 0 and np.array_equal(features[:2], features[2:])
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("most", [0, 100], ids=["actors", "tasks"])
+def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session: None, most: int) -> None:
+    """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
+    root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
+    (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
+    (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
+    dataset = read_dataset(DataSection(root=str(root)), root)
+    config = BackboneConfig(
+        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
+    )
+    torch.manual_seed(0)
+    save_weights(Backbone(config), tmp_path / "backbone.safetensors")
+    settings = FeatureSection(
+        compute_dtype="float32", stored_dtype="float32", rows_per_shard=8, max_images_for_tasks=most
+    )
+    extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
+    expected = take_snapshot(dataset, tmp_path / "threads.parquet")[0]
+    two_passes, _ = extract(expected, tmp_path / "two", extractor, not_watched)
+    hash_files = hashing_extraction(tmp_path / "one", extractor, not_watched)
+    found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet", hash_files=hash_files)
+    assert found.table.equals(expected.table) and not unreadable
+    assert pq.read_table(tmp_path / "manifest.parquet").equals(pq.read_table(tmp_path / "threads.parquet"))
+    one_pass, unusable = extract(found, tmp_path / "one", extractor, not_watched)
+    assert list(unusable) == [found.column("key")[3]], "the image that cannot be decoded is listed by the second pass"
+    stores = FeatureStore(one_pass), FeatureStore(two_passes)
+    assert len(stores[0]) == len(stores[1]) == 26
+    usable = [key for number, key in enumerate(found.column("key")) if number != 3]
+    assert np.array_equal(gather(stores[0], usable), gather(stores[1], usable))
+
+    (root / "images" / "2.png").unlink()
+    (root / "images" / "2.png").mkdir()
+    (root / "images" / "9.png").write_bytes((root / "images" / "8.png").read_bytes())
+    os.utime(root / "images" / "9.png", (1, 1))
+    read: list[list[str]] = []
+
+    def hash_noted(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        read.append(uris.to_pylist())
+        return hash_files(uris, options)
+
+    again, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet", hash_files=hash_noted)
+    folder = f"{root}/images"
+    assert read == [[f"{folder}/2.png", f"{folder}/9.png"]] and unreadable == {f"{folder}/2.png": "Is a directory"}
+    keys = again.column("key")
+    assert keys[2] is None and keys[9] == keys[8] and keys[:2] == found.column("key")[:2]
