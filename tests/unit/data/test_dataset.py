@@ -22,8 +22,8 @@ from pipeline.errors import UserError
 from pipeline.language.english import tokenize
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import Entry, OutageError, StorageError
-from pipeline.training.batches import CaptionTokens
 from tests.conftest import write_karpathy
+from tests.support.caption_tokens import caption_tokens
 
 
 def section(root: Path, **values: Any) -> DataSection:
@@ -96,7 +96,7 @@ def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("Harbor seal\n")
     classes = config.model_copy(update={"extra_vocabulary": str(tmp_path / "classes.txt")})
     assert set(build_vocabulary(dataset, classes).words) == words_of_file | {"harbor", "seal"}
-    captions = CaptionTokens(dataset.split("train"), vocabulary)
+    captions = caption_tokens(dataset.split("train"), vocabulary)
     assert captions.padded(np.array([0])).tolist() == [vocabulary.encode(["train", "t-shirt", "A"])]
     dataset.save(tmp_path / "data.arrow")
     assert Dataset.load(tmp_path / "data.arrow").table.equals(dataset.table)

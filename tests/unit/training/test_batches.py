@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
 from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
 from tests.conftest import write_karpathy
+from tests.support.caption_tokens import caption_tokens
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def parts(tmp_path: Path) -> tuple[Images, CaptionTokens]:
     dataset = type(dataset)(table)
     vocabulary = Vocabulary.build(dataset.tokens(), 1)
     images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
-    return images, CaptionTokens(dataset, vocabulary)
+    return images, caption_tokens(dataset, vocabulary)
 
 
 def stage(**values: object) -> StageSection:
@@ -86,7 +88,14 @@ def test_the_number_of_samples_is_the_batches(
 ) -> None:
     train, _ = read_annotations(DataSection(root=str(tmp_path / "set")), tmp_path / "set")
     section = stage(**settings)
-    assert num_samples(section, train) == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples == count
+    config = SimpleNamespace(data=SimpleNamespace(train_splits=("train",)))
+    metadata = SimpleNamespace(distilled=None)
+    folder = SimpleNamespace(dataset=train, config=config, metadata=metadata, learns_of_teacher=lambda _: False)
+    assert (
+        num_samples(section, cast(Any, folder))
+        == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples
+        == count
+    )
 
 
 def test_a_batch_moves_as_a_whole() -> None:
