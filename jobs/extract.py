@@ -53,7 +53,7 @@ def extract(
     check_resources(run_config, address)
     check_before_writing(run_config)
     dataset = read_data(run_config)
-    logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
+    logger.info(f"data         {len(dataset)} images in {len(dataset.split_sizes())} splits")
     dataset, unreadable = snapshot_of(dataset, run_config)
     if unreadable and not len(dataset.readable()):  # the path is probably wrong, because the files are not all damaged
         uri, reason = next(iter(unreadable.items()))

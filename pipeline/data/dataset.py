@@ -180,7 +180,7 @@ class Dataset:
     def fingerprint(self) -> str:
         """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
         digest = hashlib.sha256()
-        for chunk in self.chunks("image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]):
+        for chunk in self.chunks("image_id", "split", "key", "captions", *self.whole.table.column_names[len(SCHEMA) :]):
             digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())
         return digest.hexdigest()
 

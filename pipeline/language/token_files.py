@@ -22,11 +22,7 @@ from pipeline.errors import DamagedError
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.digests import DIGESTS, is_recorded, require_whole, write_digests
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "ids": np.dtype(np.int32),
-    "offsets": np.dtype(np.int64),
-    "first": np.dtype(np.int64),
-}
+DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
 IMAGES_PER_PART = 4096  # whose ids are Python objects at a time
 
 
