@@ -153,8 +153,8 @@ class Evaluation:
         # These data include images without references, which are captioned and not scored.
         dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
         _images_by_split(dataset, splits)
-        names = set(dataset.column("split"))
-        captioned = dataset.split(*splits) if names.issuperset(splits) else dataset
+        names = dataset.split_sizes().keys()
+        captioned = dataset.split(*splits) if names >= set(splits) else dataset
         if self.store is None:
             captioned, self.store = features_for_bundles(config, captioned)
         else:  # a feature store needs content keys, which images that cannot be read do not have
@@ -470,7 +470,6 @@ class Evaluation:
         if not references:
             return result
         train = self.dataset.split(*self.config.data.train_splits)
-        training_captions = [caption for captions in train.column("captions") for caption in captions]
         captions = {image: result.captions[image] for image in references}
         language = self.language
         metrics = metrics_of_split(self.config.evaluation.metrics, is_test=True)
@@ -478,7 +477,7 @@ class Evaluation:
             references,
             captions,
             metrics=metrics,
-            training_captions=training_captions or None,
+            training_captions=train.texts() if train.num_captions else None,
             language=language,
             inputs=self._score_inputs(result.split, result.several),
         )
@@ -593,7 +592,7 @@ def _images_of(dataset: Dataset, split: str) -> Dataset:
     if not len(images) and split == ALL_IMAGES:
         images = dataset
     if not len(images):
-        splits = ", ".join(sorted(set(dataset.column("split"))))
+        splits = ", ".join(sorted(dataset.split_sizes()))
         raise UserError(
             f"--split {split}: no image is in it; the splits are {splits}, and {ALL_IMAGES} for every image"
         )

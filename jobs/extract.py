@@ -54,7 +54,7 @@ def extract(
     check_resources(run_config, address)
     check_before_writing(run_config)
     dataset = read_data(run_config)
-    logger.info(f"data         {len(dataset)} images in {len(set(dataset.column('split')))} splits")
+    logger.info(f"data         {len(dataset)} images in {len(dataset.split_sizes())} splits")
 
     def start() -> StallWatch:
         start_ray(run_config, address, "features")

@@ -159,7 +159,7 @@ def _load_inputs(
         try:
             features = inputs.load(np.array([row]))
             if features.lengths is not None and features.boxes is not None:
-                size = decode_image(read_image_file(StoragePath(inputs.uris[row], options)), max_pixels).size
+                size = decode_image(read_image_file(StoragePath(inputs.uri(row), options)), max_pixels).size
         except (BadImage, OSError):
             continue
         if bundle.transform is not None:

@@ -59,7 +59,7 @@ def init(
     captions = [caption for row in found.dataset.table["captions"].slice(0, NUM_READ).to_pylist() for caption in row]
     language = detect_language(captions, _tokenizers())
     facts = _facts(found, name, language, pretrained)
-    splits = Counter(found.dataset.column("split"))
+    splits = Counter(found.dataset.split_sizes())
     lines = {
         "found": f"{found.form}: {_named(found.keys)}",
         "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits.most_common()),

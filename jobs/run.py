@@ -303,12 +303,9 @@ class RunDriver:
         if self.folder.result(stage.name):
             return f"{what}, done"
         is_open = not has_distilled_captions(self.folder)
-        train = (
-            self.folder.dataset.split(*self.config.data.train_splits) if is_open else self.folder.training_set(stage)
-        )
         more = " or more" if is_open and stage.samples_are_pairs else ""
         return (
-            f"{what}, {total_steps(stage, num_samples(stage, train))}{more} steps "
+            f"{what}, {total_steps(stage, num_samples(stage, self.folder))}{more} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +13,6 @@ import numpy as np
 import torch
 
 from jobs.bench.measuring import median_seconds, timed
-from jobs.bench.reference_cider import PlainCiderD
 from jobs.options import References
 from pipeline.language.english import tokenize
 from pipeline.runtime.cpu import prepare_processor
@@ -20,6 +22,8 @@ from pipeline.scoring.result_files import read_references
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
 PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them
 REPEATS = 20  # scorings of all captions, of which the median is taken
+Gram = tuple[Hashable, ...]
+Caption = Sequence[Hashable]
 
 
 def bench_reward(references: References = None) -> None:
@@ -65,3 +69,47 @@ def _generated() -> list[list[list[int]]]:
     ends = np.cumsum(rng.integers(8, 14, size=30_000 * 5)).tolist()
     captions = [words[begin:end] for begin, end in pairwise([0, *ends])]
     return [captions[first : first + 5] for first in range(0, len(captions), 5)]
+
+
+class PlainCiderD:
+    """CIDEr-D written like its definition, slowly, with dictionaries of words; `pipeline.scoring.cider` must equal it.
+
+    A document, for document frequencies, is all captions of one image in `corpus`."""
+
+    def __init__(self, corpus: Sequence[Sequence[Caption]]) -> None:
+        self.frequency: Counter[Gram] = Counter()
+        for image in corpus:
+            self.frequency.update({gram for words in image for gram in grams(words)})
+        self.log_documents = math.log(len(corpus))
+
+    def score(self, caption: Caption, references: Sequence[Caption]) -> float:
+        """The CIDEr-D score, between 0 and 10 as in coco-caption.
+
+        It is the mean over the references and over n = 1..4 of the clipped cosine between tf-idf vectors, times a
+        Gaussian penalty on the difference of lengths with sigma 6, times 10.
+        """
+        vectors, total = self._vectors(caption), 0.0
+        for reference in references:
+            delta = max(len(caption) - 1, 0) - max(len(reference) - 1, 0)  # coco-caption counts bigrams as the length
+            for ours, theirs in zip(vectors, self._vectors(reference), strict=True):
+                dot = sum(min(value, theirs.get(gram, 0.0)) * theirs.get(gram, 0.0) for gram, value in ours.items())
+                if dot:
+                    total += dot / norm(ours) / norm(theirs) * math.exp(-(delta**2) / (2 * 6**2))
+        return 10 * total / 4 / len(references)
+
+    def _vectors(self, words: Caption) -> list[dict[Gram, float]]:
+        """tf-idf weights of the n-grams, one dictionary for each n."""
+        parts: list[dict[Gram, float]] = [{}, {}, {}, {}]
+        for gram, count in grams(words).items():
+            parts[len(gram) - 1][gram] = count * (self.log_documents - math.log(max(1, self.frequency[gram])))
+        return parts
+
+
+def grams(words: Caption) -> Counter[Gram]:
+    """All n-grams of a caption for n = 1..4."""
+    return Counter(tuple(words[i : i + n]) for n in range(1, 5) for i in range(len(words) - n + 1))
+
+
+def norm(part: dict[Gram, float]) -> float:
+    """The Euclidean norm of a sparse vector."""
+    return math.sqrt(sum(value**2 for value in part.values()))

@@ -25,11 +25,10 @@ def add_karpathy(source: Source, data: Any, rows: Rows) -> None:
         split = source.splits.lists.get(entry["filename"], entry["split"])
         return image_id, split, (entry.get("filepath") or ".", entry["filename"]), captions
 
-    add_images(source, entries, parse, rows)
-    if source.with_tokens:
-        for number, entry in enumerate(entries):
-            location = f"{path}: images[{number}]"
-            rows.tokens.append([_joined_tokens(sentence.get("tokens"), location) for sentence in entry["sentences"]])
+    def tokens_of(entry: dict[str, Any], location: str) -> list[str]:
+        return [_joined_tokens(sentence.get("tokens"), location) for sentence in entry["sentences"]]
+
+    add_images(source, entries, parse, rows, tokens_of if source.with_tokens else lambda *_: [])
 
 
 def _joined_tokens(tokens: Any, location: str) -> str:
@@ -43,8 +42,17 @@ def _joined_tokens(tokens: Any, location: str) -> str:
     return text
 
 
-def add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, Any]], Image], rows: Rows) -> None:
-    """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed."""
+def add_images(
+    source: Source,
+    entries: list[Any],
+    parse: Callable[[dict[str, Any]], Image],
+    rows: Rows,
+    tokens_of: Callable[[dict[str, Any], str], list[str]] = lambda *_: [],
+) -> None:
+    """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed.
+
+    tokens_of: gives the tokens of an entry's captions at a place that error messages name; by default none.
+    """
     for number, entry in enumerate(entries):
         location = f"{source.annotations}: images[{number}]"
         try:
@@ -54,4 +62,5 @@ def add_images(source: Source, entries: list[Any], parse: Callable[[dict[str, An
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise malformed(location, error) from error
         texts = as_texts(captions, location, rows)
-        rows.add(image_id, split, inside(source.images, "/".join(names), location)[0], texts, location)
+        uri = inside(source.images, "/".join(names), location)[0]
+        rows.add(image_id, split, uri, texts, location, tokens_of(entry, location))

@@ -22,7 +22,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
+from pipeline.storage.s3 import REMOTE
 from pipeline.untrusted.parquet_values import (
     MAX_PAGE_BYTES,
     PageValue,
@@ -186,3 +190,12 @@ def is_part(uri: str) -> bool:
 def is_remote_image(uri: str) -> bool:
     """Whether the file of an image, given by its text in the column `uri`, is on S3."""
     return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
+
+
+def has_remote_image(uris: pa.ChunkedArray) -> bool:
+    """Whether `is_remote_image` is true of one of the texts, which are not made Python objects."""
+    is_remote_file = pc.starts_with(uris, REMOTE)
+    is_within = pc.or_(*(pc.starts_with(uris, begin) for begin in PARTS))
+    # nothing before the path or URI of the file contains a second colon
+    is_remote_part = pc.match_substring_regex(uris.filter(is_within), rf"^\w+:[^:]*:{REMOTE}")
+    return bool(pc.any(is_remote_file).as_py() or pc.any(is_remote_part).as_py())

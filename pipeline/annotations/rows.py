@@ -10,10 +10,14 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.annotations.splits import Splits, id_of_name
 from pipeline.config.sections import ColumnSection
@@ -33,28 +37,95 @@ COLUMNS = {
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
 
 
-@dataclass
+BUFFERED_ROWS = 10_000  # that are Python objects; the others are in Arrow arrays
+LISTS = pa.list_(pa.string())
+IMAGES = pa.schema(
+    [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
+)
+LATE = pa.schema([("row", pa.int64()), ("captions", LISTS)])
+
+
 class Rows:
-    """The images of annotation files, as one list per column, and `problems`: sentences about single captions."""
+    """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
 
-    image_id: list[int] = field(default_factory=list)
-    split: list[str] = field(default_factory=list)
-    uri: list[str] = field(default_factory=list)  # the text of an ImageLocation
-    captions: list[list[str]] = field(default_factory=list)
-    # with `Source.with_tokens` the file's tokens of each caption, joined with spaces; else empty
-    tokens: list[list[str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once.
+    """
 
-    def add(self, image_id: int, split: str, uri: str, captions: list[str], location: str) -> None:
-        """Adds an image. Raises UserError for values that a table or file system cannot hold."""
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._buffer: list[
+            tuple[int, str, str, list[str], list[str]]
+        ] = []  # one tuple of the columns of IMAGES per row
+        self._late: list[tuple[int, list[str]]] = []  # captions of rows that are no longer in the buffer
+        self._images: list[pa.RecordBatch] = []
+        self._more: list[pa.RecordBatch] = []
+
+    def __len__(self) -> int:
+        return len(self._images) * BUFFERED_ROWS + len(self._buffer)
+
+    def add(
+        self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
+    ) -> None:
+        """Adds an image. Raises UserError for values that a table or file system cannot hold.
+
+        uri: the text of an ImageLocation. tokens: with `Source.with_tokens` the file's tokens of each caption, joined
+        with spaces.
+        """
         if not -(2**63) <= image_id < 2**63:
             raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
         if "\0" in uri or SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
-        self.image_id.append(image_id)
-        self.split.append(split)
-        self.uri.append(uri)
-        self.captions.append(captions)
+        self._buffer.append((image_id, split, uri, captions, list(tokens)))
+        if len(self._buffer) == 2 * BUFFERED_ROWS:
+            self._images.append(_batch(self._buffer[:BUFFERED_ROWS], IMAGES))
+            del self._buffer[:BUFFERED_ROWS]
+
+    def add_captions(self, row: int, captions: list[str]) -> None:
+        """Adds captions to those of an image that was added before as the row with this number."""
+        position = row - (len(self) - len(self._buffer))
+        if position >= 0:
+            self._buffer[position][3].extend(captions)
+            return
+        self._late.append((row, captions))
+        if len(self._late) == BUFFERED_ROWS:
+            self._more.append(_batch(self._late, LATE))
+            self._late = []
+
+    def table(self, *, with_tokens: bool) -> pa.Table:
+        """The images as a table of IMAGES, without the column tokens unless it is asked for."""
+        table = pa.Table.from_batches([*self._images, _batch(self._buffer, IMAGES)])
+        if self._more or self._late:
+            late = pa.Table.from_batches([*self._more, _batch(self._late, LATE)])
+            captions = _joined(table["captions"], late["row"], late["captions"])
+            table = table.set_column(IMAGES.get_field_index("captions"), "captions", captions)
+        return table if with_tokens else table.drop_columns(["tokens"])
+
+
+def _batch(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows as a batch of a table."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _joined(lists: pa.ChunkedArray, rows: pa.ChunkedArray, more: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The lists, each followed by those of `more` for its row, in their order. rows: (len(more),)."""
+    order = np.argsort(rows.to_numpy(), kind="stable")
+    sorted_rows, start, chunks = rows.to_numpy()[order], 0, []
+    for chunk in lists.chunks:
+        begin, end = np.searchsorted(sorted_rows, [start, start + len(chunk)])
+        owners = sorted_rows[begin:end] - start
+        further = more.take(pa.array(order[begin:end])).combine_chunks()
+        lengths = [pc.list_value_length(each).to_numpy(zero_copy_only=False) for each in (chunk, further)]
+        # the row of each value; a stable sort leaves the values of a list before those that follow it
+        of_values = np.concatenate([np.repeat(np.arange(len(chunk)), lengths[0]), np.repeat(owners, lengths[1])])
+        values = pa.concat_arrays([chunk.flatten(), further.flatten()]).take(
+            pa.array(np.argsort(of_values, kind="stable"))
+        )
+        counts = np.bincount(of_values, minlength=len(chunk))
+        chunks.append(pa.ListArray.from_arrays(np.cumsum([0, *counts]), values).cast(LISTS))
+        start += len(chunk)
+    return pa.chunked_array(chunks, LISTS)
 
 
 @dataclass(frozen=True)

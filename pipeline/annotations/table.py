@@ -110,10 +110,10 @@ def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> 
             if stated not in (None, "", first):
                 splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-            rows.captions[index].extend(captions)
+            rows.add_captions(index, captions)
             continue
         image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
-        row_of[name] = len(rows.uri), stated
+        row_of[name] = len(rows), stated
         rows.add(image_id, split, uri, captions, location)
     if not row_of and not stored_names:
         raise UserError(f"{path} has no rows")

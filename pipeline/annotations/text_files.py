@@ -44,11 +44,11 @@ def read_text_files(source: Source) -> Iterator[Captioned]:
 
 def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:
     """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
-    count = len(rows.uri)
+    count = len(rows)
     for image in images:
         location = str(source.annotations / image.name)
         name = source.member_prefix + image.name
         image_id, split = source.id_and_split({}, (image.name, image.name.rsplit("/", 1)[-1]), name, location)
         rows.add(image_id, split, location, as_texts(list(image.captions), location, rows), location)
-    if len(rows.uri) == count:
+    if len(rows) == count:
         raise UserError(f"folder {source.annotations} contains no image; give the folder that holds them")

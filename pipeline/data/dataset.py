@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,16 @@ SCHEMA = pa.schema(
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
 
 
+CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
+
+
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS."""
+    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
+
+    A data set may have many millions of rows, and `load` memory-maps it. Only `column`, `references` and `uris` make
+    Python objects of all rows at once: call them for a split of validation or test.
+    """
 
     table: pa.Table
 
@@ -56,48 +64,55 @@ class Dataset:
         return self.table.num_rows
 
     @property
+    def whole(self) -> Dataset:
+        """The data set whose `rows` are these images."""
+        return self
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows (len(self),) int64 of `whole` that these images are, in ascending order."""
+        return np.arange(len(self))
+
+    def values(self, name: str) -> pa.ChunkedArray:
+        """A column of SCHEMA. Of a `Selection` it is a copy of this column."""
+        return self.table[name]
+
+    @property
     def num_captions(self) -> int:
         """The number of captions of all images."""
-        return pc.sum(pc.list_value_length(self.table["captions"])).as_py() or 0
+        return pc.sum(pc.list_value_length(self.values("captions"))).as_py() or 0
 
     def split(self, *names: str) -> Dataset:
         """The images of these splits."""
-        return Dataset(self.table.filter(pc.is_in(self.table["split"], pa.array(names, pa.string()))))
+        return self._selected(pc.is_in(self.values("split"), pa.array(names, pa.string())))
 
     def readable(self) -> Dataset:
         """The images with a content key: the files of all others could not be read."""
-        return Dataset(self.table.filter(pc.is_valid(self.table["key"])))
+        return self._selected(pc.is_valid(self.values("key")))
+
+    def without(self, content_keys: Sequence[str]) -> Dataset:
+        """The images that have none of these content keys."""
+        if not content_keys:
+            return self
+        return self._selected(pc.invert(pc.is_in(self.values("key"), pa.array(content_keys, pa.string()))))
+
+    def _selected(self, mask: pa.ChunkedArray) -> Dataset:
+        """The images for which a mask without nulls is true."""
+        rows = self.rows[mask.to_numpy()]
+        return self if len(rows) == len(self) else Selection(self.whole, rows)
 
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
         """A copy in which this column of SCHEMA has these values, one per row."""
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
-
-    def with_more_captions(self, more: pa.Table) -> Dataset:
-        """The data set with further captions, which follow those that an image has.
-
-        more: has the columns key and captions, and each key once. A tokenizer of tokens splits them at spaces.
-        """
-        rows = pc.index_in(self.table["key"], value_set=more["key"])
-        further = more["captions"].combine_chunks().take(rows.combine_chunks())  # null for images without any
-        dataset = self
-        for name in ("captions", TOKENS.name):
-            if name in self.table.column_names:
-                joined = _joined(self.table[name].combine_chunks(), further)
-                dataset = dataset.with_column(name, joined.cast(TOKENS.type))
-        return dataset
 
     def keyed_by_id(self) -> Dataset:
         """The data set with `id-<image id>` as content keys, for images whose files are not available."""
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
-    def without(self, content_keys: Sequence[str]) -> Dataset:
-        """The images that have none of these content keys."""
-        return Dataset(self.table.filter(pc.invert(pc.is_in(self.table["key"], pa.array(content_keys, pa.string())))))
-
     def column(self, name: str) -> list[Any]:
         """A column of SCHEMA as a list."""
-        return self.table[name].to_pylist()
+        return self.values(name).to_pylist()
 
     def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
         """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
@@ -107,35 +122,56 @@ class Dataset:
         """Where each image is, by image id."""
         return dict(zip(self.column("image_id"), self.column("uri"), strict=True))
 
+    def split_sizes(self) -> dict[str, int]:
+        """The number of images of each split, in the order in which the splits occur."""
+        return {count["values"]: count["counts"] for count in self.values("split").value_counts().to_pylist()}
+
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
-        """The data set without captions in which the tokenizer finds no word.
+        """The data set without captions in which the tokenizer finds no word. Reads CHUNK_ROWS rows at a time.
 
         Raises UserError for an image whose captions all have no word.
         """
-        texts = {name: self.column(name) for name in ("captions", TOKENS.name) if name in self.table.column_names}
-        kept = [
-            [
-                number
-                for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
-                if caption_words(tokenizer, caption) and all(tokens)
+        names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
+        chunks: dict[str, list[pa.Array]] = {name: [] for name in names}
+        for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
+            texts = [batch.column(name).to_pylist() for name in names]
+            kept = [
+                [
+                    number
+                    for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
+                    if caption_words(tokenizer, caption) and all(tokens)
+                ]
+                for image in zip(*texts, strict=True)
             ]
-            for image in zip(*texts.values(), strict=True)
-        ]
-        if [] in kept:
-            row = self.table.slice(kept.index([]), 1).to_pylist()[0]
-            image = f"image {shown(row['uri'])} (id {row['image_id']})"
-            raise UserError(f"{image} has no caption with a word in it; add one")
+            if [] in kept:
+                row = self.table.slice(start + kept.index([]), 1).to_pylist()[0]
+                image = f"image {shown(row['uri'])} (id {row['image_id']})"
+                raise UserError(f"{image} has no caption with a word in it; add one")
+            for name, column in zip(names, texts, strict=True):
+                if sum(map(len, kept)) == sum(map(len, column)):
+                    chunks[name] += batch.column(name).chunks
+                    continue
+                chosen = [[image[number] for number in numbers] for image, numbers in zip(column, kept, strict=True)]
+                chunks[name].append(pa.array(chosen, TOKENS.type))
         dataset = self
-        for name, column in texts.items():
-            chosen = [[image[number] for number in numbers] for image, numbers in zip(column, kept, strict=True)]
-            dataset = dataset.with_column(name, pa.array(chosen, TOKENS.type))
+        for name in names:
+            dataset = dataset.with_column(name, pa.chunked_array(chunks[name], TOKENS.type))
         return dataset
+
+    def chunks(self, *names: str) -> Iterator[pa.Table]:
+        """These columns, CHUNK_ROWS rows at a time; the last chunk may have fewer."""
+        table = self.table.select(list(names))
+        for start in range(0, len(table), CHUNK_ROWS):
+            yield table.slice(start, CHUNK_ROWS)
+
+    def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
+        """The texts of each image's captions that the tokenizer splits, one image at a time."""
+        for chunk in self.chunks(text_column(tokenizer)):
+            yield from chunk.column(0).to_pylist()
 
     def texts(self, tokenizer: str = "expansionnet") -> Iterator[str]:
         """The text of every caption that the tokenizer splits, one caption at a time."""
-        for batch in self.table.select([text_column(tokenizer)]).to_batches(max_chunksize=4096):
-            for texts in batch.column(0).to_pylist():
-                yield from texts
+        return chain.from_iterable(self.texts_by_image(tokenizer))
 
     def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The words of every caption, one caption at a time."""
@@ -144,15 +180,14 @@ class Dataset:
     def fingerprint(self) -> str:
         """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
         digest = hashlib.sha256()
-        names = ["image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]]
-        for batch in self.table.select(names).combine_chunks().to_batches(max_chunksize=4096):
-            digest.update(json.dumps(batch.to_pylist(), ensure_ascii=False).encode())
+        for chunk in self.chunks("image_id", "split", "key", "captions", *self.whole.table.column_names[len(SCHEMA) :]):
+            digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         """Writes an Arrow file atomically."""
         with atomic_path(path) as temporary, pa.ipc.new_file(temporary, self.table.schema) as writer:
-            writer.write_table(self.table, max_chunksize=4096)
+            writer.write_table(self.table, max_chunksize=CHUNK_ROWS)
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
@@ -170,17 +205,48 @@ class Dataset:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
                 raise  # the machine is at fault, and not the file
             raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
-        return cls(table)
+        return Dataset(table)
 
 
-def _joined(first: pa.ListArray, second: pa.ListArray) -> pa.ListArray:
-    """The lists of two arrays of equal length, joined row by row. A null is an empty list."""
-    counts = [pc.fill_null(pc.list_value_length(each), 0).to_numpy(zero_copy_only=False) for each in (first, second)]
-    values = pa.concat_arrays([first.flatten(), second.flatten()])
-    # the number of the row of each value; a stable sort leaves the values of the first array before those of the other
-    owners = np.concatenate([np.repeat(np.arange(len(each)), each) for each in counts])
-    order = np.argsort(owners, kind="stable")
-    return pa.ListArray.from_arrays(np.cumsum([0, *(counts[0] + counts[1])]), values.take(pa.array(order)))
+class Selection(Dataset):
+    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows."""
+
+    def __init__(self, whole: Dataset, rows: np.ndarray) -> None:
+        self._whole, self._rows = whole, rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes receive these rows only."""
+        return Dataset, (self.table,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @cached_property
+    def table(self) -> pa.Table:
+        return self._whole.table.filter(self._mask)
+
+    @property
+    def whole(self) -> Dataset:
+        return self._whole
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self._rows
+
+    def values(self, name: str) -> pa.ChunkedArray:
+        return self._whole.table[name].filter(self._mask)
+
+    def chunks(self, *names: str) -> Iterator[pa.Table]:
+        for start in range(0, len(self), CHUNK_ROWS):
+            rows = self._rows[start : start + CHUNK_ROWS]
+            part = self._whole.table.select(list(names)).slice(rows[0], rows[-1] + 1 - rows[0])
+            yield part.take(pa.array(rows - rows[0]))
+
+    @property
+    def _mask(self) -> pa.Array:
+        mask = np.zeros(len(self._whole), bool)
+        mask[self._rows] = True
+        return pa.array(mask)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
@@ -222,17 +288,17 @@ def read_annotations(
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
     rows, sources = Rows(), _find_sources(config, base)
     read_sources(sources, config.format, rows)
-    ids = pa.array(rows.image_id, pa.int64())
+    table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
+    ids = table["image_id"]
     if pc.count_distinct(ids).as_py() < len(ids):
-        repeated, _ = Counter(rows.image_id).most_common(1)[0]
-        uri = dict(zip(rows.image_id, rows.uri, strict=True))[repeated]  # the last image with this id
+        counts = ids.value_counts()
+        repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
+        uri = table["uri"].filter(pc.equal(ids, repeated))[-1].as_py()  # the last image with this id
         image = f"image {shown(uri)}"
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
-    columns = [ids, rows.split, rows.uri, rows.captions, pa.nulls(len(ids), pa.string())]
-    table = pa.table(columns, schema=SCHEMA)
-    if config.tokenizer == TOKENS.name:
-        table = table.append_column(TOKENS, pa.array(rows.tokens, TOKENS.type))
-    return Dataset(table), rows.problems
+    table = table.append_column("key", pa.nulls(len(table), pa.string()))
+    names = [*SCHEMA.names, *([TOKENS.name] if TOKENS.name in table.column_names else [])]
+    return Dataset(table.select(names)), rows.problems
 
 
 def _find_sources(config: DataSection, root: StoragePath) -> list[Source]:
@@ -278,4 +344,4 @@ def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
 
 def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
     """Number of the vocabulary's tokens in the longest caption, with SOS and EOS."""
-    return max(len(vocabulary.tokenize(text)) for text in dataset.texts(vocabulary.tokenizer)) + 2
+    return max(map(len, map(vocabulary.tokenize, dataset.texts(vocabulary.tokenizer)))) + 2

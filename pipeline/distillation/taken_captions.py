@@ -21,6 +21,7 @@ from pipeline.errors import DamagedError
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.digests import file_digest
 
+ROWS_AT_A_TIME = 4096  # of images whose captions are Python objects
 NOT_FINISHED, NO_WORD = "not finished or with UNK", "without a word"
 UNKNOWN, TOO_LONG = "with words that the model lacks", "longer than the model's positions"
 
@@ -120,5 +121,16 @@ def read_taken(path: Path) -> pa.Table:
 def count_taken(table: pa.Table, images: Dataset) -> tuple[int, int]:
     """How many of the images have a caption in a table of CHUNK, and how many captions these are."""
     lengths = pc.list_value_length(table["captions"])
-    counts = lengths.take(pc.index_in(images.table["key"], value_set=table["key"]).drop_null())
+    counts = lengths.take(pc.index_in(images.values("key"), value_set=table["key"]).drop_null())
     return pc.sum(pc.greater(counts, 0)).as_py() or 0, pc.sum(counts).as_py() or 0
+
+
+def captions_of(images: Dataset, table: pa.Table) -> Iterator[list[str]]:
+    """The captions of each image in a table of CHUNK with each key once, one image at a time; [] for others.
+
+    Needs memory for a hash table of the keys, and for the captions of some thousand images.
+    """
+    rows = pc.index_in(images.values("key"), value_set=table["key"])
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        for captions in table["captions"].take(rows.slice(start, ROWS_AT_A_TIME)).to_pylist():
+            yield captions or []

@@ -13,7 +13,7 @@ from torch import Tensor
 from models.augmentation import augmented
 from models.base import Features, map_tensors
 from models.transform import ImageTransform
-from pipeline.annotations.location import ImageLocation, is_remote_image
+from pipeline.annotations.location import ImageLocation, has_remote_image
 from pipeline.data.images import MAX_BYTES, decode_image
 from pipeline.storage.path import StorageOptions
 
@@ -47,16 +47,26 @@ class Images:
         cache: ImageCache | None = None,
     ) -> None:
         """threads: the number of threads that read and decode; images on S3 get at least NUM_REMOTE_THREADS."""
-        self.uris, self.keys, self.cache = dataset.column("uri"), dataset.column("key"), cache
-        self.image_ids = np.array(dataset.column("image_id"), np.int64)
+        # The columns of a memory-mapped data set remain in its file, and `rows` are the images in it.
+        self.dataset, self.rows, self.cache = dataset.whole, dataset.rows, cache
+        self.image_ids = dataset.values("image_id").to_numpy()
         self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
-        self.positions = None if store is None else self._locate(store, dataset.table["key"])
-        if any(is_remote_image(uri) for uri in self.uris):
-            threads = max(threads, NUM_REMOTE_THREADS)
-        self.pool = ThreadPoolExecutor(max(1, threads)) if store is None else None
+        self.positions = None if store is None else self._locate(store, dataset.values("key"))
+        self.pool = None
+        if store is None:
+            if has_remote_image(dataset.values("uri")):
+                threads = max(threads, NUM_REMOTE_THREADS)
+            self.pool = ThreadPoolExecutor(max(1, threads))
 
     def __len__(self) -> int:
-        return len(self.uris)
+        return len(self.image_ids)
+
+    def uri(self, row: int) -> str:
+        """Where an image is: the text of an `ImageLocation`."""
+        return str(self._value("uri", row))
+
+    def _value(self, column: str, row: int) -> Any:
+        return self.dataset.table[column][int(self.rows[row])].as_py()
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:
         """The inputs of these rows as they are stored, which `on_device` converts to model inputs.
@@ -85,7 +95,7 @@ class Images:
 
     def _decoded(self, row: int) -> Image.Image:
         """The image of a row."""
-        image, key = ImageLocation.parse(self.uris[row], self.options), self.keys[row]
+        image, key = ImageLocation.parse(self.uri(row), self.options), self._value("key", row)
         cache = self.cache if image.is_remote and key else None
         data = image.read_bytes(MAX_BYTES) if cache is None else cache.read(image, key, MAX_BYTES)
         return decode_image(data, self.max_pixels)

@@ -115,7 +115,8 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
     # Each list holds an image URI per finding; an image can appear more than once.
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
-    for uri, split, captions in zip(*(dataset.column(name) for name in ("uri", "split", "captions")), strict=True):
+    chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
+    for uri, split, captions in itertools.chain.from_iterable(zip(*columns, strict=True) for columns in chunks):
         words = [caption_words(tokenizer, caption) for caption in captions]
         counts[split][len(captions)] += 1
         empty += [uri for tokens in words if not tokens]
@@ -216,8 +217,9 @@ def _check_images(
     result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
 ) -> None:
     """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
-    images = zip(dataset.column("uri"), dataset.column("key"), strict=True)
-    unreadable = [(uri, unusable[key]) for uri, key in images if key in unusable] + list(missing.items())
+    chosen = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))
+    images = zip(chosen["uri"].to_pylist(), chosen["key"].to_pylist(), strict=True)
+    unreadable = [(uri, unusable[key]) for uri, key in images] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
     examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
@@ -230,18 +232,20 @@ def _check_images(
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
     """Reports images with equal content: an error across training and held-out splits, else a warning."""
     copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    columns = map(dataset.readable().column, ("key", "split", "uri"))
-    for key, split, uri in zip(*columns, strict=True):
+    counts = dataset.readable().values("key").value_counts()
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    copies = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=repeated))
+    for key, split, uri in zip(*(copies[name].to_pylist() for name in ("key", "split", "uri")), strict=True):
         copies_by_key[key].append((split, uri))
     train = set(config.data.train_splits)
     held_out = {config.data.val_split, *config.data.test_splits} - train
     leaks, other_duplicates = [], 0
-    for copies in copies_by_key.values():
-        splits = {split for split, _ in copies}
+    for images in copies_by_key.values():
+        splits = {split for split, _ in images}
         if splits & train and splits & held_out:
-            leaks.append(" = ".join(f"{shown(uri)} ({shown(split)})" for split, uri in copies[:2]))
-        elif len(copies) > 1:
-            other_duplicates += len(copies) - 1
+            leaks.append(" = ".join(f"{shown(uri)} ({shown(split)})" for split, uri in images[:2]))
+        else:
+            other_duplicates += len(images) - 1
     result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": other_duplicates}
     if leaks:
         result.error(f"{len(leaks)} images are in training and in a held-out split: {_examples(leaks)}")
@@ -272,7 +276,7 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
 
 def _check_splits(result: Findings, dataset: Dataset, config: RunConfig) -> None:
     """Reports held-out splits with too few images for CIDEr-D."""
-    counts = Counter(dataset.column("split"))
+    counts = Counter(dataset.split_sizes())
     result.statistics["splits"] = dict(sorted(counts.items()))
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
         count = counts[split]

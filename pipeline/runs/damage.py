@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
 from pipeline.features.store import MANIFEST
-from pipeline.runs.folder import DISTILLED, RunMetadata
+from pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, TOKENS, RunMetadata
 from pipeline.runs.journal import num_damaged_lines
 from pipeline.storage.atomic import decode_json
 from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
@@ -143,6 +143,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (rf"runs/.+/step-\d+/{DIGESTS}", _in_folder, "the stage resumes from an earlier state"),
     (rf"runs/.+/best-\d+/{DIGESTS}", _in_folder, REPEATED),
+    (rf"runs/[^/]+/({TOKENS}|{DISTILLED_TOKENS})/{DIGESTS}", _in_folder, AGAIN),
     (rf".+/{DIGESTS}", _in_folder, "restore it from a copy"),
     (r"runs/[^/]+/data\.arrow", _in_data, AGAIN),
     (r"runs/[^/]+/(COMPLETE|scores)\.json|runs/[^/]+/predictions/.+\.json", _in_document, AGAIN),

@@ -9,7 +9,7 @@ from pipeline.distillation.caption_store import caption_store, images_to_caption
 from pipeline.distillation.taken_captions import Distilled, Taker, count_taken, read_taken
 from pipeline.distillation.teacher import Teacher, find_teacher
 from pipeline.errors import DamagedError, UserError
-from pipeline.runs.folder import DISTILLED, RunFolder
+from pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, RunFolder
 from pipeline.runtime.secrets import without_secrets
 from pipeline.storage.atomic import write_json
 from pipeline.storage.digests import has_digest
@@ -41,8 +41,11 @@ def with_distilled_captions(folder: RunFolder) -> RunFolder:
         )
     logger.info(f"teacher   {record}")
     write_json(folder.path / "run.json", replace(folder.metadata, distilled=record).values())
-    folder.push(DISTILLED, "run.json")
-    return RunFolder(folder.path, folder.home)  # the other object has cached the old run.json
+    folder.push(DISTILLED)
+    taught = RunFolder(folder.path, folder.home)  # the other object has cached the old run.json
+    taught.write_tokens(DISTILLED_TOKENS)
+    taught.push("run.json")
+    return taught
 
 
 def _take(folder: RunFolder, teacher: Teacher) -> Distilled:

@@ -5,7 +5,7 @@ with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a s
 journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
-                scores.json report.html COMPLETE.json, and with a teacher distilled.arrow
+                scores.json report.html COMPLETE.json tokens/, and with a teacher distilled.arrow distilled-tokens/
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pydantic import TypeAdapter
 
 from models.config import ModelSizes
@@ -30,8 +31,9 @@ from pipeline.config.sections import StageSection
 from pipeline.config.variables import variable_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.distillation.taken_captions import Distilled, read_taken
+from pipeline.distillation.taken_captions import Distilled, captions_of, read_taken
 from pipeline.errors import DamagedError, UserError
+from pipeline.language.token_files import TokenFiles, write_tokens
 from pipeline.runtime.secrets import remember_variable, remembered_variables
 from pipeline.storage.atomic import file_lock, read_json, try_file_lock
 from pipeline.storage.cache import cache_folder
@@ -44,6 +46,10 @@ from pipeline.untrusted.names import one_line, printable
 
 JOURNAL = "log/journal"
 DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns
+TOKENS, DISTILLED_TOKENS = (
+    "tokens",
+    "distilled-tokens",
+)  # the token ids of the captions in data.arrow and distilled.arrow
 
 
 @contextmanager
@@ -231,21 +237,43 @@ class RunFolder:
         with self._reading(self.path / "data.arrow"):
             return Dataset.load(self.path / "data.arrow")
 
-    def training_set(self, stage: StageSection) -> Dataset:
-        """The training images with the captions that a stage learns.
+    def learns_of_teacher(self, stage: StageSection) -> bool:
+        """Whether a stage learns captions of the teacher of the section `distill`, besides those of people."""
+        return self.config.distill is not None and stage.objective == "cross_entropy"
 
-        These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
-        rewards of SCST count people's only. Raises DamagedError.
-        """
-        train = self.dataset.split(*self.config.data.train_splits)
-        if self.config.distill is None or stage.objective != "cross_entropy":
-            return train
+    def taught(self) -> pa.Table:
+        """The captions of the teacher, a table of `caption_store.CHUNK`, memory-mapped. Raises DamagedError."""
         path = self.path / DISTILLED
         with self._reading(path):
             record = self.metadata.distilled
             if record is None or not has_digest(path, record.sha256):
                 raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
-            return train.with_more_captions(read_taken(path))
+            return read_taken(path)
+
+    def tokens(self, name: str) -> TokenFiles:
+        """The tokens of the captions of people (TOKENS) or of the teacher (DISTILLED_TOKENS), memory-mapped.
+
+        Their images are the rows of the data set. Raises DamagedError.
+        """
+        path = self.path / name
+        with _reading(path, "`raycap run` writes it again"):
+            files = TokenFiles.open(path)
+            if files.num_images != len(self.dataset):
+                raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
+            return files
+
+    def write_tokens(self, name: str, vocabulary: Vocabulary | None = None) -> None:
+        """Writes the files that `tokens` opens, and uploads them. vocabulary: of a run without run.json.
+
+        One process tokenizes some thousand images at a time, in about 10 s per million captions.
+        """
+        vocabulary = vocabulary or self.vocabulary
+        lists = self.dataset.texts_by_image(vocabulary.tokenizer)
+        if name == DISTILLED_TOKENS:
+            lists = captions_of(self.dataset, self.taught())
+        encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
+        write_tokens(self.path / name, encoded)
+        self.push(name)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

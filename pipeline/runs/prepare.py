@@ -29,7 +29,8 @@ from pipeline.data.word_vectors import describe_missing, read_word_vectors
 from pipeline.distillation.teacher import find_teacher
 from pipeline.errors import DamagedError, JobFailedError, UserError
 from pipeline.features.regions import feature_width
-from pipeline.runs.folder import RunFolder, RunMetadata, open_folder
+from pipeline.runs.distilled import has_distilled_captions
+from pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start
 from pipeline.storage.atomic import write_json, write_text
@@ -60,7 +61,22 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    return RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
+    folder = RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
+    if not (folder.path / "COMPLETE.json").is_file():
+        _restore_tokens(folder)
+    return folder
+
+
+def _restore_tokens(folder: RunFolder) -> None:
+    """Writes the token files that a run lacks or that are damaged. Older versions have written none."""
+    has_teacher = folder.config.distill is not None and has_distilled_captions(folder)
+    for name in (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,):
+        try:
+            folder.tokens(name)
+        except DamagedError as error:
+            if (folder.path / name).exists():
+                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+            folder.write_tokens(name)
 
 
 def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
@@ -158,15 +174,17 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         code=code_digest(),
         commit=commit(),
         versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
-        splits={name: len(dataset.split(name)) for name in dict.fromkeys(dataset.column("split"))},
+        splits=dataset.split_sizes(),
         unreadable=unreadable,
         sizes=sizes,
         num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
+    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
+    folder.write_tokens(TOKENS, vocabulary)
     write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
-    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init", "run.json")
+    folder.push("run.json")
 
 
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:

@@ -44,8 +44,9 @@ def caption_stats(
         open_endings = sum(bool(tokens) and tokens[-1] in OPEN_ENDINGS for tokens in captions)
         stats["broken_endings"] = open_endings / total
     if training_captions is not None:
-        training = {tuple(metric_words(caption, language)) for caption in training_captions}
-        stats["seen_in_training"] = sum(tuple(tokens) in training for tokens in captions) / total
+        distinct = set(map(tuple, captions))  # of the training captions, which may be many more, one is here at a time
+        seen = distinct.intersection(tuple(metric_words(caption, language)) for caption in training_captions)
+        stats["seen_in_training"] = sum(tuple(tokens) in seen for tokens in captions) / total
     return stats
 
 

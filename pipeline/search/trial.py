@@ -274,8 +274,7 @@ def share_file(path: Path, source: Path) -> None:
 def epochs_of(run: RunFolder, steps: Sequence[tuple[str, int]]) -> list[tuple[float, bool]]:
     """For each (stage, step): the epochs of all stages that are trained by then, and whether the run ends there."""
     stages = run.config.stages
-    # computed once, because the captions of a teacher are joined to those of all images
-    totals = {stage.name: total_steps(stage, num_samples(stage, run.training_set(stage))) for stage in stages}
+    totals = {stage.name: total_steps(stage, num_samples(stage, run)) for stage in stages}
     before = dict(zip(totals, itertools.accumulate((stage.epochs for stage in stages), initial=0.0), strict=False))
     return [
         (

@@ -171,7 +171,7 @@ def _with_images_folder(root: StoragePath, keys: dict[str, Any], names: Sequence
 
 def _split_keys(root: StoragePath, keys: dict[str, Any], dataset: Dataset) -> dict[str, Any]:
     """The keys that name the splits, and divide the images where validation has none. Raises UserError."""
-    splits = Counter(dataset.column("split"))
+    splits = Counter(dataset.split_sizes())
     known = {split: SPLIT_WORDS.get(split.lower()) for split in splits}
     train = [split for split, word in known.items() if word == "train" or split == "restval"]
     val = [split for split, word in known.items() if word == "val"]
@@ -206,7 +206,7 @@ def _divided(root: StoragePath, keys: dict[str, Any], dataset: Dataset, fraction
 
     def drawn(fractions: dict[str, float], seed: int = 0) -> set[str]:
         keys_of_draw = {"split_fractions": fractions, "split_seed": seed}
-        return set(_rows(root, keys | divided | keys_of_draw)[0].column("split"))
+        return set(_rows(root, keys | divided | keys_of_draw)[0].split_sizes())
 
     if UNDECIDED not in drawn({UNDECIDED: 1.0}):
         raise UserError(

@@ -8,35 +8,39 @@ A sample is an image with `captions_per_image` captions. For cross entropy with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from models.base import Features, map_tensors
 from pipeline.features.model_inputs import on_device
-from pipeline.language.tokenizers import text_column
+from pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder
 from pipeline.training.sample_order import samples_at, seed_of, view_seeds
 
 if TYPE_CHECKING:
     from models.transform import ImageTransform
     from pipeline.config.sections import StageSection
     from pipeline.data.dataset import Dataset
-    from pipeline.data.vocabulary import Vocabulary
+    from pipeline.language.token_files import TokenFiles
 from pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
+_CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
 
 
-def num_samples(stage: StageSection, train: Dataset) -> int:
-    """Samples per epoch of a stage: (image, caption) pairs, or images. train: with the captions that it learns."""
-    return train.num_captions if stage.samples_are_pairs else len(train)
+def num_samples(stage: StageSection, folder: RunFolder) -> int:
+    """Samples per epoch of a stage: (image, caption) pairs, or images."""
+    train = folder.dataset.split(*folder.config.data.train_splits)
+    if not stage.samples_are_pairs:
+        return len(train)
+    taught = folder.metadata.distilled if folder.learns_of_teacher(stage) else None
+    return train.num_captions + (0 if taught is None else taught.captions)
 
 
 def share(size: int, index: int, count: int) -> slice:
@@ -45,30 +49,72 @@ def share(size: int, index: int, count: int) -> slice:
 
 
 class CaptionTokens:
-    """Token ids (SOS words EOS) of all captions of a data set, in flat arrays.
+    """Token ids (SOS words EOS) of the captions of images, which remain in memory-mapped files.
 
-    The tokens of caption c are ids[offsets[c] : offsets[c + 1]]. Image i has the captions first[i] to first[i + 1] - 1.
-    image_of[c] is the image of caption c.
+    Image i has the captions first[i] to first[i + 1] - 1: those of the first files, then those of the second, and so
+    on. It needs 8 bytes of memory per image.
     """
 
-    def __init__(self, dataset: Dataset, vocabulary: Vocabulary) -> None:
-        by_image = dataset.column(text_column(vocabulary.tokenizer))
-        rows = [vocabulary.encode(vocabulary.tokenize(caption)) for captions in by_image for caption in captions]
-        self.ids = np.fromiter(chain.from_iterable(rows), np.int32)
-        self.offsets = np.cumsum([0, *map(len, rows)])
-        self.first = np.cumsum([0, *map(len, by_image)])
-        self.image_of = np.repeat(np.arange(len(by_image)), np.diff(self.first))
-        self.pad = vocabulary.pad
+    def __init__(self, files: Sequence[TokenFiles], rows: np.ndarray, pad: int) -> None:
+        """rows: the images of all files whose captions these are. pad: the id of PAD."""
+        self.files, self.rows, self.pad = files, rows, pad
+        self.first = np.zeros(len(rows) + 1, np.int64)
+        for each in files:
+            self.first[1:] += each.first[rows + 1] - each.first[rows]
+        np.cumsum(self.first, out=self.first)
+
+    @classmethod
+    def of_stage(cls, folder: RunFolder, stage: StageSection, train: Dataset) -> CaptionTokens:
+        """The captions that a stage learns of training images, which are rows of the run's data set.
+
+        These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
+        rewards of SCST count people's only. Raises DamagedError.
+        """
+        names = (TOKENS, DISTILLED_TOKENS) if folder.learns_of_teacher(stage) else (TOKENS,)
+        return cls([folder.tokens(name) for name in names], train.rows, folder.vocabulary.pad)
+
+    def __len__(self) -> int:
+        """The number of captions."""
+        return int(self.first[-1])
+
+    def images_of(self, captions: np.ndarray) -> np.ndarray:
+        """The images of the captions with these numbers."""
+        return np.searchsorted(self.first, captions, side="right") - 1
 
     def padded(self, captions: np.ndarray) -> Tensor:
         """Token ids (len(captions), T), int64, of the captions with these numbers, padded with PAD to the longest."""
-        starts, ends = self.offsets[captions], self.offsets[captions + 1]
-        rows = [torch.from_numpy(self.ids[start:end]) for start, end in zip(starts, ends, strict=True)]
-        return pad_sequence(rows, batch_first=True, padding_value=self.pad).long()
+        sources, starts, ends = self._spans(captions)
+        tokens = np.full((len(captions), int((ends - starts).max())), self.pad, np.int64)
+        for row, source, start, end in zip(tokens, sources, starts, ends, strict=True):
+            row[: end - start] = self.files[source].ids[start:end]
+        return torch.from_numpy(tokens)
 
     def target_counts(self, captions: np.ndarray) -> np.ndarray:
         """Number of target tokens (words and EOS) of each caption."""
-        return self.offsets[captions + 1] - self.offsets[captions] - 1
+        _, starts, ends = self._spans(captions)
+        return ends - starts - 1
+
+    def longest(self, count: int) -> np.ndarray:
+        """The numbers of the `count` longest captions, the longest first; of equal ones the first number first."""
+        longest = np.zeros(0, np.int64)
+        for start in range(0, len(self), _CAPTIONS_PER_BLOCK):
+            block = np.arange(start, min(start + _CAPTIONS_PER_BLOCK, len(self)))
+            captions = np.concatenate((longest, block))
+            longest = captions[np.argsort(-self.target_counts(captions), kind="stable")[:count]]
+        return longest
+
+    def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the tokens of captions are: the number in `files`, and the bounds in its `ids`."""
+        images = self.images_of(captions)
+        rows, numbers = self.rows[images], captions - self.first[images]  # numbers: 0 for an image's first caption
+        sources, starts, ends = (np.zeros_like(captions) for _ in range(3))
+        for source, files in enumerate(self.files):
+            begin = files.first[rows]
+            is_here = (numbers >= 0) & (numbers < files.first[rows + 1] - begin)
+            here = (begin + numbers)[is_here]
+            sources[is_here], starts[is_here], ends[is_here] = source, files.offsets[here], files.offsets[here + 1]
+            numbers = numbers - (files.first[rows + 1] - begin)
+        return sources, starts, ends
 
 
 @dataclass(frozen=True)
@@ -126,7 +172,7 @@ class Batches:
         """pins: prepare the batches in page-locked memory, for a GPU."""
         self.images, self.captions, self.stage = images, captions, stage
         self.seed, self.rank, self.world_size, self.pins = seed, rank, world_size, pins
-        self.num_samples = len(captions.image_of) if stage.samples_are_pairs else len(images)
+        self.num_samples = len(captions) if stage.samples_are_pairs else len(images)
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yields the micro-batches of each step from start to stop - 1.
@@ -175,8 +221,9 @@ class Batches:
         captions are used, and an image with fewer than K captions repeats some.
         """
         if self.stage.samples_are_pairs:
-            return self.captions.image_of[samples], samples[:, None]
-        first, count = self.captions.first[samples], np.diff(self.captions.first)[samples]
+            return self.captions.images_of(samples), samples[:, None]
+        first = self.captions.first[samples]
+        count = self.captions.first[samples + 1] - first
         generator = np.random.default_rng(seed_of(self.seed, step, 1))  # 1: unlike the seeds of `samples_at`
         start = generator.integers(0, 2**31, len(samples))[:, None]
         return samples, first[:, None] + (start + np.arange(self.stage.captions_per_image)) % count[:, None]

@@ -122,12 +122,11 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
-    captions = CaptionTokens(train, folder.vocabulary)
-    counts = captions.target_counts(np.arange(len(captions.image_of)))
-    longest_first = np.argsort(-counts, kind="stable")
-    rows = np.resize(longest_first, size * stage.captions_per_image)  # np.resize repeats rows if there are too few
+    captions = CaptionTokens.of_stage(folder, stage, train)
+    count = size * stage.captions_per_image
+    rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
-    images = captions.image_of[rows[:: stage.captions_per_image]]
+    images = captions.images_of(rows[:: stage.captions_per_image])
     side, width = config.backbone.image_size, folder.sizes.feature_width
     transform = image_transform(config.backbone) if stage.train_backbone else None
     if stage.train_backbone:
@@ -136,6 +135,6 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
         features = Features(torch.randn(size, num_tokens, width))
     if not config.has_backbone:  # regions: every image has the largest number
         features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
-    tokens, targets = captions.padded(rows), int(counts[rows].sum())
+    tokens, targets = captions.padded(rows), int(captions.target_counts(rows).sum())
     positions = target_positions(tokens, captions.pad)
     return Batch(features, tokens, positions, torch.from_numpy(images), targets, size, transform)

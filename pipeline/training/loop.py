@@ -172,7 +172,7 @@ class StageRun:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
-        captions = CaptionTokens(folder.training_set(stage).without(job.excluded), self.vocabulary)
+        captions = CaptionTokens.of_stage(folder, stage, train)
         rank, world_size = context.world_rank, context.world_size
         images = model_inputs(folder, train, store, config.features.training_views)
         on_gpu = context.device.type == "cuda"

@@ -106,7 +106,12 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     train = folder.dataset.split("train")
     images = Images(train, FeatureStore(store), None, 10**6, 1)
     batches = Batches(
-        images, CaptionTokens(train, folder.vocabulary), folder.config.stages[0], seed=1, rank=0, world_size=1
+        images,
+        CaptionTokens.of_stage(folder, folder.config.stages[0], train),
+        folder.config.stages[0],
+        seed=1,
+        rank=0,
+        world_size=1,
     )
     (batch,) = batches.at(3)
     whole = FeatureStore(store)

@@ -28,7 +28,6 @@ class FewImages(Images):
     def __init__(self, features: torch.Tensor) -> None:
         self.store = self.positions = self.transform = None
         self.features, self.image_ids = features, np.arange(len(features)) + 1
-        self.uris = [""] * len(features)
         self.unreadable: set[int] = set()  # rows
         self.error: Exception = BadImage("row 3 is damaged")
 

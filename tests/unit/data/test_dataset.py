@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config.sections import DataSection
+from pipeline.data import dataset as module
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
@@ -22,8 +24,8 @@ from pipeline.errors import UserError
 from pipeline.language.english import tokenize
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import Entry, OutageError, StorageError
-from pipeline.training.batches import CaptionTokens
 from tests.conftest import write_karpathy
+from tests.support.caption_tokens import caption_tokens
 
 
 def section(root: Path, **values: Any) -> DataSection:
@@ -96,7 +98,7 @@ def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("Harbor seal\n")
     classes = config.model_copy(update={"extra_vocabulary": str(tmp_path / "classes.txt")})
     assert set(build_vocabulary(dataset, classes).words) == words_of_file | {"harbor", "seal"}
-    captions = CaptionTokens(dataset.split("train"), vocabulary)
+    captions = caption_tokens(dataset.split("train"), vocabulary)
     assert captions.padded(np.array([0])).tolist() == [vocabulary.encode(["train", "t-shirt", "A"])]
     dataset.save(tmp_path / "data.arrow")
     assert Dataset.load(tmp_path / "data.arrow").table.equals(dataset.table)
@@ -317,3 +319,61 @@ def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> N
         root = write_karpathy(tmp_path / name, {"train": 2, "val": 1, "test": 1})
         prints.append(take_snapshot(read_dataset(section(root), root), tmp_path / f"{name}.parquet")[0].fingerprint())
     assert prints[0] == prints[1]
+
+
+def random_dataset(rng: np.random.Generator, size: int) -> Dataset:
+    """Images of three splits, of which some have no key, with up to three captions, of which some have no word."""
+    texts = np.array(["a cat", "two dogs run", "...", "A cat!"])
+    captions = [rng.choice(texts, rng.integers(0, 4)).tolist() for _ in range(size)]
+    splits = rng.choice(["train", "val", "test"], size).tolist()
+    keys = [None if rng.random() < 0.1 else f"key{number % 40}" for number in range(size)]
+    columns = [list(range(size)), splits, [f"/{number}.png" for number in range(size)], captions, keys]
+    table = pa.table(columns, schema=SCHEMA)
+    return Dataset(pa.concat_tables([table.slice(0, size // 3), table.slice(size // 3)]))
+
+
+def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of selections against lists of the rows."""
+    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
+    rng = np.random.default_rng(0)
+    excluded = [f"key{number}" for number in range(0, 40, 3)]
+    for size in (0, 1, 7, 8, 100):
+        whole = random_dataset(rng, size)
+        rows = whole.table.to_pylist()
+        parts = {
+            "split": (whole.split("train"), [row for row in rows if row["split"] == "train"]),
+            "two": (whole.split("train", "val"), [row for row in rows if row["split"] != "test"]),
+            "none": (whole.split("other"), []),
+            "chain": (
+                whole.readable().without(excluded).split("train", "test").split("train"),
+                [row for row in rows if row["key"] not in (None, *excluded) and row["split"] == "train"],
+            ),
+        }
+        for name, (part, expected) in parts.items():
+            assert len(part) == len(expected) == len(part.rows), name
+            assert [rows[row] for row in part.rows.tolist()] == expected
+            copy = Dataset(pa.Table.from_pylist(expected, schema=SCHEMA))
+            assert part.num_captions == copy.num_captions and part.references() == copy.references()
+            assert part.uris() == copy.uris() and list(part.texts()) == list(copy.texts())
+            assert list(part.texts_by_image()) == copy.column("captions")
+            assert part.fingerprint() == copy.fingerprint() and part.split_sizes() == copy.split_sizes()
+            if part is not whole:
+                assert "table" not in vars(part), "no row was copied as a whole"
+                assert part.whole is whole
+            sent = pickle.loads(pickle.dumps(part))  # noqa: S301 (as Ray does)
+            assert part.table.equals(copy.table) and sent.table.equals(copy.table) and type(sent) is Dataset
+
+
+def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
+    rng = np.random.default_rng(1)
+    for size in (1, 8, 9, 100):
+        dataset = random_dataset(rng, size)
+        with_cat = [[*texts, "a cat"] for texts in dataset.column("captions")]
+        dataset = dataset.with_column("captions", pa.array(with_cat, pa.list_(pa.string())))
+        words = dataset.with_words()
+        assert words.column("captions") == [[text for text in texts if text != "..."] for texts in with_cat]
+        assert words.table.drop_columns(["captions"]).equals(dataset.table.drop_columns(["captions"]))
+        broken = [*with_cat[:-1], ["..."]]
+        with pytest.raises(UserError, match=rf"image /{size - 1}\.png \(id {size - 1}\) has no caption with a word"):
+            dataset.with_column("captions", pa.array(broken, pa.list_(pa.string()))).with_words()

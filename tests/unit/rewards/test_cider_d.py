@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from jobs.bench.reference_cider import PlainCiderD
+from jobs.bench.reward import PlainCiderD
 from pipeline.data.synthetic import make_scene
 from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from pipeline.language.english import tokenize

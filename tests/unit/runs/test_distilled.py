@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig, total_steps
 from pipeline.config.sections import StageSection
-from pipeline.data.dataset import SCHEMA, TOKENS, Dataset
+from pipeline.data.dataset import Dataset
 from pipeline.errors import DamagedError, UserError
 from pipeline.features.model_inputs import Images
 from pipeline.runs.damage import find_damaged_files
@@ -29,6 +28,7 @@ from pipeline.training.loop import StageJob, StageRun, train_stages
 from pipeline.training.sample_order import samples_at, seed_of
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
+from tests.support.caption_tokens import PlainCaptionTokens
 from tests.support.distillation import store_captions, stored_captions
 from tests.support.runs import Killed, assert_same_weights, best_weights, with_features
 
@@ -66,6 +66,16 @@ def test_the_words_of_the_captions_are_as_expected(tmp_path: Path) -> None:
     assert known == [True, True, False, False, True]
 
 
+def assert_learned(folder: RunFolder, stage: StageSection, train: Dataset, texts: list[list[str]]) -> None:
+    """A stage learns exactly these captions of the training images."""
+    words = folder.vocabulary
+    plain = PlainCaptionTokens([[words.encode(words.tokenize(text)) for text in each] for each in texts], words.pad)
+    learned, every = CaptionTokens.of_stage(folder, stage, train), np.arange(len(plain.image_of))
+    assert len(learned) == len(every) and np.array_equal(learned.first, plain.first), stage.name
+    assert np.array_equal(learned.images_of(every), plain.image_of)
+    assert torch.equal(learned.padded(every), plain.padded(every))
+
+
 @pytest.mark.parametrize("captions_per_image", [1, 3])
 def test_stages_of_cross_entropy_learn_both_and_scst_rewards_those_of_people(
     tmp_path: Path, captions_per_image: int
@@ -79,10 +89,8 @@ def test_stages_of_cross_entropy_learn_both_and_scst_rewards_those_of_people(
     people = folder.dataset.split("train")
     expected = plain_captions(folder, texts, captions_per_image)
     for stage in config.stages:
-        learned = folder.training_set(stage)
         is_distilled = stage.objective == "cross_entropy"
-        assert learned.column("captions") == (expected if is_distilled else people.column("captions")), stage.name
-        assert learned.table.drop(["captions"]).equals(people.table.drop(["captions"]))
+        assert_learned(folder, stage, people, expected if is_distilled else people.column("captions"))
     record = folder.metadata.distilled
     assert record is not None and record.captions_per_image == captions_per_image
     assert record.captions == sum(map(len, expected)) - people.num_captions > 0
@@ -97,28 +105,17 @@ def test_stages_of_cross_entropy_learn_both_and_scst_rewards_those_of_people(
     assert folder.vocabulary == prepare(parse_config(small_config(tmp_path / "plain"))).vocabulary
 
 
-def test_the_epochs_of_a_trial_count_the_captions_of_the_teacher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The captions of all images are joined once per stage, however many validations there are."""
+def test_the_epochs_of_a_trial_count_the_captions_of_the_teacher(tmp_path: Path) -> None:
     first, *others = small_config(tmp_path)["stages"]
     config = student(tmp_path, stages=[first | {"captions_per_image": 1, "epochs": 2}, *others])
     folder = taught(config)
-    stage, calls, training_set = config.stages[0], list[str](), RunFolder.training_set
-
-    def counted(self: RunFolder, stage: StageSection) -> Dataset:
-        calls.append(stage.name)
-        return training_set(self, stage)
-
-    monkeypatch.setattr(RunFolder, "training_set", counted)
-    steps = [(each.name, total_steps(each, num_samples(each, folder.training_set(each)))) for each in config.stages]
+    stage = config.stages[0]
+    steps = [(each.name, total_steps(each, num_samples(each, folder))) for each in config.stages]
     assert steps[0][1] > total_steps(stage, folder.dataset.split("train").num_captions)
-    calls.clear()
     ends = [sum(each.epochs for each in config.stages[: number + 1]) for number in range(len(steps))]
     found = epochs_of(folder, [(stage.name, 0), (stage.name, steps[0][1] - 1), *steps])
     assert found[0] == (0.0, False) and found[1] == (round(2 - 2 / steps[0][1], 6), False)
     assert found[2:] == [(pytest.approx(end), end is ends[-1]) for end in ends]
-    assert calls == [each.name for each in config.stages]
 
 
 @pytest.mark.parametrize("captions_per_image", [1, 2, 5])
@@ -129,14 +126,12 @@ def test_drawn_captions_are_those_of_a_plain_implementation(tmp_path: Path, capt
     folder = with_distilled_captions(prepare(config))
     stage = config.stages[0].model_copy(update={"captions_per_image": captions_per_image})
     lists, words, seed = plain_captions(folder, texts, 2), folder.vocabulary, seed_of(config.seed, 0)
-    learned = folder.training_set(stage)
-    images = _NoImages(learned)
-    workers = [
-        Batches(images, CaptionTokens(learned, words), stage, seed=seed, rank=rank, world_size=2) for rank in (0, 1)
-    ]
+    train = folder.dataset.split("train")
+    images, captions = _NoImages(train), CaptionTokens.of_stage(folder, stage, train)
+    workers = [Batches(images, captions, stage, seed=seed, rank=rank, world_size=2) for rank in (0, 1)]
     pairs = [(image, caption) for image, captions in enumerate(lists) for caption in captions]
     count = len(pairs) if captions_per_image == 1 else len(lists)
-    assert workers[0].num_samples == num_samples(stage, learned) == count
+    assert workers[0].num_samples == num_samples(stage, folder) == count
     for step in (0, 1, 2, 7, 40):
         positions = np.arange(stage.batch_size) + step * stage.batch_size
         samples = samples_at(positions, count, seed).tolist()
@@ -167,28 +162,6 @@ class _NoImages(Images):
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Any:
         return None
-
-
-def test_lists_are_joined_as_python_joins_them() -> None:
-    generator = np.random.default_rng(0)
-    for count in (0, 1, 7, 100):
-
-        def lists(key: str) -> list[str]:
-            return [f"{key} {number}" for number in range(generator.integers(0, 4))]
-
-        keys = [f"key{number}" for number in generator.integers(0, 50, count).tolist()]
-        captions, tokens = [lists("own") for _ in keys], [lists("token") for _ in keys]
-        more = {f"key{number}": lists(f"more {number}") for number in range(25)}
-        table = pa.table([range(count), ["train"] * count, keys, captions, keys], schema=SCHEMA)
-        dataset = Dataset(table.append_column(TOKENS, pa.array(tokens, TOKENS.type)))
-        half = Dataset(pa.concat_tables([dataset.table.slice(0, count // 2), dataset.table.slice(count // 2)]))
-        further = pa.table({"key": list(more), "captions": pa.array(list(more.values()), TOKENS.type)})
-        for each in (dataset, half):
-            joined = each.with_more_captions(further)
-            for name, own in (("captions", captions), (TOKENS.name, tokens)):
-                assert joined.column(name) == [a + more.get(key, []) for a, key in zip(own, keys, strict=True)]
-            assert joined.num_captions == sum(map(len, joined.column("captions")))
-            joined.table.validate(full=True)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -242,11 +215,11 @@ def test_a_bundle_and_its_card_name_the_teacher(tmp_path: Path) -> None:
 def test_a_damaged_file_is_taken_again_from_the_storage(tmp_path: Path) -> None:
     config = student(tmp_path)
     folder = taught(config)
-    path, stage = folder.path / DISTILLED, config.stages[0]
+    path = folder.path / DISTILLED
     content, record = path.read_bytes(), folder.metadata
     path.write_bytes(content[:-1] + b"x")
     with pytest.raises(DamagedError, match="distilled.arrow is damaged: it does not have the digest in run.json; rest"):
-        folder.training_set(stage)
+        folder.taught()
     ((sentence, remedy),) = find_damaged_files(storage_path(tmp_path / "storage"))
     assert "distilled.arrow is damaged" in sentence and remedy
     folder = with_distilled_captions(folder)

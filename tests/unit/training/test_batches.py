@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from pipeline.data.dataset import read_annotations
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.features.model_inputs import Images
 from pipeline.features.store import FeatureStore, write_shard
+from pipeline.training import batches as module
 from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
 from tests.conftest import write_karpathy
+from tests.support.caption_tokens import PlainCaptionTokens, caption_tokens, open_tokens
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def parts(tmp_path: Path) -> tuple[Images, CaptionTokens]:
     dataset = type(dataset)(table)
     vocabulary = Vocabulary.build(dataset.tokens(), 1)
     images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
-    return images, CaptionTokens(dataset, vocabulary)
+    return images, caption_tokens(dataset, vocabulary)
 
 
 def stage(**values: object) -> StageSection:
@@ -86,7 +89,14 @@ def test_the_number_of_samples_is_the_batches(
 ) -> None:
     train, _ = read_annotations(DataSection(root=str(tmp_path / "set")), tmp_path / "set")
     section = stage(**settings)
-    assert num_samples(section, train) == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples == count
+    config = SimpleNamespace(data=SimpleNamespace(train_splits=("train",)))
+    metadata = SimpleNamespace(distilled=None)
+    folder = SimpleNamespace(dataset=train, config=config, metadata=metadata, learns_of_teacher=lambda _: False)
+    assert (
+        num_samples(section, cast(Any, folder))
+        == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples
+        == count
+    )
 
 
 def test_a_batch_moves_as_a_whole() -> None:
@@ -106,3 +116,32 @@ def test_a_batch_moves_as_a_whole() -> None:
     assert (pixels.features.tokens == -1).all(), "normalized by the transform of the images"
     assert pixels.features.tokens.shape == (2, 3, 8, 8)
     assert pixels.features.tokens.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_caption_tokens_equal_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random captions of one and two files, of which some images are left out."""
+    monkeypatch.setattr(module, "_CAPTIONS_PER_BLOCK", 5)
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 7, 60):
+        for num_files in (1, 2, 3):
+            by_file = [
+                [
+                    [[1, *rng.integers(3, 99, rng.integers(0, 6)).tolist(), 2] for _ in range(rng.integers(0, 4))]
+                    for _ in range(size)
+                ]
+                for _ in range(num_files)
+            ]
+            by_file[0][0].append([1, 2])  # a caption without a word, and at least one caption
+            rows = np.union1d(0, np.flatnonzero(rng.random(size) < 0.7))
+            plain = PlainCaptionTokens([[text for ids in by_file for text in ids[row]] for row in rows], pad=0)
+            captions = CaptionTokens([open_tokens(ids) for ids in by_file], rows, pad=0)
+            every = np.arange(len(plain.image_of))
+            assert len(captions) == len(every) and np.array_equal(captions.first, plain.first)
+            for numbers in (every, rng.permutation(every), every[:1], rng.choice(every, 9)):
+                assert np.array_equal(captions.images_of(numbers), plain.image_of[numbers])
+                assert np.array_equal(captions.target_counts(numbers), plain.target_counts(numbers))
+                padded = captions.padded(numbers)
+                assert torch.equal(padded, plain.padded(numbers)) and padded.dtype == torch.int64
+            longest = np.argsort(-plain.target_counts(every), kind="stable")
+            for count in (1, 3, len(every) + 1):
+                assert np.array_equal(captions.longest(count), longest[:count])

@@ -22,6 +22,7 @@ from pipeline.training import objectives
 from pipeline.training.batches import Batches, CaptionTokens, share
 from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from pipeline.training.sample_order import samples_at
+from tests.support.caption_tokens import open_tokens
 
 NUM_IMAGES = 17
 WORDS = ("PAD", "SOS", "EOS", "a", "b", "c", "d")
@@ -67,10 +68,8 @@ def caption_tokens() -> CaptionTokens:
         return " ".join("abcd"[(image + number) % 4] for _ in range(1 + (3 * image + number) % 4))
 
     captions = [[caption(image, number) for number in range(1 + image % 4)] for image in range(NUM_IMAGES)]
-    dataset = SimpleNamespace(column=lambda _: captions)
-    vocabulary = SimpleNamespace(tokenize=str.split, tokenizer="tokens", pad=PAD)
-    vocabulary.encode = lambda words: [SOS, *map(WORDS.index, words), EOS]
-    return CaptionTokens(cast(Any, dataset), cast(Any, vocabulary))
+    ids = [[[SOS, *map(WORDS.index, text.split()), EOS] for text in texts] for texts in captions]
+    return CaptionTokens([open_tokens(ids)], np.arange(NUM_IMAGES), PAD)
 
 
 def fake_reward(tokens: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,60 @@
+"""The rows that readers add: kept in Arrow arrays, a part at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.annotations import rows as module
+from pipeline.annotations.location import has_remote_image, is_remote_image
+from pipeline.annotations.rows import IMAGES, Rows
+from pipeline.config.sections import DataSection
+from pipeline.data.dataset import read_annotations
+
+
+def test_rows_are_those_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captions are added to the newest rows and to rows that are no longer Python objects."""
+    monkeypatch.setattr(module, "BUFFERED_ROWS", 4)
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 4, 8, 9, 100):
+        for share in (0.0, 0.3, 1.0):
+            rows, lists = Rows(), list[tuple[int, str, str, list[str], list[str]]]()
+            for number in range(size):
+                captions = [f"{number} {index}" for index in range(rng.integers(0, 3))]
+                lists.append((number, f"split{number % 3}", f"/{number}.png", list(captions), [f"t{number}"]))
+                rows.add(number, f"split{number % 3}", f"/{number}.png", captions, "here", [f"t{number}"])
+                assert len(rows) == number + 1
+                while rng.random() < share / 2:
+                    row, more = int(rng.integers(0, number + 1)), [f"more {rng.integers(100)}"] * int(rng.integers(3))
+                    lists[row][3].extend(more)
+                    rows.add_captions(row, list(more))
+            columns = zip(*lists, strict=True) if lists else [[]] * 5
+            expected = pa.table([list(column) for column in columns], schema=IMAGES)
+            table = rows.table(with_tokens=True)
+            table.validate(full=True)
+            assert table.equals(expected)
+            assert rows.table(with_tokens=False).column_names == IMAGES.names[:-1]
+
+
+def test_a_table_with_a_row_per_caption_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUFFERED_ROWS", 3)
+    lines = [f"{image}.png,caption {number} of {image}" for number in range(3) for image in range(20)]
+    (tmp_path / "t.csv").write_text("\n".join(["image,caption", *lines]))
+    dataset, problems = read_annotations(DataSection(root=str(tmp_path), annotations="t.csv"), tmp_path)
+    assert not problems and dataset.column("uri") == [str(tmp_path / f"{image}.png") for image in range(20)]
+    assert dataset.column("captions") == [
+        [f"caption {number} of {image}" for number in range(3)] for image in range(20)
+    ]
+
+
+def test_images_on_s3_are_found_in_a_column() -> None:
+    local = ["/a/s3://b.png", "tar:1+2+9:/a/b.tarx/s3://c.png", "parquet:1+2+3+4+5+SNAPPY+1+2:/a/s3:"]
+    remote = ["s3://a/b.png", "tar:1+2+9:s3://a/b/x.png", "parquet:1+2+3+4+5+SNAPPY+1+6:s3://a/x"]
+    assert not any(map(is_remote_image, local)) and all(map(is_remote_image, remote))
+    assert not has_remote_image(pa.chunked_array([local, []], pa.string()))
+    assert not has_remote_image(pa.chunked_array([], pa.string()))
+    for uri in remote:
+        assert has_remote_image(pa.chunked_array([local, [uri]], pa.string()))
