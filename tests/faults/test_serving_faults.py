@@ -109,7 +109,7 @@ def test_faults_cost_retries_and_nothing_else(
 ) -> None:
     storage, bundles = service.storage, service.bundles
     faults: tuple[tuple[str, Callable[[], object], int | None], ...] = (
-        ("none", lambda: time.sleep(20), None),
+        ("none, for 20 s", lambda: time.sleep(20), None),
         ("a captioner is killed", lambda: service.kill("captioner-local"), None),
         ("a new champion", lambda: crown(storage, "demo", bundles[2], 2), 2),
         ("a rollback", lambda: crown(storage, "demo", bundles[1], 1), 1),

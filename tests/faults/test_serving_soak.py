@@ -34,7 +34,7 @@ MINUTES = float(os.environ.get("RAYCAP_SOAK_MINUTES", 10))
 WARM_S = min(120.0, MINUTES * 20)
 SAMPLE_S = 2.0
 CHAMPION_S = 20.0  # between two champions
-SLACK_MIB, SLACK_SHARE = 10.0, 0.03  # of the growth after warm-up
+SLACK_MIB, SLACK_SHARE = 8.0, 0.02  # of the growth after warm-up: 2 KiB per answer would be more
 ALLOWED = {"closed", "left", "100", "200", "400", "403", "404", "405", "408", "413", "415", "422", "429", "503"}
 TITLES = {
     "proxy": "ProxyActor",
