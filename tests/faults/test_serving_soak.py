@@ -1,6 +1,6 @@
 """`raycap serve` for a long time, with clients, requests that mean harm, and champions that replace each other.
 
-RAYCAP_SOAK_MINUTES is the length (10), and RAYCAP_SOAK_OUT the folder of soak.csv, soak.png and soak.md (the test's
+RAYCAP_SOAK_MINUTES is the length (10; less is too short for memory to settle), and RAYCAP_SOAK_OUT the folder of soak.csv, soak.png and soak.md (the test's
 temporary folder).
 """
 
@@ -34,7 +34,7 @@ MINUTES = float(os.environ.get("RAYCAP_SOAK_MINUTES", 10))
 WARM_S = min(120.0, MINUTES * 20)
 SAMPLE_S = 2.0
 CHAMPION_S = 20.0  # between two champions
-SLACK_MIB, SLACK_SHARE = 8.0, 0.02  # of the growth after warm-up: 2 KiB per answer would be more
+SLACK_MIB = 16.0  # of the growth after warm-up; 2 KiB per answer would be 20 MiB in 10 minutes
 ALLOWED = {"closed", "left", "100", "200", "400", "403", "404", "405", "408", "413", "415", "422", "429", "503"}
 TITLES = {
     "proxy": "ProxyActor",
@@ -188,4 +188,4 @@ def test_harm_costs_neither_answers_nor_memory(
     assert {status for _, status in attackers.statuses} <= ALLOWED, by_kind
     assert not died, f"processes have died: {died}"
     for name, growth, median in memory:
-        assert growth <= SLACK_MIB + SLACK_SHARE * median, f"{name} grows by {growth:.1f} of {median:.1f} MiB"
+        assert growth <= SLACK_MIB, f"{name} grows by {growth:.1f} of {median:.1f} MiB"
