@@ -1,7 +1,7 @@
 """`raycap serve` for a long time, with clients, requests that mean harm, and champions that replace each other.
 
-RAYCAP_SOAK_MINUTES is the length (10; less is too short for memory to settle), and RAYCAP_SOAK_OUT the folder of soak.csv, soak.png and soak.md (the test's
-temporary folder).
+RAYCAP_SOAK_MINUTES is the length (10; less is too short for memory to settle), and RAYCAP_SOAK_OUT the folder of
+soak.csv, soak.png and soak.md (the test's temporary folder).
 """
 
 from __future__ import annotations
