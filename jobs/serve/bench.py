@@ -15,10 +15,9 @@ import typer
 import urllib3
 
 from jobs.bench.measuring import noise_jpegs
-from jobs.cluster import connect
 from jobs.serve import deployments
 from jobs.serve.arguments import ServeArguments
-from jobs.serve.command import require_free
+from jobs.serve.command import require_free, start_or_join
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.serving.loading import load_address
 
@@ -57,7 +56,7 @@ def bench_serve(
     torch.set_num_threads(1)
     require_free("127.0.0.1", port)
     arguments = ServeArguments(models=(f"model={model}",), storage=storage, loopback_only=True, threads=threads)
-    is_local = not connect(None, deployments.needed_cpus(arguments))
+    is_local = start_or_join(None, deployments.needed_cpus(arguments))
     try:
         deployments.start(arguments, "127.0.0.1", port, is_local=is_local)
         address = f"http://127.0.0.1:{port}"

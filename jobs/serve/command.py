@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from pipeline.serving.limits import Limits
 from pipeline.untrusted.names import shown
 
 DEFAULTS = Limits()
+PROXY_CALLBACK, LIMIT_HEADS = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "jobs.serve.proxy:limit_heads"
 MIB = 2**20
 logger = logging.getLogger(__name__)
 
@@ -118,7 +120,7 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None,
     named_models(arguments, send_local=False)  # before Ray is started, so that a mistake is said at once
     if not cluster_address(address):
         require_free(host, port)
-    is_local = not connect(address, deployments.needed_cpus(arguments))
+    is_local = start_or_join(address, deployments.needed_cpus(arguments))
     if not is_local:
         deployments.require_unused()
     with keeping_handlers():
@@ -130,6 +132,12 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None,
         finally:
             deployments.stop(is_local=is_local)
     logger.error("the server has ended; Ray's logs have the reason")
+
+
+def start_or_join(address: str | None, needed_cpus: int) -> bool:
+    """`connect`, so that the proxy of a Ray that is started here has limits. Returns whether one was started."""
+    os.environ.setdefault(PROXY_CALLBACK, LIMIT_HEADS)
+    return not connect(address, needed_cpus)
 
 
 def _deployments() -> Any:

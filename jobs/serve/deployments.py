@@ -6,6 +6,7 @@ Only this module imports ray.serve. What they do is in `pipeline/serving/`, whic
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 SPARE_REQUESTS = 16  # of the ingress beyond its queue: for refusals, /healthz and /metrics
 STATUS_S = 5.0  # between two looks at the state of the application
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 SHUTDOWN_S = 10.0  # for requests in progress
 
 
@@ -136,6 +138,7 @@ class Ingress:
         from pipeline.serving.metrics import Metrics
 
         prepare_replica(is_local)
+        give_memory_back()
         # The token is read here: Ray shows the arguments of deployments to every client of its dashboard.
         token = server_token(None, insecure=not has_token)
         metrics = Metrics()
@@ -245,6 +248,15 @@ def prepare_replica(is_local: bool) -> None:
     if is_local:
         add_port = replica.add_port_to_grpc_server
         replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
+
+
+def give_memory_back() -> None:
+    """Lets glibc return the memory of decoded images to the system, of which it would keep hundreds of MiB.
+
+    Pillow allocates blocks of 16 MiB. glibc learns from their sizes to keep such blocks, unless the threshold is set.
+    """
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def require_unused() -> None:

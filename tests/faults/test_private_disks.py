@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from pipeline.training.loop import NOTICE
 from tests.conftest import ROOT, small_config
-from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
+from tests.support.ray_cluster import HEAD, Cluster, processes, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
 OUTSIDE = "laptop"
@@ -222,11 +220,6 @@ def terminate_a_worker(cluster: Cluster, log: Path) -> None:
     worker.send_signal(signal.SIGTERM)
     wait_until(log, lambda text: NOTICE in text)
     worker.kill()
-
-
-def processes(node: subprocess.Popen[bytes], title: str) -> list[psutil.Process]:
-    """The processes of a node with this word in their title."""
-    return [child for child in psutil.Process(node.pid).children(recursive=True) if title in " ".join(child.cmdline())]
 
 
 def printed(cluster: Cluster, *command: str) -> str:

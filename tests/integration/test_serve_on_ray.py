@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import psutil
@@ -33,7 +32,7 @@ from pipeline.serving.limits import Limits
 from pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, with_confidence, write_images
-from tests.support.serving import as_files, crown
+from tests.support.serving import as_files, captions_by_digest, crown, is_right
 
 pytestmark = pytest.mark.ray
 BATCH = 8
@@ -64,21 +63,14 @@ class Served:
             threads=1,
         )
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
-        self.captions: dict[str, dict[str, Any]] = {}
-        for bundle in self.bundles:
-            captioner = raycap.load(bundle, device="cpu")
-            found = captioner.caption(self.names)
-            self.captions[captioner.model.digest] = {
-                name: each.caption for name, each in zip(self.names, found, strict=True)
-            }
+        self.captions = captions_by_digest(self.bundles, self.names)
 
     def ask(self, *names: str, model: str = "one") -> httpx2.Response:
         return self.client.post("/caption", files=as_files(*names), data={"model": model})
 
     def is_right(self, answer: httpx2.Response, *names: str) -> bool:
         """Whether the captions are those of the model that the answer names."""
-        expected = self.captions[answer.json()["model"]["digest"]]
-        return [row["caption"] for row in answer.json()["captions"]] == [expected[name] for name in names]
+        return is_right(answer.json(), names, self.captions)
 
 
 @pytest.fixture(scope="module")

@@ -198,6 +198,11 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def processes(node: subprocess.Popen[bytes], title: str) -> list[psutil.Process]:
+    """The processes of a node with this word in their title."""
+    return [child for child in psutil.Process(node.pid).children(recursive=True) if title in " ".join(child.cmdline())]
+
+
 @contextmanager
 def ray_cluster(
     token: str | None = None,

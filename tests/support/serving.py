@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
 
+import raycap
 from models.transform import ImageTransform
 from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
@@ -18,7 +19,7 @@ from pipeline.serving.host import ModelHost
 from pipeline.serving.loading import load_address
 from pipeline.serving.metrics import Metrics
 from pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
-from pipeline.storage.path import storage_path
+from pipeline.storage.path import StoragePath, storage_path
 
 LOCAL = "http://127.0.0.1:8000"
 
@@ -66,16 +67,34 @@ def local_client(
     return TestClient(app, base_url=LOCAL)
 
 
-def crown(storage: Path, name: str, bundle: Path, token: int) -> BundleRecord:
+def crown(storage: StoragePath | Path, name: str, bundle: Path, token: int) -> BundleRecord:
     """Makes a copy of a bundle the champion of a configuration, as `raycap retrain` does."""
-    place = f"models/{name}/champion-t{token:06d}"
-    if not (storage / place).exists():
-        shutil.copytree(bundle, storage / place)
-    record = BundleRecord(bundle=place, files=bundle_digests(storage / place), run_id="a")
-    store = ChampionStore(storage_path(storage), name)
+    storage = storage_path(storage)
+    record = BundleRecord(bundle=f"models/{name}/champion-t{token:06d}", files=bundle_digests(bundle), run_id="a")
+    copy = storage / record.bundle
+    if not copy.list():
+        for path in bundle.iterdir():
+            (copy / path.name).write_bytes(path.read_bytes())
+    store = ChampionStore(storage, name)
     decided = tuple(sorted({*store.read().decided, token}))
     store._write(ChampionState(number=len(decided), decided=decided, champion=record))
     return record
+
+
+def captions_by_digest(bundles: Iterable[Path], names: Sequence[str]) -> dict[str, dict[str, str | None]]:
+    """The captions of images by the Python API, by the digest of the model and the name of the image."""
+    expected = {}
+    for bundle in bundles:
+        captioner = raycap.load(bundle, device="cpu")
+        captions = captioner.caption(names)
+        expected[captioner.model.digest] = {name: each.caption for name, each in zip(names, captions, strict=True)}
+    return expected
+
+
+def is_right(answer: Any, names: Sequence[str], expected: Mapping[str, Mapping[str, str | None]]) -> bool:
+    """Whether the captions of an answer are those of the model that it names. expected: of `captions_by_digest`."""
+    captions = expected[answer["model"]["digest"]]
+    return [row["caption"] for row in answer["captions"]] == [captions[name] for name in names]
 
 
 def as_files(*paths: str) -> list[tuple[str, tuple[str, bytes, str]]]:

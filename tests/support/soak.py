@@ -66,17 +66,17 @@ class Samples:
         self.events.append((time.monotonic() - self.begin, text))
         print(f"{self.events[-1][0]:7.1f} s  {text}", flush=True)
 
-    def growth(self, name: str) -> tuple[float, float]:
-        """The growth of a number over the second half of the time, and its median there.
+    def growth(self, name: str, since: float | None = None) -> tuple[float, float]:
+        """The growth of a number from the time `since` on (half of all), and its median there.
 
         The slope is the median of all slopes between two samples (Theil-Sen), which single peaks do not move.
         """
         import numpy as np
         from scipy.stats import theilslopes
 
-        half = self.rows[-1]["seconds"] / 2
+        since = self.rows[-1]["seconds"] / 2 if since is None else since
         times, values = np.array(
-            [(row["seconds"], row[name]) for row in self.rows if row["seconds"] >= half and row[name] == row[name]]
+            [(row["seconds"], row[name]) for row in self.rows if row["seconds"] >= since and row[name] == row[name]]
         ).T
         return float(theilslopes(values, times)[0] * (times[-1] - times[0])), float(np.median(values))
 

@@ -15,8 +15,9 @@ import jsonschema
 import pytest
 import yaml
 
-from jobs.serve import deployments
+from jobs.serve import deployments, proxy
 from jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
+from jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
 from pipeline.cluster.submission import STOP_WAIT_S
 from pipeline.config.load import load_config
 from pipeline.runtime.stopping import SAVE_LIMIT_S
@@ -28,7 +29,9 @@ from tests.support.command_line import parse
 INFRA = ROOT / "infra"
 KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
 KUBERNETES_VERSION = "1.33"
-NO_SECRETS = (SIZE_VARIABLE, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
+NO_SECRETS = (
+    SIZE_VARIABLE, PROXY_CALLBACK, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S"
+)  # fmt: skip
 DEFINITIONS = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayCronJob": "raycronjobs"}
 SERVICE = INFRA / "kubernetes" / "rayservice.yaml"
 
@@ -100,6 +103,9 @@ def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
     (group,) = cluster_spec(document)["workerGroupSpecs"]
     assert arguments.replicas[1] == group["maxReplicas"], "each node has one GPU"
     assert config["http_options"]["request_timeout_s"] >= 2 * arguments.limits.body_s + 11 * arguments.limits.answer_s
+    assert f"{proxy.__name__}:{proxy.limit_heads.__name__}" == LIMIT_HEADS
+    limits = json.dumps({"name": PROXY_CALLBACK, "value": LIMIT_HEADS})
+    assert json.dumps(cluster_spec(document)).count(limits) == 2, "head and workers"
     port = config["http_options"]["port"]
     (policy,) = documents(SERVICE)[1:]
     assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": port}]
@@ -190,7 +196,9 @@ def without_serving(document: dict[str, Any]) -> dict[str, Any]:
     if document["kind"] == "RayService":
         for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
             (container,) = group["template"]["spec"]["containers"]
-            container["env"] = [each for each in container["env"] if each["name"] != TOKEN_VARIABLE]
+            container["env"] = [
+                each for each in container["env"] if each["name"] not in (TOKEN_VARIABLE, PROXY_CALLBACK)
+            ]
             container["ports"] = [each for each in container.get("ports", ()) if each["name"] != "serve"]
         (worker,) = spec["workerGroupSpecs"]
         worker |= {"replicas": 0, "minReplicas": 0}
