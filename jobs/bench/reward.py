@@ -13,8 +13,8 @@ from jobs.bench.measuring import median_seconds, timed
 from jobs.bench.reference_cider import PlainCiderD
 from jobs.options import References
 from pipeline.language.english import tokenize
+from pipeline.rewards.cider_index import build_index
 from pipeline.runtime.cpu import prepare_processor
-from pipeline.scoring.cider import CiderD
 from pipeline.scoring.result_files import read_references
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
@@ -32,7 +32,7 @@ def bench_reward(references: References = None) -> None:
     """
     prepare_processor(1)
     captions = _word_numbers(references) if references else _generated()
-    scorer, build_seconds = timed(partial(CiderD.build, captions))
+    scorer, build_seconds = timed(partial(build_index, captions))
     images = np.random.default_rng(0).integers(0, len(captions), CAPTIONS)
     # Every third caption is that of the next image, so that captions match in part, as sampled ones do.
     sources = [image + 1 if row % 3 == 0 else image for row, image in enumerate(images)]
