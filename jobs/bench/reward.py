@@ -1,25 +1,45 @@
-"""`raycap bench reward`: CIDEr-D rewards per second on one core, beside a plain Python scorer in the same run."""
+"""`raycap bench reward`: CIDEr-D rewards per second on one core, beside a plain Python scorer in the same run.
+
+`reward_rows` is the part "reward" of `raycap bench scale`: the index of CIDEr-D at several sizes.
+"""
 
 from __future__ import annotations
 
+import resource
+import tempfile
+from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from jobs.bench.measuring import median_seconds, timed
+from jobs.bench.measuring import in_new_process, median_seconds, timed
 from jobs.bench.reference_cider import PlainCiderD
 from jobs.options import References
 from pipeline.language.english import tokenize
-from pipeline.rewards.cider_index import build_index
+from pipeline.rewards.cider_index import MEMORY, build_index
 from pipeline.runtime.cpu import prepare_processor
 from pipeline.scoring.result_files import read_references
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
 PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them
 REPEATS = 20  # scorings of all captions, of which the median is taken
+SCALES = (100_000, 600_000, 3_000_000)  # captions of `reward_rows`
+PER_IMAGE = 5
+WORDS = 10_000  # of the vocabulary; their frequencies follow Zipf's law
+_IMAGES = 4096  # generated at a time
+
+
+class ScaleRow(NamedTuple):
+    """One measurement: the seconds, the peak of the process's memory without that before, and the file's bytes."""
+
+    part: str
+    captions: int
+    seconds: float
+    peak_mb: float
+    bytes: int
 
 
 def bench_reward(references: References = None) -> None:
@@ -31,7 +51,7 @@ def bench_reward(references: References = None) -> None:
     Example: raycap bench reward --references dataset_coco_val2014_karpathy.json.gz
     """
     prepare_processor(1)
-    captions = _word_numbers(references) if references else _generated()
+    captions = _word_numbers(references) if references else list(generated_captions(30_000))
     scorer, build_seconds = timed(partial(build_index, captions))
     images = np.random.default_rng(0).integers(0, len(captions), CAPTIONS)
     # Every third caption is that of the next image, so that captions match in part, as sampled ones do.
@@ -58,10 +78,37 @@ def _word_numbers(path: Path) -> list[list[list[int]]]:
     return [[[numbers.setdefault(word, len(numbers)) for word in tokenize(text)] for text in image] for image in texts]
 
 
-def _generated() -> list[list[list[int]]]:
-    """Five random captions for each of 30,000 images; the words have Zipf's distribution."""
+def reward_rows(captions: tuple[int, ...] = SCALES, *, memory: int = MEMORY) -> list[ScaleRow]:
+    """The index over each of these numbers of captions. memory: of `build_index`.
+
+    One core, a new process each. The seconds include the generation of the captions, about 1 s per 100,000.
+    """
+    return [in_new_process(_build, count, memory) for count in captions]
+
+
+def generated_captions(images: int) -> Iterator[list[list[int]]]:
+    """The captions of each image: PER_IMAGE of 8 to 12 random words."""
     rng = np.random.default_rng(1)
-    words = (rng.zipf(1.3, size=5_000_000) % 12_000).tolist()
-    ends = np.cumsum(rng.integers(8, 14, size=30_000 * 5)).tolist()
-    captions = [words[begin:end] for begin, end in pairwise([0, *ends])]
-    return [captions[first : first + 5] for first in range(0, len(captions), 5)]
+    cumulative = np.cumsum(1 / np.arange(1, WORDS + 1))
+    for begin in range(0, images, _IMAGES):
+        lengths = rng.integers(8, 13, min(_IMAGES, images - begin) * PER_IMAGE)
+        words = np.searchsorted(cumulative, rng.random(int(lengths.sum())) * cumulative[-1]).tolist()
+        ends = np.cumsum(lengths).tolist()
+        captions = [words[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+        yield from (captions[first : first + PER_IMAGE] for first in range(0, len(captions), PER_IMAGE))
+
+
+def _build(captions: int, memory: int) -> ScaleRow:
+    """The row of one number of captions."""
+    prepare_processor(1)
+    before = _peak_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "index.safetensors"
+        images = generated_captions(captions // PER_IMAGE)
+        _, seconds = timed(lambda: build_index(images, memory=memory, path=path))
+        return ScaleRow("reward", captions, seconds, (_peak_bytes() - before) / 1e6, path.stat().st_size)
+
+
+def _peak_bytes() -> int:
+    """The largest resident memory of this process until now, mapped pages included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

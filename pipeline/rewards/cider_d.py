@@ -31,7 +31,7 @@ from pipeline.storage.digests import require_whole, write_digests
 logger = logging.getLogger(__name__)
 
 DOCUMENT_SEED = 0  # of the sample of images whose references give the document frequencies
-MAX_DEVICE_BYTES = 4 * 2**30  # an index of COCO's size has 0.4 GB
+MAX_DEVICE_BYTES = 4 * 2**30  # an index of 120,000 images has 0.5 GB
 MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
 
 

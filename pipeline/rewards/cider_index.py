@@ -12,10 +12,11 @@ The references are read once, in pieces of whole images. Every later pass reads 
 
 Memory: `memory` bytes for arrays, whatever the number of captions, and 8 bytes per image for a sample of documents.
 Besides, pass 2 looks up 2-grams in their table, which is mapped: 12 to 24 bytes per distinct 2-gram, in pages that the
-system takes back when memory is short. An image is never divided: one with more than memory / 1000 words needs more.
+system takes back when memory is short. An image is never divided: one with more than memory / 700 words needs more.
 
-Disk: each caption of 10 words takes about 1 kB of temporary files, 0.5 kB of tensors, and these again in the index.
-Reads and writes: temporary files are written once and read once, the tensors of the index written twice.
+Disk: each caption of 10 words takes up to 1.5 kB of temporary files, and 0.5 to 0.9 kB of the index, which exists twice
+while it is copied. Temporary files are written once and read once or twice, in order; they have no name, so nothing of
+them remains, however the process ends.
 """
 
 from __future__ import annotations

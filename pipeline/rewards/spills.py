@@ -86,7 +86,8 @@ class Runs:
     def merge(self, rows: int) -> Iterator[Merged]:
         """All keys in ranges of about `rows` keys, in the order of `hashes`.
 
-        A range has fewer than rows + 2 * _STEP * (number of runs + 1) keys. Every key is read once.
+        A range has fewer than rows + 2 * _STEP * (number of runs + 1) keys. Keys are read once, and up to _STEP of
+        a run once more at the end of a range.
         """
         samples = np.sort(np.concatenate([*self._samples, np.zeros(0, np.uint64)]))
         # None is the end of the last range. Equal bounds would make empty ranges.

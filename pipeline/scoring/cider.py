@@ -115,10 +115,9 @@ class CiderD:
         """CIDEr-D of each caption on its usual scale from 0 to 10, float64 (R,).
 
         captions (R, T): word ids; row i has lengths[i] words and then padding. images (R,): the image of each caption,
-        by its position among the references. The three tensors are on the index's device. An n-gram
-        that no reference contains gets document frequency 1 and adds to the caption's norm. A caption of an image that was
-        not selected (see `select`) has NaN. Captions of similar length
-        are scored together, in parts of bounded memory.
+        by its position among the references. The three tensors are on the index's device. An n-gram that no reference
+        contains gets document frequency 1 and adds to the caption's norm. A caption of an image that was not selected
+        (see `select`) has NaN. Captions of similar length are scored together, in parts of bounded memory.
         """
         scores = lengths.new_full((len(lengths),), math.nan, dtype=torch.float64)
         if not len(self._tensors.get("selected", lengths)):

@@ -101,7 +101,7 @@ def test_the_passes_give_what_the_definition_gives(
         build_index(images, path=other, **options)
         assert path.read_bytes() == other.read_bytes()
         tensors = load_file(path)
-        assert sorted(os.listdir(folder)) == ["index", "other"]
+        assert sorted(each.name for each in Path(folder).iterdir()) == ["index", "other"]
         in_memory = build_index(images, memory=memory, **options)
     assert index.num_bytes == in_memory.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     everything = set(range(len(images)))
@@ -121,12 +121,9 @@ def test_the_passes_give_what_the_definition_gives(
 
 def candidates(images: Images, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Captions of each image, and of the next one and with an unknown word, as the arguments of `CiderD.score`."""
-    pairs = [
-        (image, [*images[other][0], *extra])
-        for image, other in pairwise([*numbers, numbers[0]])
-        for extra in ((), (9,))
-    ]
-    pairs += [(image, list(images[image][-1])) for image in numbers]
+    pairs = [(image, list(images[image][-1])) for image in numbers]
+    for image, other in pairwise([*numbers, numbers[0]]):
+        pairs += [(image, [*images[other][0]]), (image, [*images[other][0], 9])]
     width = max(len(caption) for _, caption in pairs)
     rows = torch.tensor([caption + [0] * (width - len(caption)) for _, caption in pairs]).view(len(pairs), width)
     return rows, torch.tensor([len(caption) for _, caption in pairs]), torch.tensor([image for image, _ in pairs])
