@@ -18,7 +18,7 @@ from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from pipeline.language.english import tokenize
 from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.rewards import cider_d
-from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.cider_d import CiderDReward, Documents
 from pipeline.rewards.cider_index import build_index
 from pipeline.rewards.references import References
 from pipeline.scoring import ngram_keys
@@ -132,6 +132,29 @@ def test_the_index_is_built_once_a_machine(
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 2
     (tmp_path / "file").write_text("")
     assert score(cache=tmp_path / "file") == first  # no folder can be there
+
+
+def test_a_call_may_select_the_parts_of_its_images() -> None:
+    """As on a GPU, for an index above MAX_DEVICE_BYTES."""
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
+    reward = CiderDReward(References.of_texts(references), vocabulary, eos=True)
+    tokens, images = torch.tensor([vocabulary.encode(list("acb"))] * 3), torch.tensor([4, 0, 4])
+    expected = reward(tokens, images)
+    reward._all, reward.scorer = reward.scorer, reward.scorer.select(images[:0])
+    assert torch.equal(reward(tokens, images), expected) and expected[1] > expected[0] == expected[2]
+
+
+def test_document_frequencies_may_be_those_of_a_sample() -> None:
+    assert Documents(sample=6).images(6) is None and Documents().images(6) is None
+    numbers = Documents(sample=3).images(1000)
+    assert numbers is not None and len(set(numbers.tolist())) == 3 and np.array_equal(numbers, np.sort(numbers))
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    texts = References.of_texts({n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")})
+    sampled, plain = (CiderDReward(texts, vocabulary, eos=True, documents=Documents(sample=size)) for size in (2, None))
+    tokens = torch.tensor([vocabulary.encode(list("acb"))])
+    assert sampled(tokens, torch.tensor([0])) != plain(tokens, torch.tensor([0]))
+    assert sampled.scorer.metadata["log_documents"] == np.log(2)
 
 
 @pytest.mark.parametrize("language", ["en", "de", "zh"])
