@@ -94,7 +94,7 @@ BENCHMARKS = {
     "train": Entry("jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
     "extract": Entry("jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."),
     "serve": Entry("jobs.serve.bench:bench_serve", "Requests per second of a served model."),
-    "scale": Entry("jobs.bench.scale:bench_scale", "Time and memory of what grows with the data set."),
+    "scale": Entry("jobs.bench.scale.command:bench_scale", "Time and memory of what grows with the data set."),
     "store": Entry("jobs.bench.store:bench_store", "Random reads from the feature store."),
     "plan": Entry("jobs.bench.store:bench_plan", "Time and memory to plan an extraction of a million images."),
 }

@@ -7,9 +7,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -17,6 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from pipeline.data.vocabulary import EOS, Vocabulary
 from pipeline.errors import DamagedError
 from pipeline.language.languages import ENGLISH
+from pipeline.rewards.cider_index import build_index
+from pipeline.rewards.references import References
 from pipeline.scoring.cider import CiderD
 from pipeline.scoring.metric_words import metric_words
 from pipeline.storage.atomic import atomic_folder, file_lock
@@ -25,7 +30,23 @@ from pipeline.storage.digests import require_whole, write_digests
 
 logger = logging.getLogger(__name__)
 
+DOCUMENT_SEED = 0  # of the sample of images whose references give the document frequencies
+MAX_DEVICE_BYTES = 4 * 2**30  # an index of 120,000 images has 0.5 GB
 MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What document frequencies count: images, or captions. sample: of that many images; None for all of them."""
+
+    captions: bool = False
+    sample: int | None = None
+
+    def images(self, count: int) -> np.ndarray | None:
+        """The numbers, ascending, of the sampled ones among this many images; None for all."""
+        if self.sample is None or self.sample >= count:
+            return None
+        return np.sort(np.random.default_rng(DOCUMENT_SEED).choice(count, self.sample, replace=False))
 
 
 class CiderDReward:
@@ -37,40 +58,47 @@ class CiderDReward:
 
     eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
     at the length limit scores lower.
-    caption_documents: takes document frequencies over captions instead of over images.
+    documents: what the document frequencies count.
     cache: a folder that stores the index over the references under the hash of its content. The index is built once per
-    machine and memory-mapped by every process (about 5 kB per image). If the folder cannot be written, each process
-    builds an index for itself.
+    machine and memory-mapped by every process. If the folder cannot be written, each process builds an index for
+    itself. `pipeline.rewards.cider_index` has the cost.
+    device: of the captions to score. An index of up to MAX_DEVICE_BYTES is moved there. Of a larger one, the tables of
+    all n-grams are moved, and each call moves the parts of its images (see `CiderD.select`).
     """
 
     def __init__(
         self,
-        references: Mapping[int, Sequence[str]],
+        references: References,
         vocabulary: Vocabulary,
         *,
         eos: bool,
-        caption_documents: bool = False,
+        documents: Documents = Documents(),
         device: torch.device | str = "cpu",
         cache: Path | None = None,
         language: str = ENGLISH,
     ) -> None:
-        self.index_of = {image: index for index, image in enumerate(references)}
+        self.references = references
         self.eos, self.eos_id = eos, vocabulary.eos
 
-        def build() -> CiderD:
-            return _build(references, vocabulary, language, eos, caption_documents)
+        def build(path: Path | None) -> CiderD:
+            return _build(references, vocabulary, language, eos, documents, path)
 
         if cache is None:
-            scorer = build()
-        else:  # image ids are left out of the digest: the index contains only the order of the images
+            scorer = build(None)
+        else:
             from pipeline.runs.identity import code_digest
 
-            content = [code_digest(), eos, caption_documents, language, vocabulary.to_json()]
-            content += map(list, references.values())
-            scorer = _cached(cache, hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32], build)
+            content = [code_digest(), eos, documents.captions, documents.sample, language, vocabulary.to_json()]
+            digest = hashlib.sha256(json.dumps(content).encode())
+            for part in references.content():
+                digest.update(part)
+            scorer = _cached(cache, digest.hexdigest()[:32], build)
         scores = scorer.metadata.get("ground_truth")
         # CIDEr-D of ground-truth captions with EOS and without it (see `_build`)
         self.ground_truth: tuple[float, float] | None = (scores[0], scores[1]) if scores else None
+        self._all: CiderD | None = None  # the index on the host, from which each call selects its images
+        if torch.device(device).type != "cpu" and scorer.num_bytes > MAX_DEVICE_BYTES:
+            self._all, scorer = scorer, scorer.select(torch.zeros(0, dtype=torch.int64))
         self.scorer = scorer.to(device)
         self._vocabulary, self._language = vocabulary, language
         # The ids of the references' words; None where they are the vocabulary's.
@@ -82,7 +110,7 @@ class CiderDReward:
 
     def indices_of(self, images: Sequence[int]) -> Tensor:
         """The numbers (len(images),) int64, on the reward's device, under which the reward has these image ids."""
-        return torch.tensor([self.index_of[int(image)] for image in images], device=self._ignored.device)
+        return torch.from_numpy(self.references.indices_of(images)).to(self._ignored.device)
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
@@ -91,14 +119,21 @@ class CiderDReward:
         images, numbered by `indices_of`.
         """
         if self._word_ids is not None:
-            return self.scorer.score(*self._metric_words(tokens, self._word_ids), indices)
+            return self._score(*self._metric_words(tokens, self._word_ids), indices)
         is_eos = tokens == self.eos_id
         num_eos_before = is_eos.cumsum(1) - is_eos.long()
         is_word = (num_eos_before == 0) & ~torch.isin(tokens, self._ignored)
         if not self.eos:
             is_word &= ~is_eos
         order = (~is_word).long().argsort(stable=True, dim=1)  # moves the words to the front and keeps their order
-        return self.scorer.score(tokens.gather(1, order), is_word.sum(1), indices)
+        return self._score(tokens.gather(1, order), is_word.sum(1), indices)
+
+    def _score(self, words: Tensor, lengths: Tensor, indices: Tensor) -> Tensor:
+        """The scores (R,) of captions of words (R, W) with padding."""
+        scorer = self.scorer
+        if self._all is not None:
+            scorer = self._all.select(indices.unique().cpu(), scorer)
+        return scorer.score(words, lengths, indices)
 
     def _metric_words(self, tokens: Tensor, word_ids: Mapping[str, int]) -> tuple[Tensor, Tensor]:
         """The words (R, W) of the texts of captions of subwords, with padding, and their numbers (R,)."""
@@ -124,17 +159,23 @@ def _words_of(caption: str, language: str) -> list[str]:
 
 
 def _build(
-    references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, language: str, eos: bool, caption_documents: bool
+    references: References,
+    vocabulary: Vocabulary,
+    language: str,
+    eos: bool,
+    documents: Documents,
+    path: Path | None,
 ) -> CiderD:
     """The index over the references, with two scores of ground truth in its metadata (see `check_reward`).
 
-    With subwords the metadata also has the words of the references in the order of their ids.
+    With subwords the metadata also has the words of the references in the order of their ids. path: see `build_index`.
 
     The first caption of each image is scored against its other captions: once with EOS and once without. The scores are
     means over the first 1000 images with several captions, or None if no image has several.
     """
     has_words = vocabulary.subwords is None
     ids = dict(vocabulary.ids) if has_words else {EOS: 0}
+    metadata: dict[str, Any] = {}
 
     def encode(caption: str) -> list[int]:
         """Word ids of a caption. A word outside of the vocabulary gets the next free id."""
@@ -142,29 +183,41 @@ def _build(
         words = [word for word in words if word.strip()] + ([EOS] if eos else [])
         return [ids.setdefault(word, len(ids)) for word in words]
 
-    encoded = [[encode(caption) for caption in captions] for captions in references.values()]
-    scorer = CiderD.build(encoded, caption_documents=caption_documents)
-    scorer.metadata["ground_truth"] = None
-    if not has_words:
-        scorer.metadata["words"] = list(ids)
-    if with_several := [captions for captions in encoded if len(captions) > 1][:1000]:
-        others = CiderD.build([captions[1:] for captions in with_several])
-        first = [torch.tensor(captions[0], dtype=torch.int64) for captions in with_several]
-        lengths, indices = torch.tensor([len(caption) for caption in first]), torch.arange(len(first))
-        tokens = pad_sequence(first, batch_first=True)
-        # A caption without its last token is one without EOS.
-        scores = [others.score(tokens, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
-        scorer.metadata["ground_truth"] = scores
-    return scorer
+    def encoded() -> Iterator[list[list[int]]]:
+        """The captions of each image. At the end, `metadata` is complete."""
+        with_several: list[list[list[int]]] = []
+        for texts in references:
+            captions = [encode(text) for text in texts]
+            if len(captions) > 1 and len(with_several) < 1000:
+                with_several.append(captions)
+            yield captions
+        metadata["ground_truth"] = _ground_truth(with_several, eos)
+        if not has_words:
+            metadata["words"] = list(ids)
+
+    images = documents.images(len(references))
+    return build_index(encoded(), caption_documents=documents.captions, documents=images, path=path, metadata=metadata)
 
 
-def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
+def _ground_truth(images: list[list[list[int]]], eos: bool) -> list[float] | None:
+    """The mean CIDEr-D of each image's first caption against the others, and that of the captions without EOS."""
+    if not images:
+        return None
+    others = build_index(captions[1:] for captions in images)
+    first = [torch.tensor(captions[0], dtype=torch.int64) for captions in images]
+    lengths, indices = torch.tensor([len(caption) for caption in first]), torch.arange(len(first))
+    tokens = pad_sequence(first, batch_first=True)
+    # A caption without its last token is one without EOS.
+    return [others.score(tokens, (lengths - cut).clamp(min=0), indices).mean().item() for cut in (0, int(eos))]
+
+
+def _cached(folder: Path, digest: str, build: Callable[[Path | None], CiderD]) -> CiderD:
     """Loads the index from its file. The first process builds and writes it while other processes wait.
 
     So does the first process that finds the file damaged.
     """
     indexes = folder / REWARD_INDEXES
-    path, built = indexes / digest / "index.safetensors", None
+    path = indexes / digest / "index.safetensors"
     try:
         with file_lock(indexes / f"{digest}.lock"):
             try:
@@ -174,14 +227,14 @@ def _cached(folder: Path, digest: str, build: Callable[[], CiderD]) -> CiderD:
             except (DamagedError, ValueError) as error:
                 if path.parent.exists():
                     logger.warning(f"damaged   {error}; it is built again")
-                built = build()
             with atomic_folder(path.parent) as temporary:
-                built.save(temporary / path.name)
+                build(temporary / path.name)
                 write_digests(temporary)
             by_last_use = sorted(indexes.glob("[!.]*/"), key=lambda each: each.stat().st_mtime_ns)
             for old in by_last_use[:-MAX_CACHED]:
                 shutil.rmtree(old, ignore_errors=True)  # processes that have it memory-mapped can still read it
                 old.with_suffix(".lock").unlink(missing_ok=True)
             return CiderD.load(path)
-    except OSError:  # the folder cannot be written
-        return built or build()
+    except OSError as error:  # the folder cannot be written
+        logger.warning(f"reward    {error}; this process builds an index for itself")
+        return build(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.references import References
 from pipeline.rewards.words import Bleu, Length, Repetition, RougeL, SampledWords, WordReward
 
 CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that its EOS can count as a word
@@ -38,7 +39,7 @@ class WeightedReward:
         self,
         weights: Mapping[Any, float],
         cider_d: CiderDReward,
-        references: Mapping[int, Sequence[str]],
+        references: References,
         vocabulary: Vocabulary,
         language: str,
     ) -> None:

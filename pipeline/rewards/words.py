@@ -6,7 +6,7 @@ tokens are. EOS is no word here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.rewards.references import References
 from pipeline.scoring.metric_words import metric_words
 from pipeline.scoring.metrics import CaptionWords
 from pipeline.scoring.ngrams import bleu, rouge_l
@@ -68,13 +69,14 @@ class Repetition:
 class SampledWords:
     """Splits sampled token ids and the references of their images into words.
 
-    references: raw captions by image id. language: of the captions. The work is done on the host and takes 0.1 to
-    0.3 ms per caption: once per distinct sampled caption of a call, and once per image for its references. Their words
-    are kept for MAX_IMAGES images (about 1 kB each with five references); of more, they are split again in each epoch.
+    references: raw captions, which stay in Arrow's memory. language: of the captions. The work is done on the host and
+    takes 0.1 to 0.3 ms per caption: once per distinct sampled caption of a call, and once per image for its references.
+    Their words are kept for MAX_IMAGES images (about 1 kB each with five references); of more, they are split again in
+    each epoch.
     """
 
-    def __init__(self, references: Mapping[int, Sequence[str]], vocabulary: Vocabulary, language: str) -> None:
-        self._texts, self._vocabulary, self._language = list(references.values()), vocabulary, language
+    def __init__(self, references: References, vocabulary: Vocabulary, language: str) -> None:
+        self._texts, self._vocabulary, self._language = references, vocabulary, language
         self._references: dict[int, list[list[str]]] = {}
         self._interned: dict[str, str] = {}  # one object per word, because references repeat few words
 

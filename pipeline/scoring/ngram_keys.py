@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class HashTable:
-    """Distinct int64 keys in the order of their hash buckets; a key's position in `keys` is its number.
+    """Distinct int64 keys in the order of their `hashes`; a key's position in `keys` is its number.
 
     A bucket has about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
     """
@@ -85,25 +84,9 @@ class HashTable:
     start: Tensor  # (buckets + 1,); position of each bucket's first key, and the end of the last bucket
 
     @classmethod
-    def build(cls, keys: np.ndarray) -> tuple[HashTable, np.ndarray]:
-        """The table of distinct keys, and the index in `keys` of the key at each position."""
-        bits = max(1, len(keys).bit_length())
-        values = torch.from_numpy(keys)
-        buckets = _buckets(values, bits).numpy().astype(index_type(1 << bits))
-        order = np.argsort(buckets)
-        start = np.zeros((1 << bits) + 1, index_type(len(keys)))
-        np.cumsum(np.bincount(buckets, minlength=1 << bits), out=start[1:])
-        ordered = torch.cat([values[torch.from_numpy(order)], values.new_zeros(1)])
-        return cls(ordered, torch.from_numpy(start)), order
-
-    @classmethod
     def of(cls, tensors: Mapping[str, Tensor], name: str) -> HashTable:
         """The table whose two tensors `tensors` contains under this name. Raises KeyError if it lacks them."""
         return cls(tensors[f"{name}.keys"], tensors[f"{name}.start"])
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The two tensors by the names that `of` reads."""
-        return {f"{name}.keys": self.keys, f"{name}.start": self.start}
 
     def __len__(self) -> int:
         return len(self.keys) - 1
@@ -113,14 +96,31 @@ class HashTable:
         num_buckets = len(self.start) - 1  # a power of two
         buckets = _buckets(values, num_buckets.bit_length() - 1)
         position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
-        present = (take(self.keys, position) == values) & (position < end)
-        pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
-        while len(pending):
-            following = take(position, pending) + 1
-            position[pending] = following
-            present[pending] = hit = take(self.keys, following) == take(values, pending)
-            pending = pending[~hit & (following + 1 < take(end, pending))]
-        return position, present
+        return find_in_buckets(self.keys, values, position, end)
+
+
+def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in `keys` of values (n,), each within its bucket, and whether the bucket has it.
+
+    position, end (n,) int64: the begin and the end of the bucket of each value. `position` is changed. `keys` has at
+    least one more key than the buckets.
+    """
+    present = (take(keys, position) == values) & (position < end)
+    pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
+    while len(pending):
+        following = take(position, pending) + 1
+        position[pending] = following
+        present[pending] = hit = take(keys, following) == take(values, pending)
+        pending = pending[~hit & (following + 1 < take(end, pending))]
+    return position, present
+
+
+def hashes(keys: np.ndarray) -> np.ndarray:
+    """Distinct numbers (n,) uint64 for distinct keys (n,). Their highest bits are the bucket in a `HashTable`.
+
+    So keys in the order of their hashes are in the order of buckets, however many buckets there are.
+    """
+    return (keys * np.int64(_FIBONACCI)).view(np.uint64)
 
 
 def _buckets(keys: Tensor, bits: int) -> Tensor:
@@ -155,11 +155,10 @@ def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 class Ragged:
-    """Captions of different lengths: all their words in one array, and the length of each."""
+    """Captions of different lengths: all their words in one array (W,) int64, and the length of each (C,) int64."""
 
-    def __init__(self, captions: Sequence[Sequence[int]]) -> None:
-        self.lengths = np.array([len(caption) for caption in captions], np.int64)
-        self.words = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(self.lengths.sum()))
+    def __init__(self, words: np.ndarray, lengths: np.ndarray) -> None:
+        self.words, self.lengths = words, lengths
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""

@@ -29,6 +29,7 @@ from pipeline.config.run import total_steps
 from pipeline.config.sections import StageSection
 from pipeline.features.store import open_store
 from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.references import References
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
@@ -179,7 +180,7 @@ class StageRun:
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(folder, validation, store)
-        references = validation.references(self.vocabulary.tokenizer)
+        references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
         self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)

@@ -38,7 +38,8 @@ from models.decoding import Beams, Decoder, greedy, sample, search
 from models.decoding_config import Decoding
 from models.score_rules import ScoreRules
 from pipeline.language.languages import ENGLISH
-from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents
+from pipeline.rewards.references import References
 from pipeline.rewards.weighted import CIDER_D, WeightedReward
 from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.storage.cache import cache_folder
@@ -82,19 +83,19 @@ def make_objective(
     """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
-    section = stage.sampling
+    section, device = stage.sampling, next(captioner.parameters()).device
     cider_d = CiderDReward(
-        train.references(vocabulary.tokenizer),
+        References.of(train, vocabulary.tokenizer),
         vocabulary,
         eos=section.eos_in_reward,
-        caption_documents=section.document_frequency == "captions",
-        device=next(captioner.parameters()).device,
+        documents=Documents(section.document_frequency == "captions", section.document_sample),
+        device=device,
         cache=cache_folder(),
         language=language,
     )
-    reward = WeightedReward(section.reward, cider_d, train.references(), vocabulary, language)
+    reward = WeightedReward(section.reward, cider_d, References.of(train), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
-    indices = cider_d.indices_of(train.column("image_id"))
+    indices = torch.arange(len(train), device=device)  # the references have the order of the rows
     words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
     return scst_objective(stage, reward, indices, vocabulary.pad, words, reference), cider_d
 
@@ -121,7 +122,7 @@ def scst_objective(
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    indices: the number of each row of the data set in the reward, on its device (`CiderDReward.indices_of`).
+    indices: the number of each row of the data set in the reward, on its device (see `References`).
     words: the words in the order of their token ids. reference: the model of `kl`, in evaluation mode; it costs a copy
     of the weights, a pass of encoder and decoder without gradient, and in an end-to-end stage one of the backbone.
     """
@@ -229,6 +230,8 @@ def scst_signature(section: ScstSection) -> str:
     others += ["divide_by_deviation", "kl"]
     defaults = type(section)()
     values = {key: getattr(section, key) for key in others if getattr(section, key) != getattr(defaults, key)}
+    if section.document_sample is not None:
+        values |= {"document_sample": section.document_sample, "document_seed": DOCUMENT_SEED}
     if section.reward != defaults.reward:
         values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(section.reward.items()))
     return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])

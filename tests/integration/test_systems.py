@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.captioning.bundle import load_bundle
 from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.references import References
 from pipeline.runs.journal import read_journal
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
@@ -57,8 +58,8 @@ def test_the_recipe_of_the_clustformers_code_trains(tmp_path: Path, monkeypatch:
     compared: list[str] = []  # the captions that rewards and validations compare with
     original = CiderDReward.__init__
 
-    def recorded(self: CiderDReward, references: dict[int, list[str]], *others: Any, **options: Any) -> None:
-        compared.extend(text for texts in references.values() for text in texts)
+    def recorded(self: CiderDReward, references: References, *others: Any, **options: Any) -> None:
+        compared.extend(text for texts in references for text in texts)
         original(self, references, *others, **options)
 
     monkeypatch.setattr(CiderDReward, "__init__", recorded)

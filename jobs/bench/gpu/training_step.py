@@ -21,6 +21,7 @@ from models.registry import build_model
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
 from pipeline.language.languages import ENGLISH
 from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.references import References
 from pipeline.rewards.weighted import WeightedReward
 from pipeline.runtime.precision import float32_products
 from pipeline.training.batches import Batch, target_positions
@@ -166,10 +167,11 @@ def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
     words = [f"w{number:05d}" for number in range(scale.vocabulary - len(SPECIALS))]
     vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
     rng = np.random.default_rng(0)
-    references = {
+    texts = {
         image: [" ".join(words[number] for number in rng.integers(0, min(2000, len(words)), 12)) for _ in range(5)]
         for image in range(max(scale.reference_images, case.images))
     }
+    references = References.of_texts(texts)
     cider_d = CiderDReward(references, vocabulary, eos=True, device=device)
     reward = WeightedReward(SAMPLING["reward"], cider_d, references, vocabulary, ENGLISH)
     indices = cider_d.indices_of(range(case.images))

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from jobs.bench import scale as module
-from jobs.bench.scale import CAPTIONS_PER_IMAGE, HEADER, PARTS, Measurement, bench_scale
+from jobs.bench.scale import data as module
+from jobs.bench.scale.command import PARTS, bench_scale
+from jobs.bench.scale.data import CAPTIONS_PER_IMAGE
+from jobs.bench.scale.measured import HEADER, Measurement
+from jobs.bench.scale.model import Cluster, line, parts, report
 from pipeline.data.dataset import Dataset, read_dataset
 from pipeline.errors import UserError
 from pipeline.language.token_files import TokenFiles
@@ -24,7 +27,8 @@ def test_every_part_measures_in_this_process(
     def here(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
-    monkeypatch.setattr(module, "in_new_process", here)
+    for part in ("data", "keys", "measured"):
+        monkeypatch.setattr(f"jobs.bench.scale.{part}.in_new_process", here)
     found = [measurement for part in PARTS.values() for measurement in part(ROWS, tmp_path)]
     assert found and all(each.rows == ROWS and each.seconds > 0 and each.peak_mb > 0 for each in found)
     dataset = Dataset.load(tmp_path / "data.arrow")
@@ -46,3 +50,22 @@ def test_an_unknown_part_is_refused() -> None:
 
 def test_a_row_of_the_table_is_as_wide_as_its_header() -> None:
     assert len(str(Measurement("data: worker's start", 10**7, 1234.5, 12.5, 12345.6, 1.5, 10**6))) == len(HEADER)
+
+
+def test_the_model_continues_measurements_in_a_straight_line() -> None:
+    measured = [
+        Measurement("keys: new images", rows, 9.0, 1.0 + rows / 1e4, 9.0, 100 + rows / 1e3, rows // 1000)
+        for rows in (10_000, 100_000)
+    ]
+    assert line([(10, 3.0), (20, 5.0)], 100) == 21 and line([(10, 5.0), (20, 3.0)], 100) == 3
+    cluster = Cluster(nodes=4, images_per_s=10, feature_mb=0.5, cache_gib=1, latency_ms=10, gbit_per_s=8)
+    found = {part.name: part for part in parts(measured, 10**6, cluster)}
+    keys = found["keys: new images"]
+    assert keys.puts == 1000 and keys.seconds == pytest.approx(101 + 1000 * 0.01)
+    assert keys.memory_gb == pytest.approx(1.1) and keys.usd == pytest.approx(0.005)
+    assert found["extraction: backbone"].seconds == 10**6 / 10 / 4
+    assert found["extraction: images are read"].seconds == pytest.approx(10**6 * 0.01 / 8 / 4), "requests limit"
+    assert found["extraction: features are stored"].seconds == pytest.approx(10**6 * 0.5 / 1000 / 4), "bytes limit"
+    lines = list(report(measured, 10**7, cluster))
+    assert lines[-1].split()[0] == "10,000,000" and lines[-1].endswith("keys: new images"), "10.1 GB"
+    assert lines[-3].endswith("none") and "hold 0% of" not in lines[-1]

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from jobs.bench.reward import PlainCiderD
+from jobs.bench.reference_cider import PlainCiderD
 from pipeline.data.synthetic import make_scene
 from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from pipeline.language.english import tokenize
 from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.rewards import cider_d
-from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.cider_d import CiderDReward, Documents
+from pipeline.rewards.cider_index import build_index
+from pipeline.rewards.references import References
 from pipeline.scoring import ngram_keys
-from pipeline.scoring.cider import CiderD
 from pipeline.scoring.metric_words import metric_words
 from pipeline.scoring.metrics import score_captions
 from tests.support.damage import cut, empty, flip_any
@@ -41,7 +42,7 @@ def test_cider_d_equals_its_definition(pairs: int, data: st.DataObject) -> None:
     rows = torch.tensor([candidate + [0] * (width - len(candidate)) for candidate in candidates])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_keys, "_PAIRS", pairs)
-        scorer = CiderD.build(references)
+        scorer = build_index(references)
         scores = scorer.score(rows, torch.tensor([len(c) for c in candidates]), torch.tensor(images)).tolist()
     text = [[[str(word) for word in caption] for caption in image] for image in references]
     plain = PlainCiderD(text)
@@ -61,7 +62,7 @@ def test_reward_baseline_and_loss_are_the_references(shared: Path) -> None:
     width = max(map(len, samples))
     tokens = torch.tensor([[vocabulary.ids[w] for w in c] + [vocabulary.pad] * (width - len(c)) for c in samples])
     images = [image for image in record["picked_image_ids"] for _ in range(5)]
-    reward = CiderDReward(references, vocabulary, eos=True)
+    reward = CiderDReward(References.of_texts(references), vocabulary, eos=True)
     found = reward(tokens, reward.indices_of(images)).view(-1, 5)
     assert np.allclose(found, record["reward"], rtol=0, atol=1e-6)
     baseline = (found.sum(1, keepdim=True) - found) / 4
@@ -75,7 +76,7 @@ def test_without_eos_the_end_does_not_count() -> None:
     references = {1: ["a b", "a b c"], 2: ["c c"]}
     ended = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.eos]])
     cut = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.pad]])
-    with_eos, without = (CiderDReward(references, vocabulary, eos=eos) for eos in (True, False))
+    with_eos, without = (CiderDReward(References.of_texts(references), vocabulary, eos=eos) for eos in (True, False))
     image = with_eos.indices_of([1])
     assert with_eos(ended, image) > with_eos(cut, image)
     assert without(ended, image) == without(cut, image)
@@ -84,7 +85,7 @@ def test_without_eos_the_end_does_not_count() -> None:
 def test_documents_may_be_captions() -> None:
     """The meshed-memory recipe: a word that every image has but few captions is worth something."""
     references = [[[1, 2], [3]], [[1, 4], [5]]]
-    by_image, by_caption = (CiderD.build(references, caption_documents=flag) for flag in (False, True))
+    by_image, by_caption = (build_index(references, caption_documents=flag) for flag in (False, True))
     rows, lengths, image = torch.tensor([[1]]), torch.tensor([1]), torch.tensor([0])
     assert by_image.score(rows, lengths, image)[0] == 0.0
     assert by_caption.score(rows, lengths, image)[0] > 0.0
@@ -93,11 +94,11 @@ def test_documents_may_be_captions() -> None:
 def test_ground_truth_scores_high_and_its_end_counts() -> None:
     vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
     references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
-    whole, cut = CiderDReward(references, vocabulary, eos=True).ground_truth or (0.0, 0.0)
+    whole, cut = CiderDReward(References.of_texts(references), vocabulary, eos=True).ground_truth or (0.0, 0.0)
     assert whole > 0.5 and cut > 0.5 and whole != cut
-    plain = CiderDReward(references, vocabulary, eos=False).ground_truth
+    plain = CiderDReward(References.of_texts(references), vocabulary, eos=False).ground_truth
     assert plain is not None and plain[0] == plain[1]
-    assert CiderDReward({1: ["a"], 2: ["b"]}, vocabulary, eos=True).ground_truth is None
+    assert CiderDReward(References.of_texts({1: ["a"], 2: ["b"]}), vocabulary, eos=True).ground_truth is None
 
 
 def test_the_index_is_built_once_a_machine(
@@ -108,7 +109,7 @@ def test_the_index_is_built_once_a_machine(
     tokens = torch.tensor([vocabulary.encode(list("acb"))])
 
     def score(texts: dict[int, list[str]] = references, eos: bool = True, cache: Path | None = tmp_path / "c") -> float:
-        reward = CiderDReward(texts, vocabulary, eos=eos, cache=cache)
+        reward = CiderDReward(References.of_texts(texts), vocabulary, eos=eos, cache=cache)
         assert reward.ground_truth is not None and reward.ground_truth[0] > 0.5
         return float(reward(tokens, reward.indices_of([0])))
 
@@ -133,6 +134,29 @@ def test_the_index_is_built_once_a_machine(
     assert score(cache=tmp_path / "file") == first  # no folder can be there
 
 
+def test_a_call_may_select_the_parts_of_its_images() -> None:
+    """As on a GPU, for an index above MAX_DEVICE_BYTES."""
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
+    reward = CiderDReward(References.of_texts(references), vocabulary, eos=True)
+    tokens, images = torch.tensor([vocabulary.encode(list("acb"))] * 3), torch.tensor([4, 0, 4])
+    expected = reward(tokens, images)
+    reward._all, reward.scorer = reward.scorer, reward.scorer.select(images[:0])
+    assert torch.equal(reward(tokens, images), expected) and expected[1] > expected[0] == expected[2]
+
+
+def test_document_frequencies_may_be_those_of_a_sample() -> None:
+    assert Documents(sample=6).images(6) is None and Documents().images(6) is None
+    numbers = Documents(sample=3).images(1000)
+    assert numbers is not None and len(set(numbers.tolist())) == 3 and np.array_equal(numbers, np.sort(numbers))
+    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
+    texts = References.of_texts({n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")})
+    sampled, plain = (CiderDReward(texts, vocabulary, eos=True, documents=Documents(sample=size)) for size in (2, None))
+    tokens = torch.tensor([vocabulary.encode(list("acb"))])
+    assert sampled(tokens, torch.tensor([0])) != plain(tokens, torch.tensor([0]))
+    assert sampled.scorer.metadata["log_documents"] == np.log(2)
+
+
 @pytest.mark.parametrize("language", ["en", "de", "zh"])
 @pytest.mark.parametrize("eos", [False, True])
 def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool, tmp_path: Path) -> None:
@@ -154,7 +178,7 @@ def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool
             references, {image: captions[image] for image in range(12)}, metrics=("CIDEr-D",), language=language
         )
     for cache in (None, tmp_path, tmp_path):
-        reward = CiderDReward(references, vocabulary, eos=eos, language=language, cache=cache)
+        reward = CiderDReward(References.of_texts(references), vocabulary, eos=eos, language=language, cache=cache)
         found = reward(tokens, reward.indices_of(images)).tolist()
         words = [[[*metric_words(c, language), *[EOS] * eos] for c in image] for image in references.values()]
         plain = PlainCiderD(words)
@@ -178,6 +202,6 @@ def test_the_reward_of_words_does_not_depend_on_the_language() -> None:
     )
     values = []
     for language in ("en", "de"):
-        reward = CiderDReward(references, vocabulary, eos=True, language=language)
+        reward = CiderDReward(References.of_texts(references), vocabulary, eos=True, language=language)
         values.append(reward(tokens, reward.indices_of(list(references))))
     assert torch.equal(*values)

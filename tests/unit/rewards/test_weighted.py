@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.rewards import words as words_module
 from pipeline.rewards.cider_d import CiderDReward
+from pipeline.rewards.references import References
 from pipeline.rewards.weighted import REWARDS, WeightedReward
 from pipeline.rewards.words import Length, Repetition
 from pipeline.runs.identity import config_identity
@@ -48,8 +49,9 @@ class Case:
         self.indices = torch.tensor([index % 12 for index in range(24)] + [0, 0, 2, 3])
 
     def reward(self, weights: dict[str, float]) -> WeightedReward:
-        cider_d = CiderDReward(self.references, self.vocabulary, eos=True, language=self.language)
-        return WeightedReward(weights, cider_d, self.references, self.vocabulary, self.language)
+        references = References.of_texts(self.references)
+        cider_d = CiderDReward(references, self.vocabulary, eos=True, language=self.language)
+        return WeightedReward(weights, cider_d, references, self.vocabulary, self.language)
 
 
 @pytest.mark.parametrize(("language", "tokenizer"), FORMS)
@@ -79,7 +81,7 @@ def test_every_summand_is_its_metric(language: str, tokenizer: str) -> None:
 
 def test_cider_d_alone_is_bit_equal() -> None:
     case = Case("en", "expansionnet")
-    cider_d = CiderDReward(case.references, case.vocabulary, eos=True)
+    cider_d = CiderDReward(References.of_texts(case.references), case.vocabulary, eos=True)
     plain = cider_d(case.tokens, case.indices)
     total, values = case.reward({"ciderd": 1.0})(case.tokens, case.indices)
     assert torch.equal(total, plain) and values.keys() == {"ciderd"}

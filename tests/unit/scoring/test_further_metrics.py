@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pycocoevalcap.bleu.bleu import Bleu
 
-from jobs.bench.reward import PlainCiderD
+from jobs.bench.reference_cider import PlainCiderD
 from pipeline.errors import UserError
 from pipeline.scoring.grounding import Objects
 from pipeline.scoring.metric_words import metric_words

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from jobs.bench.reward import PlainCiderD
+from jobs.bench.reference_cider import PlainCiderD
 from pipeline.captioning.protocols import in_language
 from pipeline.comparison.protocol import Protocol, differences
 from pipeline.data.synthetic import make_scene

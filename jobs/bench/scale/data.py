@@ -1,28 +1,21 @@
-"""`raycap bench scale`: time and memory of what grows with the data set, part by part."""
+"""The part "data": captioned images, read and prepared by the driver, and opened by a training worker."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import typer
 
 from jobs.bench.measuring import in_new_process
-from jobs.options import Folder
+from jobs.bench.scale.measured import Measurement, measured
 from models.transform import ImageTransform
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
 from pipeline.features.model_inputs import Images
 from pipeline.language.token_files import TokenFiles, write_tokens
 from pipeline.training.batches import CaptionTokens
@@ -30,46 +23,6 @@ from pipeline.training.batches import CaptionTokens
 CAPTIONS_PER_IMAGE = 5
 NUM_TEXTS, NUM_WORDS = 100_000, 10_000  # distinct captions of a synthetic data set, and their distinct words
 ROWS_PER_PART = 100_000  # of the synthetic table, which is written a part at a time
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A row of the table. The numbers are those of a process of its own, in which torch is imported.
-
-    processor_seconds: of all threads. peak_mb: the largest resident memory, in which memory-mapped pages count that
-    processes share. private_mb: the resident memory at the end without such pages. requests: to a storage.
-    """
-
-    part: str
-    rows: int
-    seconds: float
-    processor_seconds: float
-    peak_mb: float
-    private_mb: float
-    requests: int = 0
-
-    def __str__(self) -> str:
-        values = (self.seconds, self.processor_seconds, self.peak_mb, self.private_mb)
-        numbers = "".join(f"  {value:>9,.1f}" for value in values)
-        return f"{self.part:<22}{self.rows:>12,}{numbers}  {self.requests:>9,}"
-
-
-HEADER = f"{'part':<22}{'rows':>12}  {'s':>9}  {'CPU s':>9}  {'peak MB':>9}  {'own MB':>9}  {'requests':>9}"
-
-
-def measured(part: str, rows: int, function: Callable[..., int | None], *arguments: Any) -> Measurement:
-    """The time and memory of a call in a new process. The function may return its number of requests."""
-    return in_new_process(_measure, part, rows, function, *arguments)
-
-
-def _measure(part: str, rows: int, function: Callable[..., int | None], *arguments: Any) -> Measurement:
-    begin, processor_begin = time.perf_counter(), time.process_time()
-    requests = function(*arguments)
-    seconds, processor_seconds = time.perf_counter() - begin, time.process_time() - processor_begin
-    # getrusage would give the parent's peak where it is larger, because a process inherits it
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    peak, private = (int(status[name].split()[0]) / 1024 for name in ("VmHWM", "RssAnon"))
-    return Measurement(part, rows, seconds, processor_seconds, peak, private, requests or 0)
 
 
 def measure_data(rows: int, folder: Path) -> Iterator[Measurement]:
@@ -139,29 +92,3 @@ def _start_worker(folder: Path) -> None:
     images = Images(train, None, ImageTransform(32), max_pixels=10**8, threads=1)
     captions.padded(np.arange(64) * (len(captions) // 64))
     assert len(images) == len(train) and images.uri(len(images) - 1)
-
-
-# Each part yields its rows of the table, and may write to the folder.
-PARTS: Mapping[str, Callable[[int, Path], Iterator[Measurement]]] = {"data": measure_data}
-
-
-def bench_scale(
-    folder: Folder = None,
-    part: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}; by default all.")] = None,
-    rows: Annotated[list[float] | None, typer.Option(min=1000, help="Images; by default 1e5.")] = None,
-) -> None:
-    """Time and memory of what grows with the data set.
-
-    Every measurement has a process of its own. The images are not read; each has 5 captions of 8 to 12 words. A million
-    images need 1.2 GB on the disk.
-
-    Example: raycap bench scale --part data --rows 1e5 --rows 1e6
-    """
-    if unknown := set(part or ()) - PARTS.keys():
-        raise UserError(f"--part: {', '.join(sorted(unknown))} is unknown; the parts are {', '.join(PARTS)}")
-    print(f"{os.cpu_count()} processor cores\n{HEADER}", flush=True)
-    for name in part or PARTS:
-        for count in rows or (1e5,):
-            with tempfile.TemporaryDirectory(prefix="raycap-bench-", dir=folder) as scratch:
-                for measurement in PARTS[name](int(count), Path(scratch)):
-                    print(measurement, flush=True)

@@ -1,0 +1,118 @@
+"""The part "keys": listing, content keys, plan and store of images on S3, without a storage.
+
+The code is that of a run. Only the listing of the bucket and the content of the images are made up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from jobs.bench.measuring import in_new_process
+from jobs.bench.scale.measured import Measurement, measured
+from pipeline.data.content_keys import HashedFiles, take_snapshot
+from pipeline.data.dataset import SCHEMA, Dataset
+from pipeline.features.extraction import plan_extraction
+from pipeline.features.store import INDEX, MANIFEST, FeatureStore
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from pipeline.storage.s3 import Entry
+
+PER_LISTING = 1000  # objects that S3 lists per request
+PER_FOLDER = 100_000
+ROWS_PER_SHARD = 256
+ROWS_PER_TASK = 10_000  # whose keys arrive at a time
+BUCKET = "s3://bucket/images"
+
+
+def measure_keys(rows: int, folder: Path) -> Iterator[Measurement]:
+    """Content keys of new and of unchanged images, the plan of their extraction, and a store opened by a worker."""
+    yield measured("keys: new images", rows, _take_snapshot, rows, folder)
+    yield measured("keys: nothing new", rows, _take_snapshot, rows, folder)
+    in_new_process(_write_store, rows, folder)
+    yield measured("keys: plan", rows, _plan, rows, folder)
+    yield measured("keys: worker's store", rows, _open, folder)
+
+
+def _names(rows: int) -> Iterator[tuple[str, pa.Array]]:
+    """The folders of the bucket, and the names of their images."""
+    for start in range(0, rows, PER_FOLDER):
+        numbers = pa.array(np.arange(start, min(start + PER_FOLDER, rows)))
+        yield f"{start // PER_FOLDER:06}", pc.binary_join_element_wise(pc.cast(numbers, pa.string()), "jpg", ".")
+
+
+def _uris(rows: int) -> pa.ChunkedArray:
+    parts = [pc.binary_join_element_wise(f"{BUCKET}/{part}", names, "/") for part, names in _names(rows)]
+    return pa.chunked_array(parts)
+
+
+def _dataset(rows: int, keys: pa.Array | None = None) -> Dataset:
+    """The images without captions, which no step here reads."""
+    captions = pa.ListArray.from_arrays(np.zeros(rows + 1, np.int32), pa.array([], pa.string()))
+    splits = pa.array(["train"]).take(pa.array(np.zeros(rows, np.int64)))
+    keys = pa.nulls(rows, pa.string()) if keys is None else keys
+    return Dataset(pa.table([pa.array(np.arange(rows)), splits, _uris(rows), captions, keys], schema=SCHEMA))
+
+
+def _keys(uris: list[str]) -> pa.Array:
+    return pa.array([hashlib.sha256(uri.encode()).hexdigest() for uri in uris], pa.string())
+
+
+def _take_snapshot(rows: int, folder: Path) -> int:
+    """Takes a snapshot of made-up objects. Returns the number of requests that list them."""
+    requests = 0
+
+    def walk(path: StoragePath) -> Iterator[tuple[str, Entry]]:
+        nonlocal requests
+        names = next(names for part, names in _names(rows) if path.uri.endswith(part))
+        for number, name in enumerate(names.to_pylist()):
+            requests += number % PER_LISTING == 0
+            yield name, Entry(180_000, "etag")
+
+    def hash_files(uris: pa.Array, _: StorageOptions) -> Iterator[HashedFiles]:
+        for start in range(0, len(uris), ROWS_PER_TASK):
+            part = uris.slice(start, ROWS_PER_TASK).to_pylist()
+            yield HashedFiles(np.arange(start, start + len(part)), _keys(part), {})
+
+    with patch.object(StoragePath, "walk", walk):
+        take_snapshot(_dataset(rows), folder / "manifest.parquet", hash_files=hash_files)
+    return requests
+
+
+def _write_store(rows: int, folder: Path) -> None:
+    """Writes the index of a store with all images, and empty files as manifests of its shards."""
+    root = folder / "store"
+    (root / "manifest").mkdir(parents=True)
+    shards = [hashlib.sha256(str(number).encode()).hexdigest()[:32] for number in range(-(-rows // ROWS_PER_SHARD))]
+    for shard in shards:
+        (root / "manifest" / f"{shard}.parquet").touch()
+    numbers = np.arange(rows)
+    names = pa.array(shards).take(pa.array(numbers // ROWS_PER_SHARD))
+    sizes = pa.array(np.full(rows, 1 << 20))
+    columns = [
+        _keys(_uris(rows).to_pylist()),
+        names,
+        pa.array((numbers % ROWS_PER_SHARD).astype(np.int32)),
+        names,
+        sizes,
+    ]
+    columns += [pa.nulls(rows, pa.int32()), pa.nulls(rows, pa.string())]
+    pq.write_table(pa.table(columns, schema=MANIFEST), root / INDEX)
+
+
+def _plan(rows: int, folder: Path) -> None:
+    keys = pq.read_table(folder / "store" / INDEX, columns=["key"])["key"].combine_chunks()
+    plan = plan_extraction(_dataset(rows, keys), storage_path(folder / "store"), max_pixels=10**8)
+    assert not len(plan.missing)
+
+
+def _open(folder: Path) -> None:
+    """What a worker does with a store: it opens it and finds its images."""
+    store = FeatureStore(folder / "store")
+    store.locate(store.keys)
