@@ -59,7 +59,7 @@ class Part:
     def __str__(self) -> str:
         memory = "bounded" if self.memory_gb is None else f"{self.memory_gb:,.1f}"
         return (
-            f"{self.name:<30}{self.place:<8}{_duration(self.seconds):>10}{memory:>10}"
+            f"{self.name:<32}{self.place:<8}{_duration(self.seconds):>10}{memory:>10}"
             f"{self.gets:>16,.0f}{self.puts:>14,.0f}{self.usd:>10,.2f}"
         )
 
@@ -101,7 +101,7 @@ def report(measured: Sequence[Measurement], images: int, cluster: Cluster) -> It
     """The lines of the model: a table for `images`, and which part limits at which size."""
     yield ""
     yield f"model: {images:,} images, {cluster.nodes} nodes, features of {images * cluster.feature_mb / 1e6:,.1f} TB"
-    yield f"{'part':<30}{'place':<8}{'time':>10}{'own GB':>10}{'GET':>16}{'PUT, LIST':>14}{'USD':>10}"
+    yield f"{'part':<32}{'place':<8}{'time':>10}{'own GB':>10}{'GET':>16}{'PUT, LIST':>14}{'USD':>10}"
     yield from map(str, parts(measured, images, cluster))
     room = cluster.nodes * cluster.cache_gib * 2**30 / 1e6
     share = min(1.0, room / (images * cluster.feature_mb))
