@@ -125,24 +125,22 @@ class Batches:
         rank: int,
         world_size: int,
         pins: bool = False,
-        shuffle_buffer: float | None = None,
     ) -> None:
-        """pins: prepare the batches in page-locked memory, for a GPU.
-
-        shuffle_buffer: that of `ShardOrder`, in which the images' features are then read; None: the order of samples.
-        """
+        """pins: prepare the batches in page-locked memory, for a GPU."""
         self.images, self.captions, self.stage = images, captions, stage
         self.seed, self.rank, self.world_size, self.pins = seed, rank, world_size, pins
         self.num_samples = len(captions.image_of) if stage.samples_are_pairs else len(images)
         self._begun = (-1, world_size)  # the epoch in progress at the first step, and the world size when it began
-        self._order: ShardOrder | None = None
-        if shuffle_buffer is not None:
-            assert images.store is not None and images.positions is not None
-            positions = images.positions.reshape(len(images), -1)[:, 0]  # of the first view: it has others beside it
-            first = captions.first if stage.samples_are_pairs else None
-            self._numbered = ShardSamples(images.store.shards_at(positions), first)
-            accumulation = stage.gradient_accumulation_steps
-            self._order = ShardOrder(self._numbered.sizes, stage.batch_size, accumulation, shuffle_buffer, seed)
+        self._order: ShardOrder | None = None  # None: the order of samples
+
+    def order_by_shards(self, shuffle_buffer: float) -> None:
+        """Makes the order that of shards (`ShardOrder`), before the first batch is made. The images need a store."""
+        assert self.images.store is not None and self.images.positions is not None
+        positions = self.images.positions.reshape(len(self.images), -1)[:, 0]  # of the first view; others are beside it
+        first = self.captions.first if self.stage.samples_are_pairs else None
+        self._numbered = ShardSamples(self.images.store.shards_at(positions), first)
+        sizes, accumulation = self._numbered.sizes, self.stage.gradient_accumulation_steps
+        self._order = ShardOrder(sizes, self.stage.batch_size, accumulation, shuffle_buffer, self.seed)
 
     def continue_epoch(self, step: int, epoch_world: int) -> None:
         """Keeps the order of an epoch that began before a step, with another world size than now.

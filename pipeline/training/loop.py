@@ -166,28 +166,19 @@ class StageRun:
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.captioner = stage_captioner(folder, stage, context.device)
-        store = shuffle_buffer = None
+        store, by_shards = None, folder.metadata.order == "shards" and not stage.train_backbone
         if not stage.train_backbone:
             if job.store is None:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
-            by_shards = folder.metadata.order == "shards"
             store = open_store(job.store, config.features, by_shards=by_shards)
-            shuffle_buffer = config.features.shuffle_buffer if by_shards else None
         seed = seed_of(config.seed, self.number)
         captions = CaptionTokens(folder.training_set(stage).without(job.excluded), self.vocabulary)
         rank, world_size = context.world_rank, context.world_size
         images = model_inputs(folder, train, store, config.features.training_views)
         on_gpu = context.device.type == "cuda"
-        self.batches = Batches(
-            images,
-            captions,
-            stage,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            pins=on_gpu,
-            shuffle_buffer=shuffle_buffer,
-        )
+        self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
+        if by_shards:
+            self.batches.order_by_shards(config.features.shuffle_buffer)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(folder, validation, store)
         references = validation.references(self.vocabulary.tokenizer)

@@ -116,9 +116,10 @@ def test_another_number_of_workers_finishes_an_epoch_in_its_order(
     def images(world_size: int, step: int) -> list[int]:
         inputs, captions, seed = run.batches.images, run.batches.captions, run.batches.seed
         workers = [
-            Batches(inputs, captions, stage, seed=seed, rank=rank, world_size=world_size, shuffle_buffer=0.3)
-            for rank in range(world_size)
+            Batches(inputs, captions, stage, seed=seed, rank=rank, world_size=world_size) for rank in range(world_size)
         ]
+        for worker in workers:
+            worker.order_by_shards(0.3)
         return [image for worker in workers for batch in worker.at(step) for image in batch.images.tolist()]
 
     first, last = min(seen), max(seen)

@@ -64,7 +64,9 @@ def test_shards_are_held_for_their_steps_within_the_budget(widths: list[int], st
             assert all(shard >= needed[0] for shard in held), "earlier ones have been let go"
     assert maps.most <= budget and not maps.held
     if max(map(len, steps)) <= budget:
-        assert maps.copies.count(0) == 1 and len(set(maps.copies)) == len(maps.copies) == len({*sum(steps, [])})
+        assert maps.copies.count(0) == 1 and len(set(maps.copies)) == len(maps.copies) == len(
+            {shard for step in steps for shard in step}
+        )
 
 
 def test_shards_of_later_steps_are_copied_before_training_reaches_them() -> None:

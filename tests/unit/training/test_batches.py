@@ -109,8 +109,10 @@ def test_an_epoch_of_shards_holds_every_sample_once(
 ) -> None:
     """Two workers share its batches, and each reads only from shards that `shards_at` names."""
     section = stage(batch_size=5, captions_per_image=captions_per_image)
-    workers = [Batches(*many_shards, section, seed=1, rank=rank, world_size=2, shuffle_buffer=0.4) for rank in (0, 1)]
-    whole = Batches(*many_shards, section, seed=1, rank=0, world_size=1, shuffle_buffer=0.4)
+    workers = [Batches(*many_shards, section, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
+    whole = Batches(*many_shards, section, seed=1, rank=0, world_size=1)
+    for each in (*workers, whole):
+        each.order_by_shards(0.4)
     whole.continue_epoch(1, 2)  # the epoch of the two
     store, positions = many_shards[0].store, many_shards[0].positions
     assert store is not None and positions is not None
@@ -136,7 +138,9 @@ def test_an_epoch_keeps_the_world_size_with_which_it_began(many_shards: tuple[Im
     section = stage(batch_size=4, captions_per_image=5)  # an epoch ends within step 5, the next one within step 11
 
     def batches(world_size: int) -> Batches:
-        return Batches(*many_shards, section, seed=1, rank=0, world_size=world_size, shuffle_buffer=0.4)
+        made = Batches(*many_shards, section, seed=1, rank=0, world_size=world_size)
+        made.order_by_shards(0.4)
+        return made
 
     def images(source: Batches, step: int) -> list[int]:
         positions = np.arange(4) + 4 * step
