@@ -30,7 +30,8 @@ class ReadAhead:
         self._held_bytes = 0
         self._reached = start - 1  # the step that training reads
         self._begun = self._done = start - 1  # the last step whose shards are known, and that whose copies have ended
-        self._is_closed, self._error = False, None  # type: bool, BaseException | None
+        self._is_closed = False
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
 
     def __enter__(self) -> ReadAhead:
