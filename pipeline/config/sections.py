@@ -311,6 +311,11 @@ class FeatureSection(Section):
     # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
     # room; None: half of the disk's free space when the cache is opened
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
+    # of the training samples of frozen stages: a permutation of all samples, or one of shards with a bounded shuffle
+    # (`pipeline.training.sample_order`); auto: shards if the features are on S3 and larger than this machine's cache
+    order: Annotated[Literal["auto", "samples", "shards"], Identity.UNLESS_DEFAULT] = "auto"
+    # in the order of shards, the share of a worker's training samples from which the next ones are drawn
+    shuffle_buffer: Annotated[Share, Identity.UNLESS_DEFAULT] = 0.1
 
     def check_values(self) -> None:
         refuse_renamed_value("features.hdf5", self.hdf5)

@@ -1,4 +1,4 @@
-"""Reads rows of shards: from memory maps of local files, or in ranges from remote files that exceed the cache.
+"""Reads rows of shards: from memory maps of local files, or in ranges from remote files that are not in the cache.
 
 All rows of a shard have the same size. The kernel is first advised of all rows to come, which are then read in their
 order on disk. So the kernel reads ahead instead of one row at a time.
@@ -90,10 +90,18 @@ def _read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 class ShardMaps:
     """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
 
-    def __init__(self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None) -> None:
+    def __init__(
+        self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None, *, by_shards: bool = False
+    ) -> None:
+        """by_shards: read from the cache only the shards that `hold` has copied there, and others in ranges.
+
+        Otherwise a shard is copied at its first use, and those beyond the cache's limit, which would evict others, are
+        read in ranges.
+        """
         self.folder, self.infos, self.cache = folder, infos, cache
-        if cache is not None:  # shards beyond the limit are read in ranges: they would evict others
-            self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
+        if cache is not None:
+            self._fits = (np.cumsum([info.bytes for info in infos]) <= cache.limit) & (not by_shards)
+        self._held: set[int] = set()
         self._lock = threading.RLock()  # training prefetches in a thread while it validates
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
         self._boxes: dict[int, np.ndarray] = {}
@@ -179,15 +187,39 @@ class ShardMaps:
                     self._open.popitem(last=False)  # unmapped once no array refers to it
             return self._open[number]
 
-    def _local_file(self, number: int) -> Path | None:
-        """The local file of a shard; None for a remote one that does not fit the cache."""
+    def hold(self, number: int) -> bool:
+        """Copies a remote shard to the cache, so that its rows are read there. Returns False if it has no room."""
+        if self._copied(number) is None:
+            return False
+        with self._lock:
+            self._held.add(number)
+            self._open.pop(number, None)  # rows may have been read in ranges
+        return True
+
+    def let_go(self, number: int) -> None:
+        """Makes a shard that `hold` has copied one of the first to leave the cache."""
+        with self._lock:
+            self._held.discard(number)
+            self._open.pop(number, None)
+            self._boxes.pop(number, None)
+        if self.cache is not None:
+            self.cache.let_go(self.folder / f"{self.infos[number].shard}.npy", self.infos[number].sha256)
+
+    def _copied(self, number: int) -> Path | None:
+        """The copy of a remote shard in the cache; None if it has no room for it."""
+        assert self.cache is not None
         info = self.infos[number]
-        path = self.folder / f"{info.shard}.npy"
         try:
-            if self.cache is not None:
-                return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+            return self.cache.get(self.folder / f"{info.shard}.npy", info.bytes, info.sha256)
         except (FileNotFoundError, ChangedError) as error:
             raise self._reject(info, str(error)) from error
+
+    def _local_file(self, number: int) -> Path | None:
+        """The local file of a shard; None for a remote one that is not in the cache."""
+        info = self.infos[number]
+        if self.cache is not None:
+            return self._copied(number) if self._fits[number] or number in self._held else None
+        path = self.folder / f"{info.shard}.npy"
         if number not in self._whole:
             if damage := self._local_damage(info):
                 raise self._reject(info, damage)

@@ -20,9 +20,11 @@ import hashlib
 import io
 import json
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import pyarrow.compute as pc
 
 from pipeline.config.sections import FeatureSection
 from pipeline.errors import DamagedError
+from pipeline.features.read_ahead import ReadAhead
 from pipeline.features.shards import ShardInfo, ShardMaps
 from pipeline.storage.file_cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
@@ -116,9 +119,17 @@ class FeatureStore:
     """
 
     def __init__(
-        self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int | None = None
+        self,
+        folder: StoragePath | Path | str,
+        cache: Path | None = None,
+        cache_bytes: int | None = None,
+        *,
+        by_shards: bool = False,
     ) -> None:
-        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space."""
+        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space.
+
+        by_shards: copy only the shards that `read_ahead` asks for (`ShardMaps`).
+        """
         self.folder = storage_path(folder)
         table = _read_manifest(self.folder)
         self.keys: pa.Array = table["key"].combine_chunks()
@@ -131,7 +142,7 @@ class FeatureStore:
         columns = table.select(["shard", "sha256", "bytes", "boxes_sha256"])
         self.shards = [ShardInfo(**row) for row in columns.take(first_rows).to_pylist()]
         local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
-        self._maps = ShardMaps(self.folder / "shards", self.shards, local)
+        self._maps = ShardMaps(self.folder / "shards", self.shards, local, by_shards=by_shards)
 
     def __len__(self) -> int:
         """Number of images in the store."""
@@ -151,6 +162,22 @@ class FeatureStore:
             missing = content_keys.filter(pc.is_null(positions))[0].as_py()
             raise DamagedError(f"features of image {missing} are not in {self.folder}; run the extraction again")
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)
+
+    def shards_at(self, positions: np.ndarray) -> np.ndarray:
+        """The numbers (len(positions),) int32 of the shards that have the images at these positions."""
+        return self._shard[positions]
+
+    def read_ahead(
+        self, shards_at: Callable[[int], np.ndarray], start: int, stop: int
+    ) -> AbstractContextManager[ReadAhead | None]:
+        """Copies the shards of training's steps to the cache in the context (`ReadAhead`). A local store needs none.
+
+        The training workers on a machine, whose number LOCAL_WORLD_SIZE has, share the cache equally.
+        """
+        if self._maps.cache is None:
+            return nullcontext()
+        budget = self._maps.cache.limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return ReadAhead(self._maps, shards_at, start, stop, budget)
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
         """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
@@ -202,9 +229,9 @@ class FeatureStore:
         return ""
 
 
-def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
-    """Opens a store with a local cache of the configured size."""
-    return FeatureStore(folder, cache_bytes=settings.cache_bytes)
+def open_store(folder: StoragePath | Path, settings: FeatureSection, *, by_shards: bool = False) -> FeatureStore:
+    """Opens a store with a local cache of the configured size. by_shards: see `FeatureStore`."""
+    return FeatureStore(folder, cache_bytes=settings.cache_bytes, by_shards=by_shards)
 
 
 def _shards_with_manifest(folder: StoragePath) -> set[str]:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 from pydantic import TypeAdapter
@@ -96,6 +96,7 @@ class RunMetadata:
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
     vocabulary: str = ""  # the SHA-256 of vocabulary.json; "" in runs of older versions
     distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
+    order: Literal["samples", "shards"] = "samples"  # in which frozen stages read features; decided from features.order
 
     def __post_init__(self) -> None:
         if missing := {"model", "backbone"} - self.parameters.keys():

@@ -11,7 +11,9 @@ import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 
 from models.backbone import Backbone, image_transform
@@ -35,6 +37,7 @@ from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start
 from pipeline.storage.atomic import write_json, write_text
 from pipeline.storage.digests import file_digest, write_digests
+from pipeline.storage.file_cache import shard_cache
 from pipeline.storage.weights import save_weights
 from pipeline.version import commit
 
@@ -180,11 +183,33 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
+        order=decide_order(config, dataset, num_tokens * width),
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
     folder.write_tokens(TOKENS, vocabulary)
     write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
     folder.push("run.json")
+
+
+def decide_order(config: RunConfig, dataset: Dataset, row_values: int) -> Literal["samples", "shards"]:
+    """The order in which frozen stages read features. With `auto`, shards if the features exceed the cache.
+
+    Every worker and every later attempt uses the decision, which depends on this machine. row_values: the numbers in an
+    image's features.
+    """
+    settings = config.features
+    if settings.order != "auto":
+        return settings.order
+    if not config.storage_place.is_remote or all(stage.train_backbone for stage in config.stages):
+        return "samples"
+    num_train, num_val = len(dataset.split(*config.data.train_splits)), len(dataset.split(config.data.val_split))
+    num_bytes = (num_train * max(1, settings.views) + num_val) * row_values * np.dtype(settings.stored_dtype).itemsize
+    limit = shard_cache(settings.cache_bytes).limit
+    if num_bytes <= limit:
+        return "samples"
+    sizes = f"features take {num_bytes / 2**30:.1f} GiB and the cache of this machine {limit / 2**30:.1f} GiB"
+    logger.info(f"order     frozen stages read whole shards: {sizes}")
+    return "shards"
 
 
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:

@@ -167,17 +167,19 @@ class StageRun:
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.captioner = stage_captioner(folder, stage, context.device)
-        store = None
+        store, by_shards = None, folder.metadata.order == "shards" and not stage.train_backbone
         if not stage.train_backbone:
             if job.store is None:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
-            store = open_store(job.store, config.features)
+            store = open_store(job.store, config.features, by_shards=by_shards)
         seed = seed_of(config.seed, self.number)
         captions = CaptionTokens.of_stage(folder, stage, train)
         rank, world_size = context.world_rank, context.world_size
         images = model_inputs(folder, train, store, config.features.training_views)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
+        if by_shards:
+            self.batches.order_by_shards(config.features.shuffle_buffer)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(folder, validation, store)
         references = References.of(validation, self.vocabulary.tokenizer)
@@ -214,7 +216,7 @@ class StageRun:
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
             with float32_products(stage.precision):
                 metrics.add(self.step(step, batches))
-            progress.step = step + 1
+            progress.step, progress.epoch_world = step + 1, self.batches.epoch_world(step + 1)
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
                 # A checkpoint is due. Before a validation of this step it would be wrong, because a resumed stage would
@@ -296,6 +298,7 @@ class StageRun:
         progress = output.restore(step, self.captioner, self.optimizer, self.average)
         output.damages = list(dict.fromkeys(text for _, damages in found for text in damages))
         output.open_journal(progress.step)
+        self.batches.continue_epoch(progress.step, progress.epoch_world)
         return progress
 
     def _rate(self, step: int) -> float:

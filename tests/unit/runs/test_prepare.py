@@ -16,7 +16,7 @@ from pipeline.errors import JobFailedError
 from pipeline.features.extraction import Extractor, ShardWriter
 from pipeline.runs import prepare as module
 from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import initial_backbone, prepare
+from pipeline.runs.prepare import decide_order, initial_backbone, prepare
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.training.loop import stage_captioner
 from tests.conftest import small_config
@@ -76,3 +76,32 @@ def test_a_download_that_fails_is_repeated(
         initial_backbone(config)
     assert pauses == list(module.DOWNLOAD_PAUSES_S) and len(downloads) == len(pauses) + 1
     assert sum("the next attempt is in" in line for line in log_lines) == len(pauses)
+
+
+@pytest.mark.parametrize(
+    ("features", "remote", "expected"),
+    [
+        ({"cache_gib": 0.001}, True, "shards"),
+        ({"cache_gib": 0.001, "order": "samples"}, True, "samples"),
+        ({"cache_gib": 0.001}, False, "samples"),
+        ({"cache_gib": 0.05}, True, "samples"),
+        ({"cache_gib": 0.05, "views": 40}, True, "shards"),
+        ({"order": "shards"}, False, "shards"),
+    ],
+)
+def test_shards_are_read_whole_where_the_features_exceed_the_cache(
+    tmp_path: Path, features: dict[str, Any], remote: bool, expected: str
+) -> None:
+    """52 images of 2**14 numbers in float16 take 1.6 MiB, and with 40 views of each training image 60 MiB."""
+    dataset = prepare(parse_config(small_config(tmp_path))).dataset
+    storage: Any = {"uri": "s3://data/order"} if remote else tmp_path
+    config = parse_config(small_config(storage, features={"compute_dtype": "float32"} | features))
+    assert decide_order(config, dataset, 2**14) == expected
+
+
+def test_a_run_keeps_the_order_with_which_it_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = small_config(tmp_path)
+    assert prepare(parse_config(values)).metadata.order == "samples"
+    monkeypatch.setattr(module, "decide_order", lambda *_: "shards")
+    assert prepare(parse_config(values)).metadata.order == "samples", "another attempt"
+    assert prepare(parse_config(values | {"seed": 1})).metadata.order == "shards"

@@ -99,6 +99,75 @@ def test_the_number_of_samples_is_the_batches(
     )
 
 
+@pytest.fixture
+def many_shards(tmp_path: Path) -> tuple[Images, CaptionTokens]:
+    """23 images in shards of 3 at most, of which none has neighbors of the data set."""
+    root = write_karpathy(tmp_path / "set", {"train": 23})
+    dataset, _ = read_annotations(DataSection(root=str(root)), root)
+    keys = [f"key{number}" for number in range(23)]
+    for first in range(8):
+        rows = np.arange(first, 23, 8)
+        write_shard(tmp_path / "store", [keys[row] for row in rows], rows.astype(np.float32)[:, None, None])
+    dataset = type(dataset)(dataset.table.set_column(4, "key", [keys]))
+    images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
+    return images, CaptionTokens(dataset, Vocabulary.build(dataset.tokens(), 1))
+
+
+@pytest.mark.parametrize("captions_per_image", [1, 5])
+def test_an_epoch_of_shards_holds_every_sample_once(
+    many_shards: tuple[Images, CaptionTokens], captions_per_image: int
+) -> None:
+    """Two workers share its batches, and each reads only from shards that `shards_at` names."""
+    section = stage(batch_size=5, captions_per_image=captions_per_image)
+    workers = [Batches(*many_shards, section, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
+    whole = Batches(*many_shards, section, seed=1, rank=0, world_size=1)
+    for each in (*workers, whole):
+        each.order_by_shards(0.4)
+    whole.continue_epoch(1, 2)  # the epoch of the two
+    store, positions = many_shards[0].store, many_shards[0].positions
+    assert store is not None and positions is not None
+    images, captions = Counter[int](), Counter[tuple[int, ...]]()
+    steps = 23 if captions_per_image == 1 else 4
+    for step in range(steps):
+        parts = [worker.at(step)[0] for worker in workers]
+        (together,) = whole.at(step)
+        assert torch.equal(torch.cat([part.images for part in parts]), together.images)
+        for worker, part in zip(workers, parts, strict=True):
+            assert torch.equal(part.features.tokens[:, 0, 0].long(), part.images)
+            assert set(store.shards_at(positions[part.images.numpy()])) <= set(worker.shards_at(step).tolist())
+            images.update(part.images.tolist())
+            captions.update(map(tuple, part.tokens.tolist()))
+    if captions_per_image == 1:
+        every = many_shards[1].padded(np.arange(115)).tolist()
+        assert sum(captions.values()) == 115 and captions == Counter(map(tuple, every))
+    else:
+        assert len(images) == 20 and set(images.values()) == {1}
+
+
+def test_an_epoch_keeps_the_world_size_with_which_it_began(many_shards: tuple[Images, CaptionTokens]) -> None:
+    section = stage(batch_size=4, captions_per_image=5)  # an epoch ends within step 5, the next one within step 11
+
+    def batches(world_size: int) -> Batches:
+        made = Batches(*many_shards, section, seed=1, rank=0, world_size=world_size)
+        made.order_by_shards(0.4)
+        return made
+
+    def images(source: Batches, step: int) -> list[int]:
+        positions = np.arange(4) + 4 * step
+        return source._samples(positions).tolist()
+
+    two, one = batches(2), batches(1)
+    assert images(two, 3) != images(one, 3)
+    one.continue_epoch(3, two.epoch_world(3))
+    assert images(one, 3) == images(two, 3) and one.epoch_world(5) == 2
+    plain = batches(1)
+    assert images(one, 5) == images(two, 5)[:3] + images(plain, 5)[3:], "the last three of the epoch, and the next"
+    assert images(one, 6) == images(plain, 6) and one.epoch_world(6) == 1
+    at_the_start = batches(1)
+    at_the_start.continue_epoch(0, 2)
+    assert images(at_the_start, 0) == images(plain, 0), "an epoch that begins now"
+
+
 def test_a_batch_moves_as_a_whole() -> None:
     """Features are converted, region lengths and tokens keep their types, pixels become channels-last."""
     regions = Features(torch.ones(2, 3, 4), torch.tensor([1, 3]), torch.ones(2, 3, 4))

@@ -1,0 +1,166 @@
+"""Frozen stages that read whole shards: broken off, continued by another number of workers, with a cache of half."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.features.shards import _Shard
+from pipeline.features.store import FeatureStore, write_shard
+from pipeline.runs.folder import RunFolder
+from pipeline.runtime.context import LocalContext
+from pipeline.storage.cache import cache_folder, used_bytes
+from pipeline.storage.file_cache import ShardCache
+from pipeline.storage.path import StoragePath
+from pipeline.training.batches import Batches
+from pipeline.training.loop import StageJob, StageRun, train_stages
+from tests.conftest import small_config
+from tests.support.runs import FROZEN_STAGES, Killed, assert_same_weights, best_weights, prepare_run
+
+ROWS = 3  # per shard
+
+
+def prepare_many_shards(storage: Path | dict[str, Any], **features: Any) -> tuple[RunFolder, StoragePath]:
+    """A run of two frozen stages of two epochs, and its features in shards of ROWS images."""
+    stages = [stage for stage in small_config(Path())["stages"] if stage["name"] in FROZEN_STAGES]
+    stages = [stage | {"epochs": 2, "batch_size": 7, "checkpoint_every_steps": 1} for stage in stages]
+    settings = {"order": "shards", "shuffle_buffer": 0.3, "compute_dtype": "float32"} | features
+    folder, store = prepare_run(storage, stages=stages, features=settings)
+    whole, cut = FeatureStore(store), store / "cut"
+    for first in range(0, len(whole), ROWS):
+        positions = np.arange(first, min(first + ROWS, len(whole)))
+        write_shard(cut, whole.keys.take(positions).to_pylist(), whole.gather_at(positions))
+    return folder, cut
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder, store = prepare_many_shards(tmp_path_factory.mktemp("undisturbed"))
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
+    return folder
+
+
+@pytest.mark.parametrize("stop", [1, 6, 12])
+def test_interrupted_anywhere_the_weights_are_bit_identical(
+    tmp_path: Path, undisturbed: RunFolder, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off near the beginning, at the end of the first epoch, and in the second one."""
+    folder, store = prepare_many_shards(tmp_path)
+    original, broken = StageRun.step, set()
+
+    def step(self: StageRun, number: int, batches: Any) -> Any:
+        if number == stop and self.stage.name not in broken:
+            broken.add(self.stage.name)
+            self.output.wait()
+            raise Killed
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+    for _ in range(3):
+        try:
+            train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
+        except Killed:
+            continue
+    assert broken == set(FROZEN_STAGES)
+    for stage in FROZEN_STAGES:
+        assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
+
+
+class WorkerContext(LocalContext):
+    """One of several workers, which must stop after `steps` steps."""
+
+    def __init__(self, rank: int, world_size: int, steps: int) -> None:
+        super().__init__("cpu")
+        self.world_rank, self.world_size, self.left = rank, world_size, steps
+
+    def must_stop(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def one_rank(rank: int, world_size: int, folder: Path, store: StoragePath, steps: int, out: Path) -> None:
+    """One of several processes that train a part of the first stage, and save a checkpoint."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous-{steps}", rank=rank, world_size=world_size)
+    job = StageJob(RunFolder(folder), FROZEN_STAGES[:1], store)
+    train_stages(WorkerContext(rank, world_size, steps), job)
+    gc.collect()  # the stages' reducers, which otherwise keep the group's threads until the interpreter has ended
+    dist.destroy_process_group()
+
+
+def test_another_number_of_workers_finishes_an_epoch_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes train three steps of an epoch, two more one, and one process the rest in the order of the two."""
+    folder, store = prepare_many_shards(tmp_path)
+    for steps in (3, 1):
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined]
+            one_rank, (2, folder.path, store, steps, tmp_path), nprocs=2
+        )
+    stage, seen, original = folder.config.stages[0], dict[int, list[int]](), StageRun.step
+
+    def step(self: StageRun, number: int, batches: Any) -> Any:
+        seen[number] = [image for batch in batches for image in batch.images.tolist()]
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES[:1], store))
+    run = StageRun(LocalContext("cpu"), folder, stage, StageJob(folder, FROZEN_STAGES[:1], store))
+
+    def images(world_size: int, step: int) -> list[int]:
+        inputs, captions, seed = run.batches.images, run.batches.captions, run.batches.seed
+        workers = [
+            Batches(inputs, captions, stage, seed=seed, rank=rank, world_size=world_size) for rank in range(world_size)
+        ]
+        for worker in workers:
+            worker.order_by_shards(0.3)
+        return [image for worker in workers for batch in worker.at(step) for image in batch.images.tolist()]
+
+    first, last = min(seen), max(seen)
+    ends = run.batches.num_samples / stage.batch_size  # the first epoch, in steps
+    assert first == 4 < int(ends) and ends % 1, "the first epoch is in progress, and ends within a step"
+    for number in range(first, int(ends)):
+        assert seen[number] == images(2, number) != images(1, number)
+    for number in range(int(ends) + 1, last + 1):
+        assert seen[number] == images(1, number) != images(2, number)
+
+
+def test_with_a_cache_of_half_the_store_no_row_of_training_is_read_alone(
+    tmp_path: Path, undisturbed: RunFolder, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The features are on S3. The weights are those of a run on local storage, and the cache keeps its limit."""
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
+    folder, store = prepare_many_shards({"uri": "s3://data/order-of-shards", "endpoint_url": s3})
+    sizes = sum(entry.size for entry in (store / "shards").list().values())
+    train = folder.dataset.split("train").column("key")
+    settings = folder.config.features.model_copy(update={"cache_gib": sizes / 2 / 2**30})
+    folder.__dict__["config"] = folder.config.model_copy(update={"features": settings})
+    alone, most, row, add = list[str](), list[int](), _Shard.row, ShardCache._add
+
+    def counted(self: _Shard, number: int) -> np.ndarray:
+        if self.map is None:
+            alone.append(f"{Path(self.path.name).stem}/{number}")
+        return row(self, number)
+
+    def added(self: ShardCache, path: Path, data: bytes) -> bool:
+        result = add(self, path, data)
+        most.append(used_bytes([self.folder]))
+        return result
+
+    monkeypatch.setattr(_Shard, "row", counted)
+    monkeypatch.setattr(ShardCache, "_add", added)
+    monkeypatch.setattr(RunFolder, "on_worker", lambda self, token=None: self)
+    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
+    for stage in FROZEN_STAGES:
+        assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
+    opened = FeatureStore(store)
+    positions = opened.locate(folder.dataset.split("train").table["key"])
+    of_train = {f"{opened.shards[opened._shard[at]].shard}/{opened._row[at]}" for at in positions}
+    assert len(of_train) == len(train) and not of_train & set(alone)
+    assert most and max(most) <= sizes / 2 and used_bytes([cache_folder() / "shards"]) > sizes / 4
