@@ -1,16 +1,18 @@
-"""The raw reference captions of images, as columns of Arrow. No list has an item for each image of the data set."""
+"""The raw reference captions of images, which are read in parts. This module does not import pyarrow."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
-from pipeline.data.dataset import Dataset
 from pipeline.language.tokenizers import text_column
+
+if TYPE_CHECKING:
+    from pipeline.data.dataset import Dataset
 
 _BATCH = 1024  # images whose captions are Python lists at a time
 
@@ -18,30 +20,35 @@ _BATCH = 1024  # images whose captions are Python lists at a time
 class References:
     """The captions of each image. An image is numbered by its position, and the image ids only serve to look it up.
 
-    ids: int64, distinct. captions: lists of text, for a data set in the memory-mapped pages of its file.
+    ids: (I,) int64, distinct. read: the captions of the images with the numbers from the first to before the second
+    argument. For a data set they remain in the memory-mapped pages of its file.
     """
 
-    def __init__(self, ids: pa.ChunkedArray, captions: pa.ChunkedArray) -> None:
-        self._ids, self._captions = ids, captions
+    def __init__(self, ids: np.ndarray, read: Callable[[int, int], list[list[str]]]) -> None:
+        self._ids, self._read = ids, read
 
     @classmethod
     def of(cls, dataset: Dataset, tokenizer: str | None = None) -> References:
-        """Those of a data set, numbered as its rows: raw captions, or with a tokenizer the texts that it splits."""
-        return cls(dataset.table["image_id"], dataset.table[text_column(tokenizer)])
+        """Those of a data set, numbered as its rows: raw captions, or with a tokenizer the texts that it splits.
+
+        The ids need 8 bytes of memory per image.
+        """
+        captions = dataset.table[text_column(tokenizer)]
+        ids: np.ndarray = dataset.table["image_id"].to_numpy()
+        return cls(ids, lambda begin, end: captions.slice(begin, end - begin).to_pylist())
 
     @classmethod
     def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
         """The captions by image id."""
-        captions = pa.array(list(texts.values()), pa.list_(pa.string()))
-        return cls(pa.chunked_array([pa.array(list(texts), pa.int64())]), pa.chunked_array([captions]))
+        captions = [list(each) for each in texts.values()]
+        return cls(np.array(list(texts), np.int64), lambda begin, end: captions[begin:end])
 
     def __len__(self) -> int:
-        return len(self._captions)
+        return len(self._ids)
 
     def __getitem__(self, index: int) -> list[str]:
         """The captions of one image."""
-        captions: list[str] = self._captions[index].as_py()
-        return captions
+        return self._read(index, index + 1)[0]
 
     def __iter__(self) -> Iterator[list[str]]:
         """The captions of each image."""
@@ -51,7 +58,7 @@ class References:
     def batches(self) -> Iterator[list[list[str]]]:
         """The captions of each image, for some images at a time, which are the same in every process."""
         for begin in range(0, len(self), _BATCH):
-            yield self._captions.slice(begin, _BATCH).to_pylist()
+            yield self._read(begin, min(begin + _BATCH, len(self)))
 
     def content(self) -> Iterator[bytes]:
         """Bytes that are equal if and only if all captions and their order are. Image ids do not count."""
@@ -69,6 +76,5 @@ class References:
     @cached_property
     def _sorted_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """The image ids in ascending order, and the number of each; 16 bytes per image."""
-        ids = self._ids.to_numpy()
-        order = np.argsort(ids)
-        return ids[order], order
+        order = np.argsort(self._ids)
+        return self._ids[order], order

@@ -263,6 +263,11 @@ class RunFolder:
                 raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
             return files
 
+    def tokens_of(self, stage: StageSection) -> list[TokenFiles]:
+        """The tokens that a stage learns: those of people, and those of the teacher if it has one. As `tokens`."""
+        names = (TOKENS, DISTILLED_TOKENS) if self.learns_of_teacher(stage) else (TOKENS,)
+        return [self.tokens(name) for name in names]
+
     def write_tokens(self, name: str, vocabulary: Vocabulary | None = None) -> None:
         """Writes the files that `tokens` opens, and uploads them. vocabulary: of a run without run.json.
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from models.base import Features, map_tensors
 from pipeline.features.model_inputs import on_device
-from pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder
 from pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.data.dataset import Dataset
     from pipeline.features.read_ahead import ReadAhead
     from pipeline.language.token_files import TokenFiles
+    from pipeline.runs.folder import RunFolder
 from pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
@@ -73,8 +73,7 @@ class CaptionTokens:
         These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
         rewards of SCST count people's only. Raises DamagedError.
         """
-        names = (TOKENS, DISTILLED_TOKENS) if folder.learns_of_teacher(stage) else (TOKENS,)
-        return cls([folder.tokens(name) for name in names], train.rows, folder.vocabulary.pad)
+        return cls(folder.tokens_of(stage), train.rows, folder.vocabulary.pad)
 
     def __len__(self) -> int:
         """The number of captions."""

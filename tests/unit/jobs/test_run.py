@@ -75,7 +75,7 @@ def test_a_damaged_summary_is_written_again(
     monkeypatch.setattr("pipeline.runs.prepare.prepare", lambda *_: RunFolder(tmp_path))
     monkeypatch.setattr("jobs.run.RunDriver", lambda *_: driver)
     (tmp_path / "COMPLETE.json").write_text(content)
-    run(cast(RunConfig, None))
+    run(cast(RunConfig, None), data=cast(Any, "data"))
     assert calls == ["train", "evaluate"], "the driver repeats only what is not finished"
     assert log_lines[0].startswith(f"damaged   {tmp_path}/COMPLETE.json is damaged: ")
 

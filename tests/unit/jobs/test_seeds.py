@@ -144,7 +144,7 @@ def test_the_runs_in_the_tracker_get_the_name_of_their_group(
 
 def test_seeds_run_in_order_on_data_that_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr("jobs.run.find_data", lambda _: calls.append(("data", None)) or "data")
+    monkeypatch.setattr("jobs.run.find_data", lambda *_: calls.append(("data", None)) or "data")
     monkeypatch.setattr("jobs.run.run", lambda config, _, data: calls.append((data, config.seed)) or config.seed)
     monkeypatch.setattr("jobs.run.summarize_runs", lambda configs, *rest: calls.append(("summary", rest)))
     monkeypatch.setattr("jobs.run.evaluate_ensemble", lambda *_: "entries")
