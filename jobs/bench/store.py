@@ -8,7 +8,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,6 @@ from pipeline.data.dataset import read_annotations
 from pipeline.features.store import INDEX, FeatureStore, write_shard
 from pipeline.features.store import MANIFEST as STORE_MANIFEST
 from pipeline.storage.path import storage_path
-from pipeline.training.sample_order import ShardOrder
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px
 ROWS_PER_SHARD = 256
@@ -72,31 +71,6 @@ def _drop_cache(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-class OrderCost(NamedTuple):
-    """The cost of the order of shards for one worker. The tables are made at the beginning of an epoch."""
-
-    tables_s: float
-    first_step_s: float
-    middle_step_s: float
-    table_bytes: int
-
-
-def order_rows(rows: int, batch_size: int = 1024, world_size: int = 64) -> OrderCost:
-    """Computes the positions of two steps of an epoch over a made-up store of `rows` images with five captions each."""
-    sizes = np.full(-(-rows // ROWS_PER_SHARD), 5 * ROWS_PER_SHARD)
-    order = ShardOrder(sizes, batch_size, accumulation_steps=1, buffer=0.1, seed=0)
-
-    def step(number: int) -> np.ndarray:
-        positions = np.arange(batch_size) + number * batch_size
-        order.shards_at(positions[: batch_size // world_size], lambda _: world_size)
-        return order.samples_at(positions, lambda _: world_size)
-
-    _, tables_s = timed(lambda: step(0))
-    _, first_step_s = timed(lambda: step(0))
-    _, middle_step_s = timed(lambda: step(order.num_samples // batch_size // 2))
-    return OrderCost(tables_s, first_step_s, middle_step_s, order.table_bytes())
 
 
 def bench_plan(

@@ -21,9 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
-
-import pyarrow as pa
-import pyarrow.compute as pc
+from typing import TYPE_CHECKING
 
 from pipeline.storage.path import StorageOptions, StoragePath, is_remote
 from pipeline.storage.s3 import REMOTE
@@ -35,6 +33,9 @@ from pipeline.untrusted.parquet_values import (
     decode_page,
     uses_dictionary,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PARTS = ("tar:", "parquet:")  # the begins of locations within a file
 CACHED_BYTES = 256 * 2**20  # of decompressed pages in a process
@@ -194,6 +195,8 @@ def is_remote_image(uri: str) -> bool:
 
 def has_remote_image(uris: pa.ChunkedArray) -> bool:
     """Whether `is_remote_image` is true of one of the texts, which are not made Python objects."""
+    import pyarrow.compute as pc
+
     is_remote_file = pc.starts_with(uris, REMOTE)
     is_within = pc.or_(*(pc.starts_with(uris, begin) for begin in PARTS))
     # nothing before the path or URI of the file contains a second colon

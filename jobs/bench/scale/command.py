@@ -14,6 +14,7 @@ from jobs.bench.scale.data import measure_data
 from jobs.bench.scale.keys import measure_keys
 from jobs.bench.scale.measured import HEADER, Measurement
 from jobs.bench.scale.model import Cluster, report
+from jobs.bench.scale.order import measure_order
 from jobs.bench.scale.reward import measure_reward
 from jobs.options import Folder
 from pipeline.errors import UserError
@@ -22,6 +23,7 @@ from pipeline.errors import UserError
 PARTS: Mapping[str, Callable[[int, Path], Iterator[Measurement]]] = {
     "data": measure_data,
     "keys": measure_keys,
+    "order": measure_order,
     "reward": measure_reward,
 }
 DEFAULTS = Cluster()

@@ -44,7 +44,7 @@ def test_every_part_measures_in_this_process(
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(UserError, match="--part: dta is unknown; the parts are data"):
+    with pytest.raises(UserError, match="--part: dta is unknown; the parts are data, keys, order, reward"):
         bench_scale(part=["dta"])
 
 
