@@ -32,6 +32,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.features.store import (
+    KEY_BEGIN,
     FeatureStore,
     feature_key,
     has_shard,
@@ -175,11 +176,12 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
 
     def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
         folder = storage_path(features) / feature_key(extractor.describe())
+        known = FeatureStore(folder).key_begins()  # also of an attempt that ended before its keys were written
         logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
         numbers = pa.array(np.arange(len(uris)))
         rows = pa.table([pa.nulls(len(uris), pa.string()), uris, numbers], names=["key", "uri", "number"])
         with start_ray() as progressed:
-            for batch in compute(rows, folder, extractor):
+            for batch in compute(rows, folder, extractor, known):
                 keys = pa.array(batch["key"], pa.string())
                 keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
                 failed = np.flatnonzero(batch["key"] == "")
@@ -192,11 +194,14 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
     return hash_files
 
 
-def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[dict[str, np.ndarray]]:
+def compute(
+    missing: pa.Table, folder: StoragePath, extractor: Extractor, known: np.ndarray | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of the images in `missing` (columns key, uri) with Ray Data, and writes them to shards.
 
-    missing: see `decode_batch`; its further columns are kept. Yields its rows with the column reason as shards are
-    finished. The reason is "" for an image whose features are stored.
+    missing: see `decode_batch`; its further columns are kept. known: of `FeatureStore.key_begins`, which every node
+    shares: images that are not computed, for rows whose keys are not known yet. Yields its rows with the column reason
+    as shards are finished. The reason is "" for an image whose features are stored.
     """
     import ray
     import ray.data
@@ -213,6 +218,8 @@ def compute(missing: pa.Table, folder: StoragePath, extractor: Extractor) -> Ite
         "augmentation": settings.augmentation,
     }
     arguments = {"folder": folder, "extractor": extractor}
+    if known is not None and len(known):
+        arguments["known"] = ray.put(known)
     if folder.is_remote:  # workers on other machines cannot read the driver's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
@@ -275,8 +282,12 @@ class ShardWriter:
     next one is computed.
     """
 
-    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
-        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file."""
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
+        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
+
+        known: a reference to the begins of the keys of images whose features are not computed; None for none.
+        """
+        import ray
         import torch
 
         from pipeline.runtime.context import device_for
@@ -288,6 +299,7 @@ class ShardWriter:
         self.transform = extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)
         self.backbone = self.thread.submit(self._load, extractor, weights).result()
+        self.known = None if known is None else ray.get(known)
 
     def _load(self, extractor: Extractor, weights: Any) -> Any:
         """The backbone with its weights on the device. The parameters are those of `__init__`."""
@@ -305,7 +317,10 @@ class ShardWriter:
         Returns them without the pixels. Images whose features are not finite also have a reason now.
         """
         reasons = batch["reason"].astype(object)
-        decoded = np.flatnonzero(reasons == "")
+        is_wanted = reasons == ""
+        if self.known is not None:
+            is_wanted &= ~np.isin(batch["key"].astype(KEY_BEGIN), self.known)
+        decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
             features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()

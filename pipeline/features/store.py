@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -54,6 +54,7 @@ MANIFEST = pa.schema(
     ]
 )
 INDEX = "index.parquet"
+KEY_BEGIN = "S16"  # numpy's type for the begin of a key
 MAX_LOOSE_PARTS = 16  # `write_index` rewrites the index when more manifests than this were added or removed
 
 
@@ -152,6 +153,16 @@ class FeatureStore:
         """For each image, whether the store has it: bools (len(content_keys),). A call hashes all keys of the store."""
         return pc.is_in(content_keys, value_set=self.keys).to_numpy(zero_copy_only=False)
 
+    def key_begins(self) -> np.ndarray:
+        """The first 16 characters of each key, sorted, of type KEY_BEGIN: 16 bytes per image, for `np.isin`.
+
+        Two images of a billion have the same with a probability of 3 %.
+        """
+        begins = pc.utf8_slice_codeunits(self.keys, 0, 16)
+        if not len(begins):
+            return np.zeros(0, KEY_BEGIN)
+        return np.sort(np.concatenate([np.array(each.to_pylist(), KEY_BEGIN) for each in _slices(begins)]))
+
     def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """The positions (len(content_keys),) int64 of images, by which the methods below read them.
 
@@ -227,6 +238,11 @@ class FeatureStore:
             if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
                 return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
         return ""
+
+
+def _slices(array: pa.Array) -> Iterator[pa.Array]:
+    """Parts of an array whose items may be Python objects at the same time."""
+    return (array.slice(start, 100_000) for start in range(0, len(array), 100_000))
 
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection, *, by_shards: bool = False) -> FeatureStore:
