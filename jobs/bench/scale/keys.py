@@ -23,6 +23,7 @@ from pipeline.features.extraction import plan_extraction
 from pipeline.features.store import INDEX, MANIFEST, FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.s3 import Entry
+from pipeline.storage.tables import read_cache
 
 PER_LISTING = 1000  # objects that S3 lists per request
 PER_FOLDER = 100_000
@@ -107,7 +108,7 @@ def _write_store(rows: int, folder: Path) -> None:
 
 
 def _plan(rows: int, folder: Path) -> None:
-    keys = pq.read_table(folder / "store" / INDEX, columns=["key"])["key"].combine_chunks()
+    keys = read_cache(storage_path(folder / "store" / INDEX), MANIFEST)["key"].combine_chunks()
     plan = plan_extraction(_dataset(rows, keys), storage_path(folder / "store"), max_pixels=10**8)
     assert not len(plan.missing)
 
