@@ -211,12 +211,8 @@ def compute(
     repeat_interrupted_tasks()
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     settings, count = extractor.settings, len(missing)
-    decoding = {
-        "transform": extractor.transform,
-        "max_pixels": extractor.max_pixels,
-        "options": extractor.options,
-        "augmentation": settings.augmentation,
-    }
+    decoding = {"transform": extractor.transform, "max_pixels": extractor.max_pixels, "options": extractor.options}
+    decoding["augmentation"] = settings.augmentation
     arguments = {"folder": folder, "extractor": extractor}
     if known is not None and len(known):
         arguments["known"] = ray.put(known)
