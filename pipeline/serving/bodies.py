@@ -180,4 +180,8 @@ def _validated(form: type[Options], values: object) -> Options:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        raise RefusedError(422, f"{shown(place)}: {shown(first['msg'])}") from None
+        sentences = {
+            "extra_forbidden": f"there is no such field; the fields are {', '.join(form.model_fields)}",
+            "model_type": "expected a JSON object",
+        }
+        raise RefusedError(422, f"{shown(place)}: {sentences.get(first['type'], shown(first['msg']))}") from None
