@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -55,11 +56,7 @@ def extract(
     check_before_writing(run_config)
     dataset = read_data(run_config)
     logger.info(f"data         {len(dataset)} images in {len(dataset.split_sizes())} splits")
-
-    def start() -> StallWatch:
-        start_ray(run_config, address, "features")
-        return StallWatch("extraction", run_config.workers)
-
+    start = partial(start_extraction, run_config, address)
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
         hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
@@ -106,6 +103,12 @@ def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
             f"{config.features.hdf5} than in the store; remove the store's folder and import them again"
         )
     return not damages and not num_missing and not changed
+
+
+def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
+    """Starts or joins Ray for an extraction. Returns the watch that ends a stalled one."""
+    start_ray(config, address, "features")
+    return StallWatch("extraction", config.workers)
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:

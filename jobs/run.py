@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
 from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
 from jobs.distillation import caption_training_images
 from jobs.evaluate import evaluate_ensemble
-from jobs.extract import initial_weights
+from jobs.extract import initial_weights, start_extraction
 from jobs.journal_printer import JournalPrinter, format_duration
 from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from jobs.seeds import seed_configs, summarize_runs
@@ -105,13 +106,9 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
     """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features."""
     if not config.has_backbone or config.init_from is not None or config.stages[0].train_backbone:
         return find_data(config)
-
-    def start() -> StallWatch:
-        start_ray(config, address, "features")
-        return StallWatch("extraction", config.workers)
-
     with TemporaryDirectory(prefix="raycap-") as scratch:
-        return find_data(config, hash_and_extract(config, lambda: initial_weights(config, Path(scratch)), start))
+        weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
+        return find_data(config, hash_and_extract(config, weights, start))
 
 
 def _repairable(summary: Mapping[str, Any]) -> list[str]:

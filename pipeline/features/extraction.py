@@ -315,7 +315,9 @@ class ShardWriter:
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
         if self.known is not None:
-            is_wanted &= ~np.isin(batch["key"].astype(KEY_BEGIN), self.known)
+            begins = batch["key"].astype(KEY_BEGIN)
+            places = np.minimum(np.searchsorted(self.known, begins), len(self.known) - 1)
+            is_wanted &= self.known[places] != begins
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died

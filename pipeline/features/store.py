@@ -154,7 +154,7 @@ class FeatureStore:
         return pc.is_in(content_keys, value_set=self.keys).to_numpy(zero_copy_only=False)
 
     def key_begins(self) -> np.ndarray:
-        """The first 16 characters of each key, sorted, of type KEY_BEGIN: 16 bytes per image, for `np.isin`.
+        """The first 16 characters of each key, sorted, of type KEY_BEGIN: 16 bytes per image.
 
         Two images of a billion have the same with a probability of 3 %.
         """

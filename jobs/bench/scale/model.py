@@ -79,7 +79,7 @@ def line(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def parts(measured: Sequence[Measurement], images: int, cluster: Cluster) -> Iterator[Part]:
-    """The parts of a run. Raises ValueError without the measurements of a part at one size or more."""
+    """The parts of a run: those that were measured, and those that the cluster's rates decide."""
     for name in dict.fromkeys(each.part for each in measured):
         rows = [each for each in measured if each.part == name]
         seconds = line([(each.rows, each.processor_seconds) for each in rows], images)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.bench.scale.data import CAPTIONS_PER_IMAGE
+from jobs.bench.scale.keys import ROWS_PER_SHARD
 from jobs.bench.scale.measured import Measurement, measured
 from pipeline.training.sample_order import ShardOrder
 
-ROWS_PER_SHARD, CAPTIONS_PER_IMAGE = 256, 5
 BATCH_SIZE, WORLD_SIZE = 1024, 64
 
 
