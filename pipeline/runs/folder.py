@@ -46,10 +46,7 @@ from pipeline.untrusted.names import one_line, printable
 
 JOURNAL = "log/journal"
 DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns
-TOKENS, DISTILLED_TOKENS = (
-    "tokens",
-    "distilled-tokens",
-)  # the token ids of the captions in data.arrow and distilled.arrow
+TOKENS, DISTILLED_TOKENS = "tokens", "distilled-tokens"  # the ids of the captions in data.arrow and distilled.arrow
 
 
 @contextmanager
@@ -264,8 +261,12 @@ class RunFolder:
             return files
 
     def tokens_of(self, stage: StageSection) -> list[TokenFiles]:
-        """The tokens that a stage learns: those of people, and those of the teacher if it has one. As `tokens`."""
-        names = (TOKENS, DISTILLED_TOKENS) if self.learns_of_teacher(stage) else (TOKENS,)
+        """The tokens that a stage learns: those of people, and those of the teacher if it has one. As `tokens`.
+
+        Before the teacher has captioned the images, as in a dry run, these are only those of people.
+        """
+        has_teacher = self.learns_of_teacher(stage) and self.metadata.distilled is not None
+        names = (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,)
         return [self.tokens(name) for name in names]
 
     def write_tokens(self, name: str, vocabulary: Vocabulary | None = None) -> None:

@@ -84,9 +84,10 @@ def test_stages_of_cross_entropy_learn_both_and_scst_rewards_those_of_people(
     texts = dict(store_captions(config, CAPTIONS))
     before = prepare(config)
     assert not has_distilled_captions(before)
+    people = before.dataset.split("train")
+    assert_learned(before, config.stages[0], people, people.column("captions"))  # as in the dry run
     folder = with_distilled_captions(before)
     assert has_distilled_captions(folder) and with_distilled_captions(folder) is folder
-    people = folder.dataset.split("train")
     expected = plain_captions(folder, texts, captions_per_image)
     for stage in config.stages:
         is_distilled = stage.objective == "cross_entropy"

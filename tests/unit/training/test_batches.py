@@ -110,7 +110,7 @@ def many_shards(tmp_path: Path) -> tuple[Images, CaptionTokens]:
         write_shard(tmp_path / "store", [keys[row] for row in rows], rows.astype(np.float32)[:, None, None])
     dataset = type(dataset)(dataset.table.set_column(4, "key", [keys]))
     images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
-    return images, CaptionTokens(dataset, Vocabulary.build(dataset.tokens(), 1))
+    return images, caption_tokens(dataset, Vocabulary.build(dataset.tokens(), 1))
 
 
 @pytest.mark.parametrize("captions_per_image", [1, 5])
