@@ -111,7 +111,7 @@ def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float
     """Images per second through Ray Data, from the first finished shard to the last."""
     from pipeline.features.extraction import compute
 
-    for _ in compute(table, storage_path(folder), extractor):
+    for _ in compute([table], len(table), storage_path(folder), extractor):
         pass
     assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"
     ends = sorted(path.stat().st_mtime_ns for path in (folder / "manifest").iterdir())

@@ -20,8 +20,9 @@ from jobs.options import Folder
 from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import MANIFEST, take_snapshot
 from pipeline.data.dataset import read_annotations
-from pipeline.features.store import INDEX, FeatureStore, write_shard
-from pipeline.features.store import MANIFEST as STORE_MANIFEST
+from pipeline.features.manifests import MANIFEST as STORE_MANIFEST
+from pipeline.features.manifests import ONE_FILE
+from pipeline.features.store import FeatureStore, write_shard
 from pipeline.storage.path import storage_path
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px
@@ -123,7 +124,7 @@ def _write_store(root: Path, images: list[tuple[str, int, str]]) -> None:
     (root / "store" / "manifest").mkdir(parents=True)
     for shard in set(shards):
         (root / "store" / "manifest" / f"{shard}.parquet").touch()
-    pq.write_table(pa.table(index, schema=STORE_MANIFEST), root / "store" / INDEX)
+    pq.write_table(pa.table(index, schema=STORE_MANIFEST), root / "store" / ONE_FILE)
 
 
 def _write_table(root: Path, uris: list[str], num_new: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,15 +31,15 @@ from pipeline.data.content_keys import HashedFiles, HashFiles
 from pipeline.data.dataset import Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from pipeline.features.key_table import KeyTable, key_digests
+from pipeline.features.manifests import write_index
 from pipeline.features.store import (
-    KEY_BEGIN,
     FeatureStore,
     feature_key,
     has_shard,
     mark_complete,
     remove_damaged,
     remove_orphans,
-    write_index,
     write_shard,
 )
 from pipeline.runtime.progress import progress
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 CALLS_PER_ACTOR = 2  # batches that an actor has at a time: one is computed, one is written
+ROUND_ROWS = 2**22  # images that Ray Data gets at a time
 MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
@@ -96,15 +97,15 @@ class Plan(NamedTuple):
     """The images of an extraction."""
 
     num_images: int  # distinct images in the data set
-    missing: pa.Table  # columns key and uri of the images or views to compute; every key occurs once
+    missing: np.ndarray  # (M,) int64, the rows of `Dataset.whole` to compute, ascending; every key occurs once
     unusable: dict[str, str]  # {content key: reason} of images that an earlier extraction could not use
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
-    """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images."""
-    table = dataset.readable().table.select(["key", "uri"])
-    keys = pc.unique(table["key"])
-    unique = table.take(pc.index_in(keys, value_set=table["key"])) if len(keys) < len(table) else table
+    """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images.
+
+    The images need 60 bytes of memory each, and those of the store 22.
+    """
     quarantined = {
         row["key"]: row["reason"]
         for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
@@ -113,11 +114,28 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    is_stored = pa.chunked_array([pa.array(FeatureStore(folder).contains(unique["key"]))])
-    contents = _content_keys(unique)
-    is_unusable = pc.is_in(contents, value_set=pa.array(list(quarantined), pa.string()))
-    missing = unique.filter(pc.invert(pc.or_(is_stored, is_unusable)))
-    return Plan(len(unique), missing, {key: quarantined[key] for key in contents.filter(is_unusable).to_pylist()})
+    readable, of_quarantine = dataset.readable(), pa.array(list(quarantined), pa.string())
+    digests, is_unusable, unusable = [np.empty((0, 2), np.uint64)], [np.empty(0, bool)], dict[str, str]()
+    for chunk in readable.chunks("key"):
+        contents = _content_keys(chunk)
+        mask = pc.is_in(contents, value_set=of_quarantine)
+        unusable |= {key: quarantined[key] for key in contents.filter(mask).to_pylist()}
+        is_unusable.append(mask.to_numpy())
+        digests.append(key_digests(chunk["key"]))
+    of_images = np.concatenate(digests)
+    keys, order = KeyTable.sort(of_images)
+    is_missing = np.zeros(len(readable), bool)
+    is_missing[order[keys.is_first()]] = True
+    num_images = int(is_missing.sum())
+    is_missing &= ~np.concatenate(is_unusable) & ~FeatureStore(folder).keys.contains(of_images)
+    return Plan(num_images, readable.rows[is_missing], unusable)
+
+
+def rounds_of(table: pa.Table, rows: np.ndarray) -> Iterator[pa.Table]:
+    """These rows of a table, ROUND_ROWS at a time. rows: in ascending order."""
+    for start in range(0, len(rows), ROUND_ROWS):
+        part = rows[start : start + ROUND_ROWS]
+        yield table.slice(part[0], part[-1] - part[0] + 1).take(pa.array(part - part[0]))
 
 
 def _content_keys(table: pa.Table) -> pa.ChunkedArray:
@@ -136,13 +154,13 @@ def extract(
 
     Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
     reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI:
-    reason}). `start_ray` is called only when an image is missing. Its context is entered while Ray computes. The driver
-    needs memory for the keys and URIs of the data set.
+    reason}). `start_ray` is called only when an image is missing. Its context is entered while Ray computes.
+    `plan_extraction` states the cost in memory.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
-    remove_damaged(folder, dataset.table["key"])
+    remove_damaged(folder, dataset.values("key"))
     total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
     unit = "images and views" if extractor.settings.views else "images"
@@ -151,7 +169,8 @@ def extract(
         watch = start_ray()
         begin, done = time.monotonic(), 0
         with watch as progressed, progress("features  ", count) as advance:
-            for batch in compute(missing, folder, extractor):
+            rounds = rounds_of(dataset.whole.table.select(["key", "uri"]), missing)
+            for batch in compute(rounds, count, folder, extractor):
                 rows = zip(batch["key"], batch["reason"], strict=True)
                 unusable |= {content_key_of(str(key)): str(reason) for key, reason in rows if reason}
                 done += len(batch["key"])
@@ -176,12 +195,15 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
 
     def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
         folder = storage_path(features) / feature_key(extractor.describe())
-        known = FeatureStore(folder).key_begins()  # also of an attempt that ended before its keys were written
+        known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
         logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-        numbers = pa.array(np.arange(len(uris)))
-        rows = pa.table([pa.nulls(len(uris), pa.string()), uris, numbers], names=["key", "uri", "number"])
+        parts = ((start, uris.slice(start, ROUND_ROWS)) for start in range(0, len(uris), ROUND_ROWS))
+        rounds = (
+            pa.table({"key": pa.nulls(len(part), pa.string()), "uri": part, "number": start + np.arange(len(part))})
+            for start, part in parts
+        )
         with start_ray() as progressed:
-            for batch in compute(rows, folder, extractor, known):
+            for batch in compute(rounds, len(uris), folder, extractor, known):
                 keys = pa.array(batch["key"], pa.string())
                 keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
                 failed = np.flatnonzero(batch["key"] == "")
@@ -195,24 +217,27 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
 
 
 def compute(
-    missing: pa.Table, folder: StoragePath, extractor: Extractor, known: np.ndarray | None = None
+    rounds: Iterable[pa.Table],
+    count: int,
+    folder: StoragePath,
+    extractor: Extractor,
+    known: KeyTable | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Computes the features of the images in `missing` (columns key, uri) with Ray Data, and writes them to shards.
+    """Computes the features of images with Ray Data, one round after another, and writes them to shards.
 
-    missing: see `decode_batch`; its further columns are kept. known: of `FeatureStore.key_begins`, which every node
-    shares: images that are not computed, for rows whose keys are not known yet. Yields its rows with the column reason
-    as shards are finished. The reason is "" for an image whose features are stored.
+    rounds: `count` images in tables with the columns key and uri (see `decode_batch`); further columns are kept. Ray's
+    object store contains the rows of one round. known: images that are not computed, for rows whose keys are not known
+    yet; every node shares it. Yields the rows with the column reason as shards are finished. The reason is "" for an
+    image whose features are stored.
     """
     import ray
     import ray.data
-    from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
+    from ray.data import DataContext
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised, too
     repeat_interrupted_tasks()
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
-    settings, count = extractor.settings, len(missing)
-    decoding = {"transform": extractor.transform, "max_pixels": extractor.max_pixels, "options": extractor.options}
-    decoding["augmentation"] = settings.augmentation
+    settings = extractor.settings
     arguments = {"folder": folder, "extractor": extractor}
     if known is not None and len(known):
         arguments["known"] = ray.put(known)
@@ -223,36 +248,45 @@ def compute(
     block_rows = settings.rows_per_shard
     if not uses_tasks:
         block_rows = max(1, min(block_rows, math.ceil(count / MIN_BLOCKS)))
-    starts = range(0, count, block_rows)
-    # `from_arrow` runs a task for each block
-    source = ray.data.from_blocks([missing.slice(start, block_rows).combine_chunks() for start in starts])
+    for table in rounds:
+        starts = range(0, len(table), block_rows)
+        # `from_arrow` runs a task for each block
+        source = ray.data.from_blocks([table.slice(start, block_rows).combine_chunks() for start in starts])
+        with one_sentence("the extraction"):
+            yield from _computed(source, extractor, arguments, uses_tasks).iter_batches(batch_size=None)
+
+
+def _computed(source: Any, extractor: Extractor, arguments: dict[str, Any], uses_tasks: bool) -> Any:
+    """The Ray data set of what `ShardWriter` returns for the rows of another one. arguments: those of `ShardWriter`."""
+    from ray.data import ActorPoolStrategy, TaskPoolStrategy
+
+    settings = extractor.settings
+    decoding = {"transform": extractor.transform, "max_pixels": extractor.max_pixels, "options": extractor.options}
+    decoding["augmentation"] = settings.augmentation
     if uses_tasks:
-        computed = source.map_batches(
+        return source.map_batches(
             _decode_and_compute,
             fn_kwargs={"decoding": decoding, **arguments},
             batch_size=None,
             compute=TaskPoolStrategy(size=settings.least_actors),
             num_cpus=1,
         )
-    else:
-        decoded = source.map_batches(decode_batch, fn_kwargs=decoding, batch_size=None, num_cpus=DECODING_CPUS)
-        computed = decoded.map_batches(
-            ShardWriter,
-            fn_constructor_kwargs=arguments,
-            batch_size=settings.rows_per_shard,
-            # An actor writes one shard while its computing thread has the next one.
-            compute=ActorPoolStrategy(
-                min_size=settings.least_actors,
-                max_size=settings.most_actors,
-                max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
-                enable_true_multi_threading=True,
-            ),
-            num_cpus=ACTOR_CPUS,
-            num_gpus=settings.gpus_per_actor,
-            runtime_env={"env_vars": ONE_ARENA},
-        )
-    with one_sentence("the extraction"):
-        yield from computed.iter_batches(batch_size=None)
+    decoded = source.map_batches(decode_batch, fn_kwargs=decoding, batch_size=None, num_cpus=DECODING_CPUS)
+    return decoded.map_batches(
+        ShardWriter,
+        fn_constructor_kwargs=arguments,
+        batch_size=settings.rows_per_shard,
+        # An actor writes one shard while its computing thread has the next one.
+        compute=ActorPoolStrategy(
+            min_size=settings.least_actors,
+            max_size=settings.most_actors,
+            max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=ACTOR_CPUS,
+        num_gpus=settings.gpus_per_actor,
+        runtime_env={"env_vars": ONE_ARENA},
+    )
 
 
 def _decode_and_compute(
@@ -281,7 +315,7 @@ class ShardWriter:
     def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
         """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
 
-        known: a reference to the begins of the keys of images whose features are not computed; None for none.
+        known: a reference to the table of images whose features are not computed; None for none.
         """
         import ray
         import torch
@@ -315,9 +349,7 @@ class ShardWriter:
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
         if self.known is not None:
-            begins = batch["key"].astype(KEY_BEGIN)
-            places = np.minimum(np.searchsorted(self.known, begins), len(self.known) - 1)
-            is_wanted &= self.known[places] != begins
+            is_wanted &= ~self.known.contains(key_digests(pa.array(batch["key"], pa.string())))
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
@@ -359,13 +391,14 @@ def write_quarantine(
     unreadable: {URI: reason}. The rows of other data sets remain.
     """
     before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
-    of_others = before.filter(pc.invert(pc.is_in(before["uri"], value_set=dataset.table["uri"])))
-    rows = {row["uri"]: row for row in of_others.to_pylist()}
-    content_keys = _content_keys(dataset.table)
-    is_unusable = pc.is_in(content_keys, value_set=pa.array(list(unusable), pa.string()))
-    uris = dataset.table["uri"].filter(is_unusable).to_pylist()
-    for uri, key in zip(uris, content_keys.filter(is_unusable).to_pylist(), strict=True):
-        rows[uri] = {"uri": uri, "key": key, "reason": unusable[key]}
+    rows = {row["uri"]: row for row in before.to_pylist()}
+    keys = pa.array(list(unusable), pa.string())
+    for chunk in dataset.chunks("uri", "key"):
+        for uri in chunk["uri"].filter(pc.is_in(chunk["uri"], value_set=before["uri"])).to_pylist():
+            rows.pop(uri, None)
+        found = chunk.set_column(1, "key", _content_keys(chunk))
+        for row in found.filter(pc.is_in(found["key"], value_set=keys)).to_pylist():
+            rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
     after = sorted(rows.values(), key=lambda row: row["uri"])

@@ -28,13 +28,13 @@ from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
 from pipeline.features.extraction import write_quarantine
+from pipeline.features.manifests import write_index
 from pipeline.features.store import (
     FeatureStore,
     feature_key,
     mark_complete,
     remove_damaged,
     remove_orphans,
-    write_index,
     write_shard,
 )
 from pipeline.storage.atomic import atomic_path

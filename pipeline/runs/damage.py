@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
-from pipeline.features.store import MANIFEST
+from pipeline.features.manifests import MANIFEST
 from pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, TOKENS, RunMetadata
 from pipeline.runs.journal import num_damaged_lines
 from pipeline.storage.atomic import decode_json
@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         _in_shard,
         "remove the shard's file in manifest/, and the next extraction computes its features again",
     ),
-    (r"(features/\w+/\w+|manifests/\w+|distilled/\w+/\w+)\.parquet", _in_table, AGAIN),
+    (r"(features/\w+/(index/)?\w+|manifests/\w+|distilled/\w+/\w+)\.parquet", _in_table, AGAIN),
     (rf"backbones/.+{SHA256}", _in_weights, AGAIN),
     (r"searches/[^/]+/\w+\.parquet", _in_table, AGAIN),
     (r"retrain/[^/]+/(snapshots|held-out)/.+\.parquet", _in_table, "restore it from a copy"),

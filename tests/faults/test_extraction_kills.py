@@ -19,6 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from pipeline.features.manifests import read_manifests
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config
@@ -81,7 +82,7 @@ class Extraction:
 
 
 def content(store: FeatureStore) -> dict[str, bytes]:
-    keys = store.keys.to_pylist()
+    keys = [key for table in read_manifests(store.folder) for key in table["key"].to_pylist()]
     return dict(zip(keys, (row.tobytes() for row in gather(store, keys)), strict=True))
 
 

@@ -13,17 +13,17 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from jobs.bench.measuring import in_new_process
 from jobs.bench.scale.measured import Measurement, measured
 from pipeline.data.content_keys import HashedFiles, take_snapshot
-from pipeline.data.dataset import SCHEMA, Dataset
+from pipeline.data.dataset import CHUNK_ROWS, SCHEMA, Dataset
 from pipeline.features.extraction import plan_extraction
-from pipeline.features.store import INDEX, MANIFEST, FeatureStore
+from pipeline.features.manifests import INDEX, MANIFEST, SHARDS_PER_PART, read_manifests
+from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.s3 import Entry
-from pipeline.storage.tables import read_cache
+from pipeline.storage.tables import write_table
 
 PER_LISTING = 1000  # objects that S3 lists per request
 PER_FOLDER = 100_000
@@ -53,7 +53,7 @@ def _uris(rows: int) -> pa.ChunkedArray:
     return pa.chunked_array(parts)
 
 
-def _dataset(rows: int, keys: pa.Array | None = None) -> Dataset:
+def _dataset(rows: int, keys: pa.ChunkedArray | None = None) -> Dataset:
     """The images without captions, which no step here reads."""
     captions = pa.ListArray.from_arrays(np.zeros(rows + 1, np.int32), pa.array([], pa.string()))
     splits = pa.array(["train"]).take(pa.array(np.zeros(rows, np.int64)))
@@ -93,27 +93,31 @@ def _write_store(rows: int, folder: Path) -> None:
     shards = [hashlib.sha256(str(number).encode()).hexdigest()[:32] for number in range(-(-rows // ROWS_PER_SHARD))]
     for shard in shards:
         (root / "manifest" / f"{shard}.parquet").touch()
-    numbers = np.arange(rows)
-    names = pa.array(shards).take(pa.array(numbers // ROWS_PER_SHARD))
-    sizes = pa.array(np.full(rows, 1 << 20))
-    columns = [
-        _keys(_uris(rows).to_pylist()),
-        names,
-        pa.array((numbers % ROWS_PER_SHARD).astype(np.int32)),
-        names,
-        sizes,
-    ]
-    columns += [pa.nulls(rows, pa.int32()), pa.nulls(rows, pa.string())]
-    pq.write_table(pa.table(columns, schema=MANIFEST), root / INDEX)
+    uris, per_part = _uris(rows), SHARDS_PER_PART * ROWS_PER_SHARD
+    for start in range(0, rows, per_part):
+        part = uris.slice(start, per_part)
+        numbers = np.arange(start, start + len(part))
+        names = pa.array(shards).take(pa.array(numbers // ROWS_PER_SHARD))
+        columns = [_keys(part.to_pylist()), names, pa.array((numbers % ROWS_PER_SHARD).astype(np.int32)), names]
+        columns += [pa.array(np.full(len(part), 1 << 20))]
+        columns += [pa.nulls(len(part), pa.int32()), pa.nulls(len(part), pa.string())]
+        write_table(storage_path(root) / f"{INDEX}/{start}.parquet", pa.table(columns, schema=MANIFEST))
+
+
+def _stored_keys(folder: Path) -> pa.ChunkedArray:
+    """The keys of a store, memory-mapped as those of a data set are."""
+    path, schema = folder / "keys.arrow", pa.schema([("key", pa.string())])
+    with pa.ipc.new_file(path, schema) as writer:
+        for table in read_manifests(storage_path(folder / "store")):
+            writer.write_table(table.select(["key"]), max_chunksize=CHUNK_ROWS)
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["key"]
 
 
 def _plan(rows: int, folder: Path) -> None:
-    keys = read_cache(storage_path(folder / "store" / INDEX), MANIFEST)["key"].combine_chunks()
-    plan = plan_extraction(_dataset(rows, keys), storage_path(folder / "store"), max_pixels=10**8)
+    plan = plan_extraction(_dataset(rows, _stored_keys(folder)), storage_path(folder / "store"), max_pixels=10**8)
     assert not len(plan.missing)
 
 
 def _open(folder: Path) -> None:
     """What a worker does with a store: it opens it and finds its images."""
-    store = FeatureStore(folder / "store")
-    store.locate(store.keys)
+    FeatureStore(folder / "store").locate(_stored_keys(folder))

@@ -14,6 +14,7 @@ from PIL import Image
 
 from pipeline.data.images import BadImage, decode_image
 from pipeline.errors import DamagedError
+from pipeline.features.manifests import write_index
 from pipeline.features.store import (
     FeatureStore,
     feature_key,
@@ -21,9 +22,9 @@ from pipeline.features.store import (
     remove_damaged,
     remove_orphans,
     shard_name,
-    write_index,
     write_shard,
 )
+from pipeline.storage.path import storage_path
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
@@ -121,10 +122,10 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.features.store.MAX_LOOSE_PARTS", 1)
+    monkeypatch.setattr("pipeline.features.manifests.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
-    write_index(tmp_path)
-    assert (tmp_path / "index.parquet").is_file()
+    write_index(storage_path(tmp_path))
+    assert len(list((tmp_path / "index").iterdir())) == 1
     write_shard(tmp_path, ["new"], features[:1])
     assert contains(FeatureStore(tmp_path), "new"), "manifests outside of the index are read"
     next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
@@ -209,13 +210,14 @@ def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
 def test_damaged_manifests_and_indexes_are_removed(
     tmp_path: Path, damage: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.features.store.MAX_LOOSE_PARTS", 1)
+    monkeypatch.setattr("pipeline.features.manifests.MAX_LOOSE", 1)
     filled(tmp_path)
-    write_index(tmp_path)
-    damage(tmp_path / "index.parquet")
+    write_index(storage_path(tmp_path))
+    (part,) = (tmp_path / "index").iterdir()
+    damage(part)
     assert len(FeatureStore(tmp_path)) == 12
     (line,) = log_lines
-    assert str(tmp_path / "index.parquet") in line
+    assert str(part) in line
     (path, *_) = sorted((tmp_path / "manifest").iterdir())
     damage(path)
     assert len(FeatureStore(tmp_path)) == 8 and str(path) in log_lines[1]
