@@ -35,18 +35,19 @@ MAX_DEVICE_BYTES = 4 * 2**30  # an index of 120,000 images has 0.5 GB
 MAX_CACHED = 8  # indexes per machine; those that were not used for the longest time are removed
 
 
+def sampled_documents(count: int, sample: int | None) -> np.ndarray | None:
+    """The numbers (sample,), ascending, of a random sample among this many images; None for all of them."""
+    if sample is None or sample >= count:
+        return None
+    return np.sort(np.random.default_rng(DOCUMENT_SEED).choice(count, sample, replace=False))
+
+
 @dataclass(frozen=True)
 class Documents:
-    """What document frequencies count: images, or captions. sample: of that many images; None for all of them."""
+    """What document frequencies count: images, or captions. images: of these, by number, ascending; None for all."""
 
     captions: bool = False
-    sample: int | None = None
-
-    def images(self, count: int) -> np.ndarray | None:
-        """The numbers, ascending, of the sampled ones among this many images; None for all."""
-        if self.sample is None or self.sample >= count:
-            return None
-        return np.sort(np.random.default_rng(DOCUMENT_SEED).choice(count, self.sample, replace=False))
+    images: np.ndarray | None = None
 
 
 class CiderDReward:
@@ -88,8 +89,9 @@ class CiderDReward:
         else:
             from pipeline.runs.identity import code_digest
 
-            content = [code_digest(), eos, documents.captions, documents.sample, language, vocabulary.to_json()]
+            content = [code_digest(), eos, documents.captions, language, vocabulary.to_json()]
             digest = hashlib.sha256(json.dumps(content).encode())
+            digest.update(b"all" if documents.images is None else documents.images.tobytes())
             for part in references.content():
                 digest.update(part)
             scorer = _cached(cache, digest.hexdigest()[:32], build)
@@ -108,9 +110,14 @@ class CiderDReward:
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
         self._ignored = torch.tensor(ignored, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        """That of the captions to score."""
+        return self._ignored.device
+
     def indices_of(self, images: Sequence[int]) -> Tensor:
         """The numbers (len(images),) int64, on the reward's device, under which the reward has these image ids."""
-        return torch.from_numpy(self.references.indices_of(images)).to(self._ignored.device)
+        return torch.from_numpy(self.references.indices_of(images)).to(self.device)
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
@@ -195,8 +202,13 @@ def _build(
         if not has_words:
             metadata["words"] = list(ids)
 
-    images = documents.images(len(references))
-    return build_index(encoded(), caption_documents=documents.captions, documents=images, path=path, metadata=metadata)
+    return build_index(
+        encoded(),
+        caption_documents=documents.captions,
+        documents=documents.images,
+        path=path,
+        metadata=metadata,
+    )
 
 
 def _ground_truth(images: list[list[list[int]]], eos: bool) -> list[float] | None:

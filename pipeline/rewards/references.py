@@ -37,6 +37,10 @@ class References:
         ids: np.ndarray = dataset.table["image_id"].to_numpy()
         return cls(ids, lambda begin, end: captions.slice(begin, end - begin).to_pylist())
 
+    def selected(self, numbers: np.ndarray) -> References:
+        """Those of the images with these numbers (n,), numbered anew in their order."""
+        return References(self._ids[numbers], lambda begin, end: [self[each] for each in numbers[begin:end].tolist()])
+
     @classmethod
     def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
         """The captions by image id."""

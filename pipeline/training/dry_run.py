@@ -17,6 +17,7 @@ from models.backbone import image_transform
 from models.base import Features
 from pipeline.config.sections import StageSection
 from pipeline.data.dataset import Dataset
+from pipeline.rewards.stage_reward import Groups
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import memory_mb, prepare_processor
@@ -102,10 +103,16 @@ def _one_step(
     captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
-    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
+    batch = _longest_batch(folder, stage, train)
+    language, groups = folder.config.data.language, None
+    if stage.objective == "scst" and folder.metadata.order == "shards":
+        images = np.unique(batch.images.numpy())
+        groups = Groups.of(lambda start, stop: images, NUM_STEPS, len(train), stage.sampling.document_sample)
+    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, language, groups)
     if reward is not None:
+        reward.begin(0)
         check_reward(stage, reward)
-    batch = _longest_batch(folder, stage, train).to(device, feature_dtype(stage))
+    batch = batch.to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
         optimizer.zero_grad(set_to_none=True)

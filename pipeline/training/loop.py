@@ -30,6 +30,7 @@ from pipeline.config.sections import StageSection
 from pipeline.features.store import open_store
 from pipeline.rewards.cider_d import CiderDReward
 from pipeline.rewards.references import References
+from pipeline.rewards.stage_reward import GROUP_IMAGES, Groups
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runtime.context import Context, any_rank, gather_objects
 from pipeline.runtime.cpu import prepare_processor
@@ -185,7 +186,8 @@ class StageRun:
         references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
-        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
+        groups = self._reward_groups(len(train)) if by_shards else None
+        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language, groups)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:
@@ -205,6 +207,7 @@ class StageRun:
         workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
         if self.reward is not None:
+            self.reward.begin(progress.step)
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
@@ -254,6 +257,8 @@ class StageRun:
 
         No operation here waits for a GPU, except those of the objective.
         """
+        if self.reward is not None:
+            self.reward.begin(step)
         set_rate(self.optimizer, self._rate(step))
         self.optimizer.zero_grad(set_to_none=True)
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
@@ -280,6 +285,15 @@ class StageRun:
             self.average.update(step)
         # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
+
+    def _reward_groups(self, num_images: int) -> Groups | None:
+        """The groups of images of SCST's reward: those of an epoch, or of at most GROUP_IMAGES."""
+        stage = self.stage
+        if stage.objective != "scst":
+            return None
+        per_step = math.ceil(stage.batch_size / self.context.world_size)
+        steps = min(math.ceil(num_images / stage.batch_size), max(1, GROUP_IMAGES // per_step))
+        return Groups.of(self.batches.images_of, steps, num_images, stage.sampling.document_sample)
 
     def _resume(self) -> Progress:
         """Restores the newest checkpoint that is whole in the copies of all workers, if any.

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,8 +39,9 @@ from models.decoding import Beams, Decoder, greedy, sample, search
 from models.decoding_config import Decoding
 from models.score_rules import ScoreRules
 from pipeline.language.languages import ENGLISH
-from pipeline.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents
+from pipeline.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
 from pipeline.rewards.references import References
+from pipeline.rewards.stage_reward import Groups, StageReward
 from pipeline.rewards.weighted import CIDER_D, WeightedReward
 from pipeline.scoring.diagnostics import OPEN_ENDINGS
 from pipeline.storage.cache import cache_folder
@@ -65,7 +67,7 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
-# Gives captions (R, T) of the images (R,) their rewards (R,), float64, and those by name (see `WeightedReward`).
+# Gives captions (R, T) of the images in the rows (R,) their rewards (R,), float64, and those by name (`StageReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 # The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
@@ -74,30 +76,47 @@ Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
 def make_objective(
-    stage: StageSection, captioner: Captioner, train: Dataset, vocabulary: Vocabulary, language: str
-) -> tuple[Objective, CiderDReward | None]:
-    """The objective of a stage over its training images, and the CIDEr-D reward of SCST (None for cross entropy).
+    stage: StageSection,
+    captioner: Captioner,
+    train: Dataset,
+    vocabulary: Vocabulary,
+    language: str,
+    groups: Groups | None = None,
+) -> tuple[Objective, StageReward | None]:
+    """The objective of a stage over its training images, and the reward of SCST (None for cross entropy).
 
     captioner: with the weights that the stage starts from, on the stage's device. With `kl`, the objective keeps a
-    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions.
+    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions. groups: see
+    `StageReward`, whose method `begin` a caller must call before each step.
     """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
     section, device = stage.sampling, next(captioner.parameters()).device
-    cider_d = CiderDReward(
-        References.of(train, vocabulary.tokenizer),
-        vocabulary,
-        eos=section.eos_in_reward,
-        documents=Documents(section.document_frequency == "captions", section.document_sample),
-        device=device,
-        cache=cache_folder(),
-        language=language,
-    )
-    reward = WeightedReward(section.reward, cider_d, References.of(train), vocabulary, language)
+    counts_captions = section.document_frequency == "captions"
+
+    def make_reward(rows: np.ndarray | None) -> tuple[WeightedReward, CiderDReward]:
+        """The rewards of these training images, or of all."""
+        references, texts = References.of(train, vocabulary.tokenizer), References.of(train)
+        documents = sampled_documents(len(train), section.document_sample)
+        if rows is not None:
+            assert documents is not None
+            references, texts = references.selected(rows), texts.selected(rows)
+            documents = np.searchsorted(rows, documents)
+        cider_d = CiderDReward(
+            references,
+            vocabulary,
+            eos=section.eos_in_reward,
+            documents=Documents(counts_captions, documents),
+            device=device,
+            cache=cache_folder(),
+            language=language,
+        )
+        return WeightedReward(section.reward, cider_d, texts, vocabulary, language), cider_d
+
+    reward = StageReward(make_reward, groups)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
-    indices = torch.arange(len(train), device=device)  # the references have the order of the rows
     words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
-    return scst_objective(stage, reward, indices, vocabulary.pad, words, reference), cider_d
+    return scst_objective(stage, reward, device, vocabulary.pad, words, reference), reward
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -115,23 +134,23 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
 def scst_objective(
     stage: StageSection,
     reward: Reward,
-    indices: Tensor,
+    device: torch.device | str,
     pad: int,
     words: tuple[str, ...],
     reference: Captioner | None = None,
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    indices: the number of each row of the data set in the reward, on its device (see `References`).
+    device: of the captioner and the reward.
     words: the words in the order of their token ids. reference: the model of `kl`, in evaluation mode; it costs a copy
     of the weights, a pass of encoder and decoder without gradient, and in an end-to-end stage one of the backbone.
     """
     section = stage.sampling
-    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=indices.device)
+    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=device)
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
-        images = indices[batch.images]
+        images = batch.images
         tokens, logits, greedy_tokens = _sample_captions(wrapped, captioner, batch, section, generator)
         sums, summands = reward(tokens, images.repeat_interleave(section.num_samples))
         rewards = sums.view(-1, section.num_samples)
@@ -191,16 +210,17 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
     return advantages
 
 
-def check_reward(stage: StageSection, reward: CiderDReward) -> str:
+def check_reward(stage: StageSection, reward: StageReward) -> str:
     """A line for the log with the signature and the CIDEr-D of ground-truth captions.
 
     Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS
     should be rewarded by CIDEr-D and makes no difference to it.
     """
     text = f"SCST {scst_signature(stage.sampling)}"
-    if reward.ground_truth is None:
+    ground_truth = reward.cider_d.ground_truth
+    if ground_truth is None:
         return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
-    with_eos, without_eos = reward.ground_truth
+    with_eos, without_eos = ground_truth
     if with_eos < MIN_GROUND_TRUTH:
         raise ValueError(
             f"stage {stage.name}: ground-truth captions score {with_eos:.4f} against the other captions of their "

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from pipeline.features.manifests import read_manifests
 from pipeline.features.shards import _Shard
 from pipeline.features.store import FeatureStore, write_shard
 from pipeline.runs.folder import RunFolder
@@ -20,26 +22,32 @@ from pipeline.storage.path import StoragePath
 from pipeline.training.batches import Batches
 from pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
+from tests.support.features import gather
 from tests.support.runs import FROZEN_STAGES, Killed, assert_same_weights, best_weights, prepare_run
 
 ROWS = 3  # per shard
 
 
 def prepare_many_shards(storage: Path | dict[str, Any], **features: Any) -> tuple[RunFolder, StoragePath]:
-    """A run of two frozen stages of two epochs, and its features in shards of ROWS images."""
+    """A run of two frozen stages of two epochs, and its features in shards of ROWS images.
+
+    Document frequencies of SCST are those of ten images, so that its reward has groups of images.
+    """
     stages = [stage for stage in small_config(Path())["stages"] if stage["name"] in FROZEN_STAGES]
     stages = [stage | {"epochs": 2, "batch_size": 7, "checkpoint_every_steps": 1} for stage in stages]
+    stages[1]["scst"] = stages[1].get("scst", {}) | {"document_sample": 10}
     settings = {"order": "shards", "shuffle_buffer": 0.3, "compute_dtype": "float32"} | features
     folder, store = prepare_run(storage, stages=stages, features=settings)
     whole, cut = FeatureStore(store), store / "cut"
-    for first in range(0, len(whole), ROWS):
-        positions = np.arange(first, min(first + ROWS, len(whole)))
-        write_shard(cut, whole.keys.take(positions).to_pylist(), whole.gather_at(positions))
+    keys = pa.concat_tables(read_manifests(store))["key"].to_pylist()
+    for first in range(0, len(keys), ROWS):
+        write_shard(cut, keys[first : first + ROWS], gather(whole, keys[first : first + ROWS]))
     return folder, cut
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The reward has one group of images per epoch."""
     folder, store = prepare_many_shards(tmp_path_factory.mktemp("undisturbed"))
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     return folder
@@ -49,7 +57,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def test_interrupted_anywhere_the_weights_are_bit_identical(
     tmp_path: Path, undisturbed: RunFolder, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken off near the beginning, at the end of the first epoch, and in the second one."""
+    """Broken off near the beginning, at the end of the first epoch, and in the second one.
+
+    The reward has groups of four steps, whose scores are those of larger groups.
+    """
+    monkeypatch.setattr("pipeline.training.loop.GROUP_IMAGES", 28)
     folder, store = prepare_many_shards(tmp_path)
     original, broken = StageRun.step, set()
 
@@ -161,6 +173,6 @@ def test_with_a_cache_of_half_the_store_no_row_of_training_is_read_alone(
         assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
     opened = FeatureStore(store)
     positions = opened.locate(folder.dataset.split("train").table["key"])
-    of_train = {f"{opened.shards[opened._shard[at]].shard}/{opened._row[at]}" for at in positions}
+    of_train = {f"{opened.shards[opened._rows.shard[at]].shard}/{opened._rows.row[at]}" for at in positions}
     assert len(of_train) == len(train) and not of_train & set(alone)
     assert most and max(most) <= sizes / 2 and used_bytes([cache_folder() / "shards"]) > sizes / 4

@@ -174,5 +174,4 @@ def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
     references = References.of_texts(texts)
     cider_d = CiderDReward(references, vocabulary, eos=True, device=device)
     reward = WeightedReward(SAMPLING["reward"], cider_d, references, vocabulary, ENGLISH)
-    indices = cider_d.indices_of(range(case.images))
-    return scst_objective(stage, reward, indices, scale.sizes.pad, vocabulary.words)
+    return scst_objective(stage, reward, device, scale.sizes.pad, vocabulary.words)

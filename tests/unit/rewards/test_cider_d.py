@@ -18,7 +18,7 @@ from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from pipeline.language.english import tokenize
 from pipeline.language.tokenizers import TOKENIZERS
 from pipeline.rewards import cider_d
-from pipeline.rewards.cider_d import CiderDReward, Documents
+from pipeline.rewards.cider_d import CiderDReward, Documents, sampled_documents
 from pipeline.rewards.cider_index import build_index
 from pipeline.rewards.references import References
 from pipeline.scoring import ngram_keys
@@ -146,12 +146,15 @@ def test_a_call_may_select_the_parts_of_its_images() -> None:
 
 
 def test_document_frequencies_may_be_those_of_a_sample() -> None:
-    assert Documents(sample=6).images(6) is None and Documents().images(6) is None
-    numbers = Documents(sample=3).images(1000)
+    assert sampled_documents(6, 6) is None and sampled_documents(6, None) is None
+    numbers = sampled_documents(1000, 3)
     assert numbers is not None and len(set(numbers.tolist())) == 3 and np.array_equal(numbers, np.sort(numbers))
     vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
     texts = References.of_texts({n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")})
-    sampled, plain = (CiderDReward(texts, vocabulary, eos=True, documents=Documents(sample=size)) for size in (2, None))
+    sampled, plain = (
+        CiderDReward(texts, vocabulary, eos=True, documents=Documents(images=sampled_documents(6, size)))
+        for size in (2, None)
+    )
     tokens = torch.tensor([vocabulary.encode(list("acb"))])
     assert sampled(tokens, torch.tensor([0])) != plain(tokens, torch.tensor([0]))
     assert sampled.scorer.metadata["log_documents"] == np.log(2)
