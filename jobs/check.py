@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from jobs.named_files import check_output_file
-from jobs.options import Config, Set
+from jobs.options import Address, Config, Set
 from pipeline.config.load import load_config
 from pipeline.runtime.secrets import without_secrets
 from pipeline.untrusted.names import printable
@@ -19,14 +19,19 @@ from pipeline.untrusted.names import printable
 def check(
     config: Config,
     set_: Set = None,
+    address: Address = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings to this JSON file.")] = None,
 ) -> int:
     """Check whether a data set is fit to train on.
 
-    The exit code is 1 when training on the data would be wrong.
+    The exit code is 1 when training on the data would be wrong. Every image is read: by threads of this machine, or
+    with --address by the nodes of a cluster. If a sample of a large data set has far too many unusable images, the
+    check ends there.
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
+    from jobs.cluster import check_address
+    from jobs.image_tasks import image_reader
     from pipeline.data.loading import planned_data
     from pipeline.runs.check import check_data
     from pipeline.runs.preflight import check_distill, check_storage
@@ -34,11 +39,13 @@ def check(
     run_config = load_config(config, set_ or ())
     if json_file is not None:
         check_output_file("--json", json_file)
+    check_address(address)
     check_storage(run_config)
     check_distill(run_config)
     planned_data(run_config)
-    result = check_data(run_config)
-    _print_statistics(result.statistics)
+    result = check_data(run_config, reader=image_reader(run_config, address))
+    if "captions" in result.statistics:  # not if a sample ended the check
+        _print_statistics(result.statistics)
     findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]
     for finding in findings:
         _print(f"{finding.kind:<8} {finding.text}")

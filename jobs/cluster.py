@@ -28,7 +28,7 @@ OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read featu
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0  # for a head that is just starting
 
-Stage = Literal["features", "dry run", "training", "captions"]
+Stage = Literal["images", "features", "dry run", "training", "captions"]
 
 
 def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
@@ -124,6 +124,8 @@ def check_address(address: str | None) -> None:
 def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     """The resources of each process that a stage needs before it can make progress."""
     workers, features = config.workers, config.features
+    if stage == "images":
+        return [{"CPU": 1}]
     if stage == "features":
         actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
         return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]

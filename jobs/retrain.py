@@ -10,6 +10,7 @@ import typer
 
 from jobs.caption_tasks import SplitTask, caption_on_cluster
 from jobs.cluster import check_address, start_ray, with_precision
+from jobs.image_tasks import image_reader
 from jobs.options import Address, Config, Set
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.config.load import load_config
@@ -17,6 +18,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.features.source import features_for_bundles
 from pipeline.retrain.retrain import Trained
+from pipeline.runs.check import Reader
 from pipeline.runs.preflight import check_before_writing, check_storage
 from pipeline.runtime.log import indented
 from pipeline.storage.path import StoragePath
@@ -27,6 +29,10 @@ class RayWork:
     """Trains and captions on a Ray cluster, for `pipeline.retrain.retrain`."""
 
     address: str | None
+
+    def reader(self, config: RunConfig) -> Reader:
+        """Tasks on the cluster; threads without one."""
+        return image_reader(config, self.address)
 
     def train(self, config: RunConfig) -> Trained:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""

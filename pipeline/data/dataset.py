@@ -47,6 +47,7 @@ SCHEMA = pa.schema(
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
 
 
+ROUND_ROWS = 2**22  # rows that Ray gets at a time
 CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
 
 
@@ -163,6 +164,13 @@ class Dataset:
         table = self.table.select(list(names))
         for start in range(0, len(table), CHUNK_ROWS):
             yield table.slice(start, CHUNK_ROWS)
+
+    def rounds(self, rows: np.ndarray, *names: str) -> Iterator[pa.Table]:
+        """These columns of rows of `whole`, ROUND_ROWS at a time. rows: ascending."""
+        table = self.whole.table.select(list(names))
+        for start in range(0, len(rows), ROUND_ROWS):
+            part = rows[start : start + ROUND_ROWS]
+            yield table.slice(part[0], part[-1] - part[0] + 1).take(pa.array(part - part[0]))
 
     def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The texts of each image's captions that the tokenizer splits, one image at a time."""

@@ -9,7 +9,7 @@ import hashlib
 import io
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -167,6 +167,51 @@ def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
         background = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, layer).convert("RGB")
     return strip.convert("RGB")
+
+
+def hash_batch(batch: dict[str, np.ndarray], options: StorageOptions = StorageOptions()) -> dict[str, Any]:
+    """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
+
+    One of them is "". Raises StorageError while the storage is out of order.
+    """
+
+    def read(uri: str) -> tuple[str, str]:
+        try:
+            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest(), ""
+        except StorageError:
+            raise
+        except OSError as error:
+            return "", reason_of(error)
+
+    results = _for_each(read, batch["uri"])
+    return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
+
+
+def measure_batch(
+    batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
+) -> dict[str, Any]:
+    """Adds size and reason to a batch with the column uri: (B, 2) int32 widths and heights, and why there are none.
+
+    Every image is decoded as a whole. One that cannot be used has the size (0, 0), and others the reason "". threads:
+    that decode local files.
+    """
+
+    def measure(uri: str) -> tuple[tuple[int, int], str]:
+        try:
+            return decode_image(read_image_file(StoragePath(uri, options)), max_pixels).size, ""
+        except (BadImage, OSError) as error:
+            return (0, 0), str(error)
+
+    results = _for_each(measure, batch["uri"], threads)
+    sizes = np.array([size for size, _ in results], np.int32).reshape(-1, 2)
+    return {**batch, "size": sizes, "reason": np.array([reason for _, reason in results])}
+
+
+def _for_each(function: Callable[[str], Any], uris: np.ndarray, threads: int = 1) -> list[Any]:
+    """The function's values for files. Requests mostly wait, so that remote files get more threads."""
+    names = [str(uri) for uri in uris]
+    with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, names)) else 1)) as pool:
+        return list(pool.map(function, names))
 
 
 def decode_batch(

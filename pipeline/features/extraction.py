@@ -28,10 +28,10 @@ from models.transform import ImageTransform
 from models.views import content_key_of
 from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from pipeline.data.content_keys import HashedFiles, HashFiles
-from pipeline.data.dataset import Dataset
+from pipeline.data.dataset import ROUND_ROWS, Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
 from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from pipeline.features.key_table import KeyTable, key_digests
+from pipeline.features.key_table import KeyTable, first_of_each, key_digests
 from pipeline.features.manifests import write_index
 from pipeline.features.store import (
     FeatureStore,
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 CALLS_PER_ACTOR = 2  # batches that an actor has at a time: one is computed, one is written
-ROUND_ROWS = 2**22  # images that Ray Data gets at a time
 MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
@@ -123,19 +122,10 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         is_unusable.append(mask.to_numpy())
         digests.append(key_digests(chunk["key"]))
     of_images = np.concatenate(digests)
-    keys, order = KeyTable.sort(of_images)
-    is_missing = np.zeros(len(readable), bool)
-    is_missing[order[keys.is_first()]] = True
+    is_missing = first_of_each(of_images)
     num_images = int(is_missing.sum())
     is_missing &= ~np.concatenate(is_unusable) & ~FeatureStore(folder).keys.contains(of_images)
     return Plan(num_images, readable.rows[is_missing], unusable)
-
-
-def rounds_of(table: pa.Table, rows: np.ndarray) -> Iterator[pa.Table]:
-    """These rows of a table, ROUND_ROWS at a time. rows: in ascending order."""
-    for start in range(0, len(rows), ROUND_ROWS):
-        part = rows[start : start + ROUND_ROWS]
-        yield table.slice(part[0], part[-1] - part[0] + 1).take(pa.array(part - part[0]))
 
 
 def _content_keys(table: pa.Table) -> pa.ChunkedArray:
@@ -169,7 +159,7 @@ def extract(
         watch = start_ray()
         begin, done = time.monotonic(), 0
         with watch as progressed, progress("features  ", count) as advance:
-            rounds = rounds_of(dataset.whole.table.select(["key", "uri"]), missing)
+            rounds = dataset.rounds(missing, "key", "uri")
             for batch in compute(rounds, count, folder, extractor):
                 rows = zip(batch["key"], batch["reason"], strict=True)
                 unusable |= {content_key_of(str(key)): str(reason) for key, reason in rows if reason}

@@ -49,6 +49,14 @@ def _hashed(keys: pa.Array) -> np.ndarray:
     return np.frombuffer(digests, np.uint64).reshape(-1, 2)
 
 
+def first_of_each(digests: np.ndarray) -> np.ndarray:
+    """Whether each of these digests (D, 2) is not among those before it: bools (D,)."""
+    table, order = KeyTable.sort(digests)
+    result = np.zeros(len(digests), bool)
+    result[order[table.is_first()]] = True
+    return result
+
+
 class KeyTable:
     """Keys sorted by their digests (K, 2), which are all that it has of them. A key may be there several times.
 

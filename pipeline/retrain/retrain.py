@@ -26,7 +26,7 @@ from pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRe
 from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
 from pipeline.retrain.decision_page import decision_page
 from pipeline.retrain.tracking import update_tracker
-from pipeline.runs.check import check_data
+from pipeline.runs.check import Reader, check_data
 from pipeline.runtime.decorations import Decorations
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
@@ -48,6 +48,9 @@ class Trained(NamedTuple):
 
 class Work(Protocol):
     """The steps of a retraining that run on a cluster."""
+
+    def reader(self, config: RunConfig) -> Reader:
+        """What reads new images."""
 
     def train(self, config: RunConfig) -> Trained:
         """Trains a configuration on its data, or resumes the run when it exists."""
@@ -128,7 +131,7 @@ class _Retraining:
         """Steps 2 to 5 of a retraining; returns the exit code."""
         state = self.state
         try:
-            data = self._new_data()
+            data = self._new_data(work.reader(self.config))
         except UserError as error:
             if state.snapshot is None:
                 raise
@@ -166,7 +169,7 @@ class _Retraining:
         logger.info("step 5/5  decision")
         return self._decide(data, held, trained.bundle, challenger, comparison)
 
-    def _new_data(self) -> _NewData | None:
+    def _new_data(self, reader: Reader) -> _NewData | None:
         """The present data and how they differ from those of the last decision; None, after an error was logged.
 
         Data with errors cannot be trained on, so the retraining ends.
@@ -181,13 +184,13 @@ class _Retraining:
         if before is not None and not change.added and not change.changed:
             return _NewData(Dataset(pa.table({})), listing, record)
         # the images in the previous listing were checked by the retraining that wrote it
-        findings = check_data(config, None if before is None else before["key"].drop_null())
+        findings = check_data(config, None if before is None else before["key"].drop_null(), reader)
         for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
         if not findings.ok:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
             return None
-        dataset = find_data(config)[0].readable()
+        dataset = find_data(config, reader.hash_files)[0].readable()
         num_new = new_keys(dataset, before)
         logger.info(f"          {num_new} images are new; they and their captions passed the check")
         update = {"new_images": num_new, "images": len(dataset), "fingerprint": dataset.fingerprint()}

@@ -1,6 +1,7 @@
 """The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
 
-The check reads and decodes every image once, in threads. The only file that it writes is the manifest of content keys.
+The check decodes every image once, in threads or on a cluster. Of a large data set it decodes a sample first. The only
+file that it writes is the manifest of content keys.
 """
 
 from __future__ import annotations
@@ -10,25 +11,27 @@ import logging
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config.run import RunConfig
+from pipeline.data.content_keys import HashedFiles, hash_with_threads
 from pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, require_splits
-from pipeline.data.images import BadImage, decode_image, read_image_file
+from pipeline.data.images import measure_batch
 from pipeline.data.loading import data_root, snapshot_of
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
+from pipeline.features.key_table import first_of_each, key_digests
 from pipeline.features.regions import missing_regions
 from pipeline.language.caption_problems import CaptionProblems
 from pipeline.language.tokenizers import SUBWORD, caption_words
 from pipeline.runtime.progress import progress
-from pipeline.storage.path import StoragePath
+from pipeline.storage.path import StorageOptions
 from pipeline.untrusted.names import quoted, shown
 
 logger = logging.getLogger(__name__)
@@ -39,9 +42,34 @@ MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CI
 MIN_ORIGINAL_SIDE = 400
 SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
+SAMPLE = 1000  # images that are decoded before all others, if the data set has ten times as many
 # the share of words of validation captions outside of the vocabulary, above which there is a warning
 MAX_UNKNOWN = 0.05
 MAX_EXAMPLES = 3  # A finding names at most this many images.
+
+
+class Reader(Protocol):
+    """Reads many images. Raises StorageError while the storage is out of order."""
+
+    def hash_files(self, uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        """Hashes files, as `pipeline.data.content_keys.HashFiles`."""
+
+    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+        """Decodes images. Yields the rows of tables with the column uri, in any order, as `measure_batch` does."""
+
+
+class Threads:
+    """Reads images with threads of this process."""
+
+    hash_files = staticmethod(hash_with_threads)
+
+    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+        num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+        for table in tables:
+            for start in range(0, len(table), IMAGES_AT_A_TIME):
+                part = table.slice(start, IMAGES_AT_A_TIME)
+                batch = {name: part[name].to_numpy() for name in part.column_names}
+                yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
 
 
 @dataclass(frozen=True)
@@ -73,10 +101,11 @@ class Findings:
         return not any(finding.kind == "error" for finding in self.findings)
 
 
-def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findings:
+def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: Reader = Threads()) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Every image is read and decoded once. For a run on region features, the check only looks up whether they exist.
+    Every image is read and decoded once. If too many of a sample are unusable, the others are not read. For a run on
+    region features, the check only looks up whether they exist.
 
     checked_keys: content keys of images that an earlier check has read. These images are not read again, and
     `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones.
@@ -85,7 +114,9 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(dataset, config.data)
     logger.info(f"reading {len(dataset)} images")
-    dataset, missing = snapshot_of(dataset, config)
+    if _check_sample(result, dataset, config):
+        return result
+    dataset, missing = snapshot_of(dataset, config, reader.hash_files)
     _check_captions(result, dataset, problems, config.data.tokenizer)
     fitting = _check_tokenizer(result, dataset, config.data.tokenizer)
     try:
@@ -99,7 +130,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None) -> Findi
         is_checked = pc.is_in(dataset.table["key"], value_set=checked_keys)
         unchecked = Dataset(dataset.table.filter(pc.invert(is_checked)))
     if config.has_backbone:
-        unusable, sizes = _decode_all(unchecked, config)
+        unusable, sizes = _decode_all(unchecked, config, reader)
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
         unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
     _check_images(result, unchecked, config, missing, unusable)
@@ -185,32 +216,49 @@ def _is_text(caption: str) -> bool:
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
-def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
-    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height)."""
-    table = dataset.readable().table
-    uri_by_key = dict(zip(table["key"].to_pylist(), table["uri"].to_pylist(), strict=True))
+def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool:
+    """Whether an error shows that far too many images of a large data set are unusable: those of a random sample."""
+    if not config.has_backbone or len(dataset) < 10 * SAMPLE:
+        return False
+    rows = np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))
+    parts = Threads().measure(dataset.rounds(rows, "uri"), config)
+    unusable = [
+        (str(uri), str(reason))
+        for part in parts
+        for uri, reason in zip(part["uri"], part["reason"], strict=True)
+        if reason
+    ]
+    limit, share = config.data.max_bad_fraction, len(unusable) / SAMPLE
+    logger.info(f"sample: {len(unusable)} of {SAMPLE} images cannot be used")
+    if share < limit + 4 * np.sqrt(limit * (1 - limit) / SAMPLE) + 1 / SAMPLE:  # four standard errors
+        return False
+    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unusable[:MAX_EXAMPLES])
+    result.error(
+        f"{len(unusable)} of a sample of {SAMPLE} images cannot be used, and data.max_bad_fraction = {limit}; the "
+        f"other images were not read: {examples}"
+    )
+    result.statistics["splits"] = dataset.split_sizes()
+    result.statistics["unreadable"] = dict(unusable)
+    return True
 
-    def decode(uri: str) -> tuple[int, int] | str:
-        """The size (width, height) of an image, or the reason why it cannot be decoded."""
-        try:
-            data = read_image_file(StoragePath(uri, config.storage.options))
-            return decode_image(data, config.data.max_pixels).size
-        except (BadImage, OSError) as error:
-            return str(error)
 
-    images = iter(uri_by_key.items())
+def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
+    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
+
+    Files of equal content are decoded once. It takes 50 bytes of memory per image.
+    """
+    readable = dataset.readable()
+    digests = [np.empty((0, 2), np.uint64), *(key_digests(chunk["key"]) for chunk in readable.chunks("key"))]
+    rows = readable.rows[first_of_each(np.concatenate(digests))]
     reasons: dict[str, str] = {}
-    sizes: list[tuple[int, int]] = []
-    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
-    with ThreadPoolExecutor(num_threads) as pool, progress("decoding", len(uri_by_key)) as advance:
-        while part := dict(itertools.islice(images, IMAGES_AT_A_TIME)):
-            for key, result in zip(part, pool.map(decode, part.values()), strict=True):
-                if isinstance(result, str):
-                    reasons[key] = result
-                else:
-                    sizes.append(result)
-                advance(1)
-    return reasons, np.array(sizes, np.int64).reshape(-1, 2)
+    sizes = [np.empty((0, 2), np.int32)]
+    with progress("decoding", len(rows)) as advance:
+        for part in reader.measure(dataset.rounds(rows, "key", "uri"), config):
+            is_bad = part["reason"] != ""
+            reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
+            sizes.append(part["size"][~is_bad])
+            advance(len(is_bad))
+    return reasons, np.concatenate(sizes)
 
 
 def _check_images(

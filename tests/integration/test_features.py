@@ -19,15 +19,18 @@ import yaml
 from PIL import Image
 
 from jobs.cli import main
+from jobs.image_tasks import ImageTasks
 from models.backbone import Backbone
 from models.config import BackboneConfig
 from models.transform import ImageTransform
+from pipeline.config.load import parse_config
 from pipeline.config.sections import DataSection, FeatureSection
 from pipeline.data.content_keys import HashedFiles, take_snapshot
 from pipeline.data.dataset import read_dataset
 from pipeline.data.images import decode_image
 from pipeline.features.extraction import Extractor, extract, hashing_extraction
 from pipeline.features.store import FeatureStore
+from pipeline.runs.check import check_data
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
@@ -45,7 +48,8 @@ def test_features_of_usable_images_and_reasons_for_others(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.data.read_api.cached_remote_fn", lambda _: pytest.fail("a task for each block of names"))
-    monkeypatch.setattr("pipeline.features.extraction.ROUND_ROWS", 12)  # three rounds
+    for module in ("data.dataset", "features.extraction"):
+        monkeypatch.setattr(f"pipeline.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "5.png").write_bytes(b"not a picture")
@@ -185,12 +189,38 @@ def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_
 
 
 @pytest.mark.ray
+def test_a_check_by_tasks_finds_what_threads_find(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in several rounds and blocks, with images that are missing, broken, repeated and checked before."""
+    root = write_karpathy(tmp_path / "set", {"train": 30, "val": 4, "test": 4})
+    (root / "images" / "3.png").write_bytes(b"no image")
+    (root / "images" / "5.png").unlink()
+    (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
+    data = {"root": str(root), "train_splits": ["train"], "test_splits": ["test"], "min_count": 1}
+    settings = [parse_config(small_config(tmp_path / name, data=data)) for name in ("threads", "tasks")]
+    expected = check_data(settings[0])
+    monkeypatch.setattr("jobs.image_tasks.IMAGES_PER_TASK", 7)
+    for module in ("pipeline.data.dataset", "jobs.image_tasks"):
+        monkeypatch.setattr(f"{module}.ROUND_ROWS", 16)
+    tasks = ImageTasks(settings[1], None)
+    found = check_data(settings[1], reader=tasks)
+    assert found == expected and len(found.statistics["unreadable"]) == 2 and found.statistics["short_side"]
+    names = [next((tmp_path / name / "manifests").iterdir()) for name in ("threads", "tasks")]
+    tables = [pq.read_table(name).sort_by("uri") for name in names]
+    assert tables[0].equals(tables[1])
+    keys = tables[0]["key"]
+    assert check_data(settings[1], keys, tasks) == check_data(settings[0], keys)
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize("most", [0, 100], ids=["actors", "tasks"])
 def test_new_images_are_read_once_by_the_extraction(
     tmp_path: Path, ray_session: None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
-    monkeypatch.setattr("pipeline.features.extraction.ROUND_ROWS", 12)  # three rounds
+    for module in ("data.dataset", "features.extraction"):
+        monkeypatch.setattr(f"pipeline.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())

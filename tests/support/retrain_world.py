@@ -30,6 +30,7 @@ from pipeline.data.loading import find_data
 from pipeline.errors import UserError
 from pipeline.retrain.champion import ChampionStore
 from pipeline.retrain.retrain import Trained, retrain
+from pipeline.runs.check import Reader, Threads
 from pipeline.runs.identity import config_identity
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.path import StorageOptions, StoragePath
@@ -178,6 +179,9 @@ class Colors:
         if home is not None:
             Mirror(home, folder).push()
         return Trained(run_id, folder, fingerprint)
+
+    def reader(self, config: RunConfig) -> Reader:
+        return Threads()
 
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig

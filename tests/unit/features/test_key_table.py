@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.features import manifests
-from pipeline.features.extraction import plan_extraction, rounds_of, write_quarantine
+from pipeline.features.extraction import plan_extraction, write_quarantine
 from pipeline.features.key_table import KeyTable, key_digests
 from pipeline.features.manifests import ManifestRows, read_manifests, write_index
 from pipeline.features.store import FeatureStore, write_shard
@@ -170,13 +170,12 @@ def test_a_plan_is_that_of_lists(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_rounds_have_every_row_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.features.extraction.ROUND_ROWS", size)
+    monkeypatch.setattr("pipeline.data.dataset.ROUND_ROWS", size)
     rng = np.random.default_rng(size)
-    table = pa.concat_tables(
-        [pa.table({"key": list(map(str, range(start, start + 10)))}) for start in range(0, 70, 10)]
-    )
+    chunks = [pa.array(map(str, range(start, start + 10))) for start in range(0, 70, 10)]
+    dataset = Dataset(pa.table({"key": pa.chunked_array(chunks)}))
     rows = np.flatnonzero(rng.random(70) < 0.4)
-    parts = list(rounds_of(table, rows))
+    parts = list(dataset.rounds(rows, "key"))
     assert all(len(part) == size for part in parts[:-1])
     assert [key for part in parts for key in part["key"].to_pylist()] == list(map(str, rows))
-    assert list(rounds_of(table, rows[:0])) == []
+    assert list(dataset.rounds(rows[:0], "key")) == []

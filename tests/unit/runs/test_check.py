@@ -97,10 +97,31 @@ def test_images_are_decoded_some_at_a_time_with_progress(
         decoded.append(sum(line.startswith("decoding  ") for line in log_lines))
         return decode_image(data, max_pixels)
 
-    monkeypatch.setattr("pipeline.runs.check.decode_image", decode)
+    monkeypatch.setattr("pipeline.data.images.decode_image", decode)
     assert check(tmp_path, root) == whole
-    assert all(number // 2 * 2 <= done for number, done in enumerate(decoded)), "no image of a later part is queued"
+    assert all(number // 2 <= done for number, done in enumerate(decoded)), "no image of a later part is queued"
     assert any(line.startswith("decoding  9/9 images, ") for line in log_lines)
+
+
+def test_a_sample_of_a_large_set_ends_the_check_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only if far too many of its images are unusable: one in ten is what chance may give at a limit of 5 %."""
+    monkeypatch.setattr("pipeline.runs.check.SAMPLE", 20)
+    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
+    for number in range(0, 196, 10):
+        (root / "images" / f"{number}.png").write_bytes(b"no image")
+    code, found = check(tmp_path, root, max_bad_fraction=0.05)
+    assert code == 1 and "20 of 200 images" in texts(found, "error") and found["captions"]["total"] > 200
+    for number in range(100):
+        (root / "images" / f"{number}.png").unlink(missing_ok=True)
+    capsys.readouterr()
+    code, found = check(tmp_path, root, max_bad_fraction=0.05)
+    assert code == 1 and "of a sample of 20 images cannot be used" in texts(found, "error")
+    assert "the other images were not read" in capsys.readouterr().out and "captions" not in found
+    monkeypatch.setattr("pipeline.runs.check.SAMPLE", 21)
+    code, found = check(tmp_path, root, max_bad_fraction=0.05)
+    assert "110 of 200 images" in texts(found, "error"), "the set is too small for a sample"
 
 
 def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:

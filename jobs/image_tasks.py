@@ -1,0 +1,70 @@
+"""Reads the images of a data set with tasks on a Ray cluster, for `raycap check` and `raycap retrain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jobs.cluster import cluster_address, start_ray
+from pipeline.cluster.stalls import StallWatch
+from pipeline.config.run import RunConfig
+from pipeline.data.content_keys import HashedFiles
+from pipeline.data.dataset import ROUND_ROWS
+from pipeline.data.images import hash_batch, measure_batch
+from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from pipeline.runs.check import Reader, Threads
+from pipeline.storage.path import StorageOptions
+
+IMAGES_PER_TASK = 500
+
+
+def image_reader(config: RunConfig, address: str | None) -> Reader:
+    """What reads the images of a check: tasks on the cluster at `address` or RAY_ADDRESS; without one, threads."""
+    return ImageTasks(config, address) if cluster_address(address) else Threads()
+
+
+@dataclass(frozen=True)
+class ImageTasks:
+    """Reads images on a cluster (`pipeline.runs.check.Reader`). Ray's object store contains the names of one round."""
+
+    config: RunConfig
+    address: str | None
+
+    def hash_files(self, uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        parts = ((start, uris.slice(start, ROUND_ROWS)) for start in range(0, len(uris), ROUND_ROWS))
+        tables = (pa.table({"uri": part, "number": start + np.arange(len(part))}) for start, part in parts)
+        for batch in self._mapped(tables, hash_batch, {"options": options}):
+            keys = pa.array(batch["key"], pa.string())
+            keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
+            failed = batch["reason"] != ""
+            reasons = dict(zip(batch["uri"][failed].tolist(), batch["reason"][failed].tolist(), strict=True))
+            yield HashedFiles(batch["number"], keys, reasons)
+
+    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+        settings = {"max_pixels": config.data.max_pixels, "options": config.storage.options}
+        return self._mapped(tables, measure_batch, settings)
+
+    def _mapped(
+        self, tables: Iterable[pa.Table], function: Callable[..., dict[str, Any]], settings: dict[str, Any]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """What a function makes of tables, with each task IMAGES_PER_TASK rows."""
+        import ray.data
+        from ray.data import DataContext
+
+        start_ray(self.config, self.address, "images")
+        repeat_interrupted_tasks()
+        DataContext.get_current().execution_no_progress_timeout_s = -1  # the watch ends a stall
+        with StallWatch("reading images", self.config.workers) as progressed:
+            for table in tables:
+                starts = range(0, len(table), IMAGES_PER_TASK)
+                source = ray.data.from_blocks([table.slice(at, IMAGES_PER_TASK).combine_chunks() for at in starts])
+                mapped = source.map_batches(function, fn_kwargs=settings, batch_size=None, num_cpus=1)
+                with one_sentence("reading images"):
+                    for batch in mapped.iter_batches(batch_size=None):
+                        progressed()
+                        yield batch
