@@ -208,9 +208,12 @@ class Bucket:
         self.asked: list[str] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = StoragePath.stat, StoragePath.read_bytes
+        original = StoragePath.stat, StoragePath.read_bytes, StoragePath.walk
 
         def walk(path: StoragePath) -> Iterator[tuple[str, Entry]]:
+            if not path.is_remote:
+                yield from original[2](path)
+                return
             prefix = f"{path.uri}/"
             for uri, entry in self.objects.items():
                 if uri.startswith(prefix):
