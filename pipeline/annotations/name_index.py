@@ -12,7 +12,6 @@ from pipeline.storage.tables import spilled_zeros
 FIRST_SLOTS = 2**12
 _MAX_SHARE = 2 / 3  # of the slots that are in use
 _REHASHED = 2**20  # slots that are moved at a time
-_DIGEST = struct.Struct("=QQ")
 
 
 class NameIndex:
@@ -36,12 +35,12 @@ class NameIndex:
             spilled_zeros((slots,), np.uint32),  # the number + 1; 0 for a slot that is not in use
         )
         # reading a number from a view takes a third of the time of reading it from an array
-        self._first, self._second, self._numbers = map(memoryview, self._arrays)
+        self._first, self._second, self._numbers = (array.data for array in self._arrays)
         self._mask = slots - 1
 
     def setdefault(self, name: str, number: int) -> int:
         """The number of a name; this one if the name is new."""
-        first, second = _DIGEST.unpack(blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest())
+        first, second = struct.unpack("=QQ", blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest())
         slot = first & self._mask
         while found := self._numbers[slot]:
             if self._first[slot] == first and self._second[slot] == second:

@@ -294,7 +294,7 @@ class _Keys:
 
     def _strings(self, values: np.ndarray, validity: pa.Buffer | None = None) -> pa.Array:
         """Strings whose characters are in an array."""
-        offsets = np.arange(0, (len(values) + 1) * self.LENGTH, self.LENGTH, np.int32)
+        offsets = np.arange(len(values) + 1, dtype=np.int32) * self.LENGTH
         return pa.StringArray.from_buffers(len(values), pa.py_buffer(offsets), pa.py_buffer(values.ravel()), validity)
 
 

@@ -96,14 +96,14 @@ def table_batches(path: StoragePath, schema: pa.Schema) -> Iterator[pa.RecordBat
 
 
 class TableSpill:
-    """Rows that are added a batch at a time: in memory up to `limit` bytes, then in a file without a name.
+    """Rows that are added a batch at a time: in memory up to SPILL_BYTES, then in a file without a name.
 
     The file disappears with its process, however that ends, and its rows are memory-mapped. Rows may be divided into
     `parts`, which share the file. All methods raise OSError.
     """
 
-    def __init__(self, schema: pa.Schema, parts: int = 1, limit: int = SPILL_BYTES) -> None:
-        self.schema, self.parts, self._limit = schema, parts, limit
+    def __init__(self, schema: pa.Schema, parts: int = 1) -> None:
+        self.schema, self.parts = schema, parts
         self._file: IO[bytes] | None = None
         self._mapped: list[list[pa.RecordBatch]] = [[] for _ in range(parts)]
         self._written: list[tuple[int, int, int]] = []  # part, start and length of batches that are not mapped yet
@@ -113,7 +113,7 @@ class TableSpill:
     def append(self, batch: pa.RecordBatch, part: int = 0) -> None:
         self._waiting[part].append(batch)
         self._num_waiting += batch.nbytes
-        if self._num_waiting > self._limit:
+        if self._num_waiting > SPILL_BYTES:
             self._write()
 
     def _write(self) -> None:
