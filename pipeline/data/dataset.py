@@ -29,6 +29,7 @@ from pipeline.errors import DamagedError, UserError
 from pipeline.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
 from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
+from pipeline.storage.digests import is_whole
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.tables import TableSpill, spilled
 from pipeline.untrusted.files import read_document
@@ -214,16 +215,26 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA."""
-        return cls.parse(pa.memory_map(str(path)), str(path))
+        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA.
+
+        Its content is read once per machine, and again when the file has changed. Other processes read what they use.
+        """
+        content, name = pa.memory_map(str(path)), str(path)
+        is_whole(path, "a table of images", lambda: cls.parse(content, name) is not None)
+        return cls._opened(content, name, full=False)
 
     @classmethod
     def parse(cls, content: pa.NativeFile, name: str) -> Dataset:
-        """The data set in the content of the Arrow file `name`. Raises DamagedError as `load`."""
+        """The data set in the content of the Arrow file `name`, all of which is checked. Raises DamagedError."""
+        return cls._opened(content, name, full=True)
+
+    @classmethod
+    def _opened(cls, content: pa.NativeFile, name: str, *, full: bool) -> Dataset:
+        """The data set in an Arrow file. full: whether to read all of it and not only its metadata."""
         try:
             table = pa.ipc.open_file(content).read_all()
             table = table.cast(SCHEMA.append(TOKENS) if TOKENS.name in table.column_names else SCHEMA)
-            table.validate(full=True)
+            table.validate(full=full)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
                 raise  # the machine is at fault, and not the file

@@ -81,9 +81,11 @@ def _errors_named(name: str) -> Iterator[None]:
     """Raises DamagedError for the errors of Arrow about the content of a file."""
     try:
         yield
-    except (MemoryError, pa.ArrowCancelled, StorageError):  # the first includes Arrow's own; the file is not at fault
+    except (MemoryError, pa.ArrowCancelled):  # the first includes Arrow's own; the file is not at fault
         raise
     except (pa.ArrowException, OSError, TypeError) as error:  # a column of another type raises TypeError
+        if isinstance(error, StorageError) or getattr(error, "errno", None):
+            raise  # it could not be read
         raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
 
 

@@ -19,7 +19,7 @@ from pipeline.data import dataset as module
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
-from pipeline.errors import UserError
+from pipeline.errors import DamagedError, UserError
 from pipeline.language.english import tokenize
 from pipeline.storage.path import StoragePath
 from pipeline.storage.s3 import OutageError, StorageError
@@ -348,3 +348,30 @@ def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.Mo
         broken = [*with_cat[:-1], ["..."]]
         with pytest.raises(UserError, match=rf"image /{size - 1}\.png \(id {size - 1}\) has no caption with a word"):
             dataset.with_column("captions", pa.array(broken, pa.list_(pa.string()))).with_words()
+
+
+def test_the_content_of_a_saved_data_set_is_checked_once_per_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
+    path, dataset = tmp_path / "data.arrow", random_dataset(np.random.default_rng(2), 100)
+    dataset.save(path)
+    checked: list[str] = []
+    parse = Dataset.parse.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: type[Dataset], content: pa.NativeFile, name: str) -> Dataset:
+        checked.append(name)
+        found: Dataset = parse(cls, content, name)
+        return found
+
+    monkeypatch.setattr(Dataset, "parse", classmethod(noted))
+    for _ in range(2):
+        assert Dataset.load(path).table.equals(dataset.table)
+    assert checked == [str(path)]
+    data = path.read_bytes()
+    place = data.index(b"two dogs run")
+    path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+    for _ in range(2):
+        with pytest.raises(DamagedError, match=r"data.arrow is damaged: .*UTF"):
+            Dataset.load(path)
+    assert len(checked) == 3, "what is damaged is not remembered as whole"
