@@ -40,17 +40,25 @@ class NameIndex:
 
     def setdefault(self, name: str, number: int) -> int:
         """The number of a name; this one if the name is new."""
-        first, second = struct.unpack("=QQ", blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest())
-        slot = first & self._mask
-        while found := self._numbers[slot]:
-            if self._first[slot] == first and self._second[slot] == second:
-                return found - 1
-            slot = (slot + 1) & self._mask
+        slot, first, second = self._find(name)
+        if found := self._numbers[slot]:
+            return found - 1
         self._first[slot], self._second[slot], self._numbers[slot] = first, second, number + 1
         self._count += 1
         if self._count > _MAX_SHARE * len(self._numbers):
             self._grow()
         return number
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._numbers[self._find(name)[0]])
+
+    def _find(self, name: str) -> tuple[int, int, int]:
+        """The slot of a name, or the free one that it would take, and the halves of its hash."""
+        first, second = struct.unpack("=QQ", blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest())
+        slot = first & self._mask
+        while self._numbers[slot] and (self._first[slot] != first or self._second[slot] != second):
+            slot = (slot + 1) & self._mask
+        return slot, first, second
 
     def _grow(self) -> None:
         """Moves the names to twice as many slots."""

@@ -17,6 +17,7 @@ def test_it_gives_what_a_dict_gives(monkeypatch: pytest.MonkeyPatch, limit: int)
     index, expected = NameIndex(), dict[str, int]()
     for number, value in enumerate(np.random.default_rng(0).integers(0, 1500, 4000).tolist()):
         name = f"{value}\udcff.png"
+        assert (name in index) == (name in expected)
         assert index.setdefault(name, number) == expected.setdefault(name, number)
         assert len(index) == len(expected)
 

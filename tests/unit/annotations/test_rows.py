@@ -113,3 +113,25 @@ def test_images_on_s3_are_found_in_a_column() -> None:
     assert not has_remote_image(pa.chunked_array([], pa.string()))
     for uri in remote:
         assert has_remote_image(pa.chunked_array([local, [uri]], pa.string()))
+
+
+def test_many_files_of_a_folder_are_in_the_order_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of images and texts, in any order, of which some are not ASCII and some have several texts."""
+    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", 0)
+    for name, value in (("_SORTED_NAMES", 7), ("_MERGED_NAMES", 2), ("_FILES_PER_SLICE", 5)):
+        monkeypatch.setattr(f"pipeline.annotations.text_files.{name}", value)
+    rng, texts = np.random.default_rng(0), dict[str, str]()
+    stems = [
+        f"{folder}{number}{mark}" for folder in ("", "b/", "é/") for number in range(20) for mark in "-\U0001f600\ue000"
+    ]
+    for stem in rng.permutation(stems).tolist():
+        (tmp_path / stem).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{stem}.png").touch()
+        for ending in rng.choice([".TXT", ".txt"], int(rng.integers(0, 3)), replace=False):
+            (tmp_path / f"{stem}{ending}").write_text(f"text of {stem}{ending}")
+            texts[stem] = max(texts.get(stem, ""), f"text of {stem}{ending}")
+    dataset, problems = read_annotations(DataSection(root=str(tmp_path), annotations="."), tmp_path)
+    assert not problems and dataset.column("uri") == [str(tmp_path / f"{stem}.png") for stem in sorted(stems)]
+    assert dataset.column("captions") == [[texts[stem]] if stem in texts else [] for stem in sorted(stems)]
