@@ -18,6 +18,7 @@ from jobs.cluster import cluster_address, connect
 from jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from jobs.options import Address
 from models.decoding_config import PLAIN
+from pipeline.annotations.image_paths import find_images
 from pipeline.captioning.bundle import Bundle
 from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
@@ -26,7 +27,6 @@ from pipeline.cluster.stalls import StallWatch
 from pipeline.confidence.confidence import Confidence
 from pipeline.config.load import apply_override
 from pipeline.config.sections import EvaluationSection, WorkersSection
-from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.features.interruptions import one_sentence
 from pipeline.runtime.decorations import Decorations

@@ -35,7 +35,7 @@ class ImageTasks:
     config: RunConfig
     address: str | None
 
-    def hash_files(self, uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         parts = ((start, uris.slice(start, ROUND_ROWS)) for start in range(0, len(uris), ROUND_ROWS))
         tables = (pa.table({"uri": part, "number": start + np.arange(len(part))}) for start, part in parts)
         for batch in self._mapped(tables, hash_batch, {"options": options}):

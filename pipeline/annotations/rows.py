@@ -10,9 +10,10 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from pipeline.config.sections import ColumnSection
 from pipeline.errors import UserError
 from pipeline.scoring.result_files import MAX_CAPTION, shorten
 from pipeline.storage.path import StoragePath, is_remote, join
+from pipeline.storage.tables import TableSpill
 from pipeline.untrusted.documents import parse_json
 from pipeline.untrusted.names import printable, quoted
 
@@ -38,6 +40,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can 
 
 
 BUFFERED_ROWS = 10_000  # that are Python objects; the others are in Arrow arrays
+_JOINED_BATCHES = 16  # to which late captions are added at a time
 LISTS = pa.list_(pa.string())
 IMAGES = pa.schema(
     [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
@@ -48,7 +51,8 @@ LATE = pa.schema([("row", pa.int64()), ("captions", LISTS)])
 class Rows:
     """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
 
-    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once.
+    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once. Many
+    images are in a memory-mapped file (`TableSpill`).
     """
 
     def __init__(self) -> None:
@@ -57,11 +61,11 @@ class Rows:
             tuple[int, str, str, list[str], list[str]]
         ] = []  # one tuple of the columns of IMAGES per row
         self._late: list[tuple[int, list[str]]] = []  # captions of rows that are no longer in the buffer
-        self._images: list[pa.RecordBatch] = []
-        self._more: list[pa.RecordBatch] = []
+        self._images, self._num_stored = TableSpill(IMAGES), 0
+        self._more = TableSpill(LATE)  # batches that are sorted by row
 
     def __len__(self) -> int:
-        return len(self._images) * BUFFERED_ROWS + len(self._buffer)
+        return self._num_stored + len(self._buffer)
 
     def add(
         self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
@@ -78,26 +82,29 @@ class Rows:
         self._buffer.append((image_id, split, uri, captions, list(tokens)))
         if len(self._buffer) == 2 * BUFFERED_ROWS:
             self._images.append(_batch(self._buffer[:BUFFERED_ROWS], IMAGES))
+            self._num_stored += BUFFERED_ROWS
             del self._buffer[:BUFFERED_ROWS]
 
     def add_captions(self, row: int, captions: list[str]) -> None:
         """Adds captions to those of an image that was added before as the row with this number."""
-        position = row - (len(self) - len(self._buffer))
+        position = row - self._num_stored
         if position >= 0:
             self._buffer[position][3].extend(captions)
             return
         self._late.append((row, captions))
         if len(self._late) == BUFFERED_ROWS:
-            self._more.append(_batch(self._late, LATE))
+            self._more.append(_late_batch(self._late))
             self._late = []
 
     def table(self, *, with_tokens: bool) -> pa.Table:
         """The images as a table of IMAGES, without the column tokens unless it is asked for."""
-        table = pa.Table.from_batches([*self._images, _batch(self._buffer, IMAGES)])
-        if self._more or self._late:
-            late = pa.Table.from_batches([*self._more, _batch(self._late, LATE)])
-            captions = _joined(table["captions"], late["row"], late["captions"])
-            table = table.set_column(IMAGES.get_field_index("captions"), "captions", captions)
+        table = pa.Table.from_batches([*self._images.batches(), _batch(self._buffer, IMAGES)])
+        late = [*self._more.batches(), _late_batch(self._late)]
+        if sum(map(len, late)):
+            joined = TableSpill(pa.schema([IMAGES.field("captions")]))
+            for captions in _joined(table["captions"], late):
+                joined.append(pa.RecordBatch.from_arrays([captions], schema=joined.schema))
+            table = table.set_column(IMAGES.get_field_index("captions"), "captions", joined.table()["captions"])
         return table if with_tokens else table.drop_columns(["tokens"])
 
 
@@ -108,14 +115,21 @@ def _batch(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _joined(lists: pa.ChunkedArray, rows: pa.ChunkedArray, more: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The lists, each followed by those of `more` for its row, in their order. rows: (len(more),)."""
-    order = np.argsort(rows.to_numpy(), kind="stable")
-    sorted_rows, start, chunks = rows.to_numpy()[order], 0, []
-    for chunk in lists.chunks:
-        begin, end = np.searchsorted(sorted_rows, [start, start + len(chunk)])
-        owners = sorted_rows[begin:end] - start
-        further = more.take(pa.array(order[begin:end])).combine_chunks()
+def _late_batch(rows: Sequence[tuple[int, list[str]]]) -> pa.RecordBatch:
+    """Rows of LATE as a batch, sorted by `row`; those of the same row keep their order."""
+    return _batch(sorted(rows, key=itemgetter(0)), LATE)
+
+
+def _joined(lists: pa.ChunkedArray, late: Sequence[pa.RecordBatch]) -> Iterator[pa.Array]:
+    """The lists, each followed by those of the batches of LATE for its row, in their order; some at a time."""
+    start, late_rows = 0, [batch["row"].to_numpy() for batch in late]
+    for first in range(0, lists.num_chunks, _JOINED_BATCHES):
+        chunk = pa.concat_arrays(lists.chunks[first : first + _JOINED_BATCHES])
+        limits = [np.searchsorted(rows, [start, start + len(chunk)]) for rows in late_rows]
+        parts = [batch.slice(begin, end - begin) for batch, (begin, end) in zip(late, limits, strict=True)]
+        table = pa.Table.from_batches([part for part in parts if len(part)], LATE).combine_chunks()
+        owners = table["row"].to_numpy() - start
+        further = pa.concat_arrays(table["captions"].chunks or [pa.array([], LISTS)])
         lengths = [pc.list_value_length(each).to_numpy(zero_copy_only=False) for each in (chunk, further)]
         # the row of each value; a stable sort leaves the values of a list before those that follow it
         of_values = np.concatenate([np.repeat(np.arange(len(chunk)), lengths[0]), np.repeat(owners, lengths[1])])
@@ -123,9 +137,8 @@ def _joined(lists: pa.ChunkedArray, rows: pa.ChunkedArray, more: pa.ChunkedArray
             pa.array(np.argsort(of_values, kind="stable"))
         )
         counts = np.bincount(of_values, minlength=len(chunk))
-        chunks.append(pa.ListArray.from_arrays(np.cumsum([0, *counts]), values).cast(LISTS))
+        yield pa.ListArray.from_arrays(np.cumsum([0, *counts]), values).cast(LISTS)
         start += len(chunk)
-    return pa.chunked_array(chunks, LISTS)
 
 
 @dataclass(frozen=True)

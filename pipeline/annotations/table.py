@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+from array import array
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from pipeline.annotations.files import opened, read_file
 from pipeline.annotations.location import ImageLocation
+from pipeline.annotations.name_index import NameIndex
 from pipeline.annotations.rows import Rows, Source, as_list, as_texts, inside
 from pipeline.errors import UserError
 from pipeline.scoring.result_files import shorten
@@ -90,9 +92,9 @@ def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> 
     captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
     Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.
     """
-    path = source.annotations
-    row_of: dict[str, tuple[int, Any]] = {}  # the row of an image file, and the split in its column
-    stored_names = set[str]()
+    path, begin = source.annotations, len(rows)
+    rows_of_names, stated_splits = NameIndex(), _Values()  # of image files
+    stored_names = NameIndex()
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)
@@ -105,36 +107,56 @@ def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> 
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
         uri, name = inside(source.images, image, location)
         stated = source.value(entry, "split", location)
-        if name in row_of:  # the table has one row per caption
-            index, first = row_of[name]
+        row = rows_of_names.setdefault(name, len(stated_splits))
+        if row < len(stated_splits):  # the table has one row per caption
+            first = stated_splits[row]
             if stated not in (None, "", first):
                 splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-            rows.add_captions(index, captions)
+            rows.add_captions(begin + row, captions)
             continue
         image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
-        row_of[name] = len(rows), stated
+        stated_splits.append(stated)
         rows.add(image_id, split, uri, captions, location)
-    if not row_of and not stored_names:
+    if len(rows) == begin:
         raise UserError(f"{path} has no rows")
+
+
+class _Values:
+    """A list of values of which few are distinct, with 4 bytes per value."""
+
+    def __init__(self) -> None:
+        self._codes, self._code_of, self._distinct = array("I"), dict[tuple[type, str], int](), list[Any]()
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._distinct[self._codes[index]]
+
+    def append(self, value: Any) -> None:
+        code = self._code_of.setdefault((type(value), repr(value)), len(self._distinct))
+        if code == len(self._distinct):
+            self._distinct.append(value)
+        self._codes.append(code)
 
 
 def _add_stored(
     source: Source,
     image: StoredImage,
     entry: dict[str, Any],
-    names: set[str],
+    names: NameIndex,
     captions: list[str],
     rows: Rows,
     location: str,
 ) -> None:
     """Adds an image in a Parquet file. names: those of the images of this file that were added before."""
     is_name = isinstance(image.path, str) and 0 < len(image.path) <= MAX_NAME
-    if is_name and image.path in names:
+    count = len(names)
+    name = image.path if is_name else f"row {count}"
+    if names.setdefault(name, count) < count and is_name:
         remedy = "give one row with a list of captions, or each image its own path"
         raise UserError(f"{location} repeats the image {quoted(image.path)}; {remedy}")
-    name = image.path if is_name else f"row {len(names)}"
-    names.add(name)
     uri = ImageLocation(source.annotations, image.place, name).uri
     full_name = source.member_prefix + name
     image_id, split = source.id_and_split(entry, (name.rsplit("/", 1)[-1],), full_name, location)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from pipeline.annotations.files import errors_named, is_image
+from pipeline.annotations.name_index import NameIndex
 from pipeline.annotations.rows import Rows, Source, as_texts, lines_of
 from pipeline.errors import UserError
+from pipeline.storage.tables import TableSpill
 
 MAX_TEXT_BYTES = 2**20  # of the captions of an image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
+_SORTED_NAMES, _MERGED_NAMES = 2**16, 1000  # names that are sorted at a time, and then read of each sorted part
 
 
 class Captioned(NamedTuple):
@@ -25,13 +31,23 @@ class Captioned(NamedTuple):
 def read_text_files(source: Source) -> Iterator[Captioned]:
     """The images of a folder and of those in it, in the order of their names. Raises UserError."""
     folder = source.annotations
+    texts: dict[str, NameIndex] = {}  # by ending, as .txt or .TXT, the names before it
+
+    def image_names() -> Iterator[str]:
+        for name, _ in folder.walk():
+            if "/." in f"/{name}":
+                continue
+            if is_image(name):
+                yield name
+            elif name.lower().endswith(".txt"):
+                texts.setdefault(name[-4:], NameIndex()).setdefault(name[:-4], 0)
+
     with errors_named(folder):
-        names = {name for name, _ in folder.walk() if "/." not in f"/{name}"}
-    images = iter(sorted(filter(is_image, names)))
-    texts = {name[:-4]: name for name in sorted(names) if name.lower().endswith(".txt")}
+        images = _in_order(image_names())
 
     def read(name: str) -> Captioned:
-        text = texts.get(name.rpartition(".")[0])
+        stem = name.rpartition(".")[0]
+        text = next((stem + ending for ending in sorted(texts, reverse=True) if stem in texts[ending]), None)
         if text is None:
             return Captioned(name, [])
         with errors_named(folder / text):
@@ -40,6 +56,21 @@ def read_text_files(source: Source) -> Iterator[Captioned]:
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
         while part := list(islice(images, _FILES_PER_SLICE)):
             yield from pool.map(read, part)
+
+
+def _in_order(names: Iterator[str]) -> Iterator[str]:
+    """The names, sorted: parts of them at a time, which are then merged."""
+    spill = TableSpill(pa.schema([("name", pa.binary())]))  # a name that is not UTF-8 is no string of Arrow
+    while part := sorted(islice(names, _SORTED_NAMES)):
+        encoded = pa.array([name.encode(errors="surrogatepass") for name in part], pa.binary())
+        spill.append(pa.RecordBatch.from_arrays([encoded], schema=spill.schema))
+
+    def values(batch: pa.RecordBatch) -> Iterator[bytes]:
+        for start in range(0, len(batch), _MERGED_NAMES):
+            yield from batch["name"].slice(start, _MERGED_NAMES).to_pylist()
+
+    # the encoded names have the order of the names
+    return (name.decode(errors="surrogatepass") for name in heapq.merge(*map(values, spill.batches())))
 
 
 def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +29,9 @@ from pipeline.errors import DamagedError, UserError
 from pipeline.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
 from pipeline.scoring.result_files import shorten
 from pipeline.storage.atomic import atomic_path
+from pipeline.storage.digests import is_whole
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from pipeline.storage.tables import TableSpill, spilled
 from pipeline.untrusted.files import read_document
 from pipeline.untrusted.names import shown
 
@@ -49,14 +52,16 @@ TOKENS = pa.field("tokens", pa.list_(pa.string()))
 
 ROUND_ROWS = 2**22  # rows that Ray gets at a time
 CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
+FILTERED_ROWS = 2**16  # that are copied at a time
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
 
-    A data set may have many millions of rows, and `load` memory-maps it. Only `column`, `references` and `uris` make
-    Python objects of all rows at once: call them for a split of validation or test.
+    A data set may have many millions of rows. `load` memory-maps it, and columns that are computed are in memory-mapped
+    files, too, unless they are small. Only `column`, `references` and `uris` make Python objects of all rows at once:
+    call them for a split of validation or test.
     """
 
     table: pa.Table
@@ -108,8 +113,12 @@ class Dataset:
 
     def keyed_by_id(self) -> Dataset:
         """The data set with `id-<image id>` as content keys, for images whose files are not available."""
-        ids = pc.cast(self.table["image_id"], pa.string())
-        return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
+        schema = pa.schema([SCHEMA.field("key")])
+        ids = (pc.cast(batch["image_id"], pa.string()) for batch in self.table.select(["image_id"]).to_batches())
+        keys = (
+            pa.RecordBatch.from_arrays([pc.binary_join_element_wise("id", each, "-")], schema=schema) for each in ids
+        )
+        return self.with_column("key", spilled(schema, keys)["key"])
 
     def column(self, name: str) -> list[Any]:
         """A column of SCHEMA as a list."""
@@ -125,7 +134,10 @@ class Dataset:
 
     def split_sizes(self) -> dict[str, int]:
         """The number of images of each split, in the order in which the splits occur."""
-        return {count["values"]: count["counts"] for count in self.values("split").value_counts().to_pylist()}
+        sizes = Counter[str]()
+        for chunk in self.chunks("split"):
+            sizes.update({count["values"]: count["counts"] for count in chunk["split"].value_counts().to_pylist()})
+        return dict(sizes)
 
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
         """The data set without captions in which the tokenizer finds no word. Reads CHUNK_ROWS rows at a time.
@@ -133,7 +145,8 @@ class Dataset:
         Raises UserError for an image whose captions all have no word.
         """
         names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
-        chunks: dict[str, list[pa.Array]] = {name: [] for name in names}
+        parts: list[pa.Table | None] = []  # of each chunk its columns; None for one that has changed
+        changed = TableSpill(pa.schema([(name, TOKENS.type) for name in names]))
         for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
             texts = [batch.column(name).to_pylist() for name in names]
             kept = [
@@ -148,15 +161,26 @@ class Dataset:
                 row = self.table.slice(start + kept.index([]), 1).to_pylist()[0]
                 image = f"image {shown(row['uri'])} (id {row['image_id']})"
                 raise UserError(f"{image} has no caption with a word in it; add one")
-            for name, column in zip(names, texts, strict=True):
-                if sum(map(len, kept)) == sum(map(len, column)):
-                    chunks[name] += batch.column(name).chunks
-                    continue
-                chosen = [[image[number] for number in numbers] for image, numbers in zip(column, kept, strict=True)]
-                chunks[name].append(pa.array(chosen, TOKENS.type))
-        dataset = self
+            if all(sum(map(len, kept)) == sum(map(len, column)) for column in texts):
+                parts.append(batch)
+                continue
+            chosen = [
+                pa.array(
+                    [[image[n] for n in numbers] for image, numbers in zip(column, kept, strict=True)], TOKENS.type
+                )
+                for column in texts
+            ]
+            parts.append(None)
+            changed.append(pa.RecordBatch.from_arrays(chosen, schema=changed.schema))
+        if None not in parts:
+            return Dataset(self.table)
+        others = iter(changed.batches())
+        tables = [pa.Table.from_batches([next(others)]) if part is None else part for part in parts]
+        dataset: Dataset = self
         for name in names:
-            dataset = dataset.with_column(name, pa.chunked_array(chunks[name], TOKENS.type))
+            dataset = dataset.with_column(
+                name, pa.chunked_array([c for t in tables for c in t[name].chunks], TOKENS.type)
+            )
         return dataset
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
@@ -199,16 +223,26 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA."""
-        return cls.parse(pa.memory_map(str(path)), str(path))
+        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA.
+
+        Its content is read once per machine, and again when the file has changed. Other processes read what they use.
+        """
+        content, name = pa.memory_map(str(path)), str(path)
+        is_whole(path, "a table of images", lambda: cls.parse(content, name) is not None)
+        return cls._opened(content, name, full=False)
 
     @classmethod
     def parse(cls, content: pa.NativeFile, name: str) -> Dataset:
-        """The data set in the content of the Arrow file `name`. Raises DamagedError as `load`."""
+        """The data set in the content of the Arrow file `name`, all of which is checked. Raises DamagedError."""
+        return cls._opened(content, name, full=True)
+
+    @classmethod
+    def _opened(cls, content: pa.NativeFile, name: str, *, full: bool) -> Dataset:
+        """The data set in an Arrow file. full: whether to read all of it and not only its metadata."""
         try:
             table = pa.ipc.open_file(content).read_all()
             table = table.cast(SCHEMA.append(TOKENS) if TOKENS.name in table.column_names else SCHEMA)
-            table.validate(full=True)
+            table.validate(full=full)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
                 raise  # the machine is at fault, and not the file
@@ -217,7 +251,7 @@ class Dataset:
 
 
 class Selection(Dataset):
-    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows."""
+    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows (`TableSpill`)."""
 
     def __init__(self, whole: Dataset, rows: np.ndarray) -> None:
         self._whole, self._rows = whole, rows
@@ -231,7 +265,7 @@ class Selection(Dataset):
 
     @cached_property
     def table(self) -> pa.Table:
-        return self._whole.table.filter(self._mask)
+        return self._filtered(self._whole.table)
 
     @property
     def whole(self) -> Dataset:
@@ -242,19 +276,26 @@ class Selection(Dataset):
         return self._rows
 
     def values(self, name: str) -> pa.ChunkedArray:
-        return self._whole.table[name].filter(self._mask)
+        return self._filtered(self._whole.table.select([name]))[name]
+
+    def _filtered(self, table: pa.Table) -> pa.Table:
+        """These rows of a table of `whole`, memory-mapped unless they are few."""
+        is_chosen, start = np.zeros(len(table), bool), 0
+        is_chosen[self._rows] = True
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            nonlocal start
+            for batch in table.to_batches(max_chunksize=FILTERED_ROWS):
+                yield batch.filter(pa.array(is_chosen[start : start + len(batch)]))
+                start += len(batch)
+
+        return spilled(table.schema, batches())
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
         for start in range(0, len(self), CHUNK_ROWS):
             rows = self._rows[start : start + CHUNK_ROWS]
             part = self._whole.table.select(list(names)).slice(rows[0], rows[-1] + 1 - rows[0])
             yield part.take(pa.array(rows - rows[0]))
-
-    @property
-    def _mask(self) -> pa.Array:
-        mask = np.zeros(len(self._whole), bool)
-        mask[self._rows] = True
-        return pa.array(mask)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
@@ -298,7 +339,8 @@ def read_annotations(
     read_sources(sources, config.format, rows)
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
     ids = table["image_id"]
-    if pc.count_distinct(ids).as_py() < len(ids):
+    in_order = np.sort(ids.to_numpy())
+    if (in_order[1:] == in_order[:-1]).any():
         counts = ids.value_counts()
         repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
         uri = table["uri"].filter(pc.equal(ids, repeated))[-1].as_py()  # the last image with this id

@@ -183,7 +183,7 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
     extraction that follows finds them again and lists them in the quarantine. features, start_ray: see `extract`.
     """
 
-    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         folder = storage_path(features) / feature_key(extractor.describe())
         known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
         logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")

@@ -66,7 +66,7 @@ def hash_and_extract(config: RunConfig, weights: Callable[[], Path], start_ray: 
     gives the file of the backbone's weights. weights and start_ray (see `extract`) are called only for an extraction.
     """
 
-    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         if config.features.views or len(uris) <= config.features.max_images_for_tasks:
             return hash_with_threads(uris, options)
         extractor = _extractor(config, weights(), start_ray)

@@ -51,7 +51,7 @@ MAX_EXAMPLES = 3  # A finding names at most this many images.
 class Reader(Protocol):
     """Reads many images. Raises StorageError while the storage is out of order."""
 
-    def hash_files(self, uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         """Hashes files, as `pipeline.data.content_keys.HashFiles`."""
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:

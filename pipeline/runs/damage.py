@@ -132,7 +132,11 @@ RULES: tuple[Rule, ...] = (
         _in_shard,
         "remove the shard's file in manifest/, and the next extraction computes its features again",
     ),
-    (r"(features/\w+/(index/)?\w+|manifests/\w+|distilled/\w+/\w+)\.parquet", _in_table, AGAIN),
+    (
+        r"(features/\w+/(index/)?\w+|manifests/\w+(\.parquet\.parts/[\w-]+)?|distilled/\w+/\w+)\.parquet",
+        _in_table,
+        AGAIN,
+    ),
     (rf"backbones/.+{SHA256}", _in_weights, AGAIN),
     (r"searches/[^/]+/\w+\.parquet", _in_table, AGAIN),
     (r"retrain/[^/]+/(snapshots|held-out)/.+\.parquet", _in_table, "restore it from a copy"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,25 @@ def digests_in(data: bytes, name: str) -> dict[str, Any]:
 
 
 def has_digest(path: Path, sha256: str) -> bool:
-    """Whether a local file has a digest. Reads the file unless this machine has found it whole before.
+    """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
 
-    When several processes of a machine ask for the same file at the same time, one of them reads it.
+    def check() -> bool:
+        try:
+            return file_digest(path) == sha256
+        except UserError:  # sparse
+            return False
+
+    return is_whole(path, sha256, check)
+
+
+def is_whole(path: Path, claim: str, check: Callable[[], bool]) -> bool:
+    """Whether a check of a local file's content succeeds. It is not made where it succeeded before on this machine.
+
+    claim: what the check shows. When several processes of a machine ask for the same file at the same time, one of them
+    makes the check. Its errors are raised.
     """
     status = path.stat()
-    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
+    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {claim}"
     name = hashlib.sha256(state.encode()).hexdigest()
     mark = cache_folder() / "checked" / name[:2] / name
     if mark.exists():
@@ -89,10 +102,7 @@ def has_digest(path: Path, sha256: str) -> bool:
             stack.enter_context(file_lock(mark.with_name(".lock")))
         if mark.exists():
             return True
-        try:
-            if file_digest(path) != sha256:
-                return False
-        except UserError:  # sparse
+        if not check():
             return False
         with suppress(OSError):
             write_bytes(mark, b"", durable=False)

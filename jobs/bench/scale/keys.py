@@ -23,7 +23,7 @@ from pipeline.features.manifests import INDEX, MANIFEST, SHARDS_PER_PART, read_m
 from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.s3 import Entry
-from pipeline.storage.tables import write_table
+from pipeline.storage.tables import spilled, write_table
 
 PER_LISTING = 1000  # objects that S3 lists per request
 PER_FOLDER = 100_000
@@ -48,17 +48,26 @@ def _names(rows: int) -> Iterator[tuple[str, pa.Array]]:
         yield f"{start // PER_FOLDER:06}", pc.binary_join_element_wise(pc.cast(numbers, pa.string()), "jpg", ".")
 
 
-def _uris(rows: int) -> pa.ChunkedArray:
-    parts = [pc.binary_join_element_wise(f"{BUCKET}/{part}", names, "/") for part, names in _names(rows)]
-    return pa.chunked_array(parts)
+def _uris(rows: int) -> Iterator[pa.Array]:
+    for part, names in _names(rows):
+        yield pc.binary_join_element_wise(f"{BUCKET}/{part}", names, "/")
 
 
 def _dataset(rows: int, keys: pa.ChunkedArray | None = None) -> Dataset:
-    """The images without captions, which no step here reads."""
-    captions = pa.ListArray.from_arrays(np.zeros(rows + 1, np.int32), pa.array([], pa.string()))
-    splits = pa.array(["train"]).take(pa.array(np.zeros(rows, np.int64)))
-    keys = pa.nulls(rows, pa.string()) if keys is None else keys
-    return Dataset(pa.table([pa.array(np.arange(rows)), splits, _uris(rows), captions, keys], schema=SCHEMA))
+    """The images without captions, which no step here reads, memory-mapped as a run has them."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        start = 0
+        for uris in _uris(rows):
+            count = len(uris)
+            captions = pa.ListArray.from_arrays(np.zeros(count + 1, np.int32), pa.array([], pa.string()))
+            splits = pa.array(["train"]).take(pa.array(np.zeros(count, np.int64)))
+            part = pa.nulls(count, pa.string()) if keys is None else keys.slice(start, count).combine_chunks()
+            columns = [pa.array(np.arange(start, start + count)), splits, uris, captions, part]
+            yield pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+            start += count
+
+    return Dataset(spilled(SCHEMA, batches()))
 
 
 def _keys(uris: list[str]) -> pa.Array:
@@ -67,16 +76,19 @@ def _keys(uris: list[str]) -> pa.Array:
 
 def _take_snapshot(rows: int, folder: Path) -> int:
     """Takes a snapshot of made-up objects. Returns the number of requests that list them."""
-    requests = 0
+    requests, walk_local = 0, StoragePath.walk
 
     def walk(path: StoragePath) -> Iterator[tuple[str, Entry]]:
         nonlocal requests
+        if not path.is_remote:
+            yield from walk_local(path)
+            return
         names = next(names for part, names in _names(rows) if path.uri.endswith(part))
         for number, name in enumerate(names.to_pylist()):
             requests += number % PER_LISTING == 0
             yield name, Entry(180_000, "etag")
 
-    def hash_files(uris: pa.Array, _: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(uris: pa.ChunkedArray, _: StorageOptions) -> Iterator[HashedFiles]:
         for start in range(0, len(uris), ROWS_PER_TASK):
             part = uris.slice(start, ROWS_PER_TASK).to_pylist()
             yield HashedFiles(np.arange(start, start + len(part)), _keys(part), {})
@@ -93,7 +105,7 @@ def _write_store(rows: int, folder: Path) -> None:
     shards = [hashlib.sha256(str(number).encode()).hexdigest()[:32] for number in range(-(-rows // ROWS_PER_SHARD))]
     for shard in shards:
         (root / "manifest" / f"{shard}.parquet").touch()
-    uris, per_part = _uris(rows), SHARDS_PER_PART * ROWS_PER_SHARD
+    uris, per_part = pa.chunked_array(list(_uris(rows))), SHARDS_PER_PART * ROWS_PER_SHARD
     for start in range(0, rows, per_part):
         part = uris.slice(start, per_part)
         numbers = np.arange(start, start + len(part))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,14 +14,21 @@ import pytest
 
 from pipeline.annotations import rows as module
 from pipeline.annotations.location import has_remote_image, is_remote_image
-from pipeline.annotations.rows import IMAGES, Rows
+from pipeline.annotations.rows import IMAGES, Rows, Source
+from pipeline.annotations.table import table_entries
 from pipeline.config.sections import DataSection
 from pipeline.data.dataset import read_annotations
+from pipeline.errors import UserError
+from pipeline.storage.path import storage_path
+from tests.support.plain_data import plain_table
 
 
-def test_rows_are_those_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0, 200, 2**25])
+def test_rows_are_those_of_lists(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Captions are added to the newest rows and to rows that are no longer Python objects."""
+    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
     monkeypatch.setattr(module, "BUFFERED_ROWS", 4)
+    monkeypatch.setattr(module, "_JOINED_BATCHES", 3)
     rng = np.random.default_rng(0)
     for size in (0, 1, 4, 8, 9, 100):
         for share in (0.0, 0.3, 1.0):
@@ -50,6 +61,50 @@ def test_a_table_with_a_row_per_caption_in_any_order(tmp_path: Path, monkeypatch
     ]
 
 
+@pytest.mark.parametrize("limit", [0, 2**25])
+def test_tables_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Names in several spellings, rows in any order, splits that are missing, and sometimes ones that contradict."""
+    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
+    monkeypatch.setattr(module, "BUFFERED_ROWS", 5)
+    monkeypatch.setattr("pipeline.annotations.name_index.FIRST_SLOTS", 4)
+    rng, outcomes = np.random.default_rng(0), set[str]()
+    for _ in range(60):
+        lines = []
+        for row in range(int(rng.integers(1, 60))):
+            image, form = int(rng.integers(0, 30)), str(rng.choice(["{}.png", "./{}.png", "a/{}.png", "a//{}.png"]))
+            entry: dict[str, Any] = {"image": form.format(image), "caption": f"caption {row}"}
+            if rng.random() < 0.3:
+                entry["caption"] = [f"caption {row}", "another"]
+            if rng.random() < 0.5:
+                entry["split"] = ["train", "val", 3, "3", ""][image % 5]
+                if rng.random() < 0.02:
+                    entry["split"] = ["other", True][int(rng.integers(2))]
+            if rng.random() < 0.02:
+                entry["id"] = 7
+            lines.append(json.dumps(entry))
+        (tmp_path / "t.jsonl").write_text("\n".join(lines))
+        config = DataSection(
+            root=str(tmp_path),
+            annotations="t.jsonl",
+        )
+        source = Source(storage_path(tmp_path / "t.jsonl"), storage_path(tmp_path), "t.jsonl", ".")
+        try:
+            expected: Any = plain_table(source, table_entries(source))
+            ids = Counter(row["image_id"] for row in expected)
+            if max(ids.values()) > 1:
+                expected = f"repeats the image id {ids.most_common(1)[0][0]}"
+        except UserError as error:
+            expected = str(error)
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=re.escape(expected)):
+                read_annotations(config, tmp_path)
+            outcomes.add(expected.split(": ")[-1][:9])
+        else:
+            assert read_annotations(config, tmp_path)[0].table.to_pylist() == expected
+            outcomes.add("equal")
+    assert {"equal", "the image"} <= outcomes and len(outcomes) > 2
+
+
 def test_images_on_s3_are_found_in_a_column() -> None:
     local = ["/a/s3://b.png", "tar:1+2+9:/a/b.tarx/s3://c.png", "parquet:1+2+3+4+5+SNAPPY+1+2:/a/s3:"]
     remote = ["s3://a/b.png", "tar:1+2+9:s3://a/b/x.png", "parquet:1+2+3+4+5+SNAPPY+1+6:s3://a/x"]
@@ -58,3 +113,25 @@ def test_images_on_s3_are_found_in_a_column() -> None:
     assert not has_remote_image(pa.chunked_array([], pa.string()))
     for uri in remote:
         assert has_remote_image(pa.chunked_array([local, [uri]], pa.string()))
+
+
+def test_many_files_of_a_folder_are_in_the_order_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of images and texts, in any order, of which some are not ASCII and some have several texts."""
+    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", 0)
+    for name, value in (("_SORTED_NAMES", 7), ("_MERGED_NAMES", 2), ("_FILES_PER_SLICE", 5)):
+        monkeypatch.setattr(f"pipeline.annotations.text_files.{name}", value)
+    rng, texts = np.random.default_rng(0), dict[str, str]()
+    stems = [
+        f"{folder}{number}{mark}" for folder in ("", "b/", "é/") for number in range(20) for mark in "-\U0001f600\ue000"
+    ]
+    for stem in rng.permutation(stems).tolist():
+        (tmp_path / stem).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{stem}.png").touch()
+        for ending in rng.choice([".TXT", ".txt"], int(rng.integers(0, 3)), replace=False):
+            (tmp_path / f"{stem}{ending}").write_text(f"text of {stem}{ending}")
+            texts[stem] = max(texts.get(stem, ""), f"text of {stem}{ending}")
+    dataset, problems = read_annotations(DataSection(root=str(tmp_path), annotations="."), tmp_path)
+    assert not problems and dataset.column("uri") == [str(tmp_path / f"{stem}.png") for stem in sorted(stems)]
+    assert dataset.column("captions") == [[texts[stem]] if stem in texts else [] for stem in sorted(stems)]

@@ -7,7 +7,6 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from pipeline.data import dataset as module
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
 from pipeline.data.vocabulary import SPECIALS, Vocabulary
-from pipeline.errors import UserError
+from pipeline.errors import DamagedError, UserError
 from pipeline.language.english import tokenize
 from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import Entry, OutageError, StorageError
+from pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import write_karpathy
+from tests.support.buckets import Bucket
 from tests.support.caption_tokens import caption_tokens
 
 
@@ -199,39 +199,6 @@ def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.M
     assert second.readable().fingerprint() != first.fingerprint()
 
 
-class Bucket:
-    """Objects on S3, and the names of those that were listed or asked for."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.objects = {f"s3://bucket/{name}": Entry(1, name) for name in names}
-        self.listed: list[str] = []
-        self.asked: list[str] = []
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = StoragePath.stat, StoragePath.read_bytes
-
-        def walk(path: StoragePath) -> Iterator[tuple[str, Entry]]:
-            prefix = f"{path.uri}/"
-            for uri, entry in self.objects.items():
-                if uri.startswith(prefix):
-                    self.listed.append(uri)
-                    yield uri.removeprefix(prefix), entry
-
-        def stat(path: StoragePath) -> Entry:
-            if not path.is_remote:
-                return original[0](path)
-            self.asked.append(path.uri)
-            if path.uri not in self.objects:
-                raise FileNotFoundError(path.uri)
-            return self.objects[path.uri]
-
-        def read_bytes(path: StoragePath, max_bytes: int | None = None) -> bytes:
-            return path.uri.encode() if path.is_remote else original[1](path, max_bytes)
-
-        for name, method in (("walk", walk), ("stat", stat), ("read_bytes", read_bytes)):
-            monkeypatch.setattr(StoragePath, name, method)
-
-
 def test_few_images_of_a_large_bucket_are_not_found_by_listing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,9 +299,11 @@ def random_dataset(rng: np.random.Generator, size: int) -> Dataset:
     return Dataset(pa.concat_tables([table.slice(0, size // 3), table.slice(size // 3)]))
 
 
-def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0, 2**25])
+def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Chains of selections against lists of the rows."""
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
+    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
     rng = np.random.default_rng(0)
     excluded = [f"key{number}" for number in range(0, 40, 3)]
     for size in (0, 1, 7, 8, 100):
@@ -364,8 +333,10 @@ def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> Non
             assert part.table.equals(copy.table) and sent.table.equals(copy.table) and type(sent) is Dataset
 
 
-def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0, 2**25])
+def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
+    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
     rng = np.random.default_rng(1)
     for size in (1, 8, 9, 100):
         dataset = random_dataset(rng, size)
@@ -377,3 +348,30 @@ def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.Mo
         broken = [*with_cat[:-1], ["..."]]
         with pytest.raises(UserError, match=rf"image /{size - 1}\.png \(id {size - 1}\) has no caption with a word"):
             dataset.with_column("captions", pa.array(broken, pa.list_(pa.string()))).with_words()
+
+
+def test_the_content_of_a_saved_data_set_is_checked_once_per_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
+    path, dataset = tmp_path / "data.arrow", random_dataset(np.random.default_rng(2), 100)
+    dataset.save(path)
+    checked: list[str] = []
+    parse = Dataset.parse.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: type[Dataset], content: pa.NativeFile, name: str) -> Dataset:
+        checked.append(name)
+        found: Dataset = parse(cls, content, name)
+        return found
+
+    monkeypatch.setattr(Dataset, "parse", classmethod(noted))
+    for _ in range(2):
+        assert Dataset.load(path).table.equals(dataset.table)
+    assert checked == [str(path)]
+    data = path.read_bytes()
+    place = data.index(b"two dogs run")
+    path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+    for _ in range(2):
+        with pytest.raises(DamagedError, match=r"data.arrow is damaged: .*UTF"):
+            Dataset.load(path)
+    assert len(checked) == 3, "what is damaged is not remembered as whole"

@@ -28,12 +28,12 @@ from models.captioner import Captioner
 from models.config import ClustFormerConfig
 from models.layers import CrossAttention
 from models.registry import build_model
+from pipeline.annotations.image_paths import find_images
 from pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
 from pipeline.captioning.model_sources import StoredBundle
 from pipeline.captioning.protocols import confidence_search
 from pipeline.captioning.ray_data import CaptionPool, _CaptionActor
 from pipeline.captioning.service import CaptionService
-from pipeline.data.image_paths import find_images
 from pipeline.errors import UserError
 from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
 from pipeline.runtime.precision import PrecisionTimes, measure_precisions

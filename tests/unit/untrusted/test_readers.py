@@ -52,6 +52,7 @@ ALLOWED = {
     ("pipeline/comparison/published.py", "yaml.safe_load"): "part of raycap",
     ("pipeline/storage/atomic.py", "json.loads"): OWN,
     ("pipeline/storage/mirror.py", "json.loads"): OWN,
+    ("pipeline/storage/tables.py", "pq.ParquetFile"): OWN,
     ("pipeline/storage/tables.py", "pq.read_table"): OWN,
     ("pipeline/storage/weights.py", "load_file"): OWN,
     ("pipeline/training/stage_output.py", "torch.load"): OWN,
