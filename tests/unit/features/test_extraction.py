@@ -146,7 +146,7 @@ def test_features_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pyt
         found[0, 1, 2] = 1e6
         return found
 
-    monkeypatch.setattr(writer, "backbone", large)
+    monkeypatch.setattr(writer.computer, "backbone", large)
     done = writer(batch(1))
     assert [bool(reason) for reason in done["reason"]] == [True, False, True], "the first of each batch of two"
     assert "not finite in float16" in done["reason"][0] and len(FeatureStore(tmp_path / "store")) == 1
