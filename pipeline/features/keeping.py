@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # What a worker reaches, roughly: the decision is about factors, not percents.
 S3_RATE = 1e8  # bytes per second from S3
 DISK_RATE = 2e8  # bytes per second of random rows from a local disk
@@ -18,12 +20,15 @@ def reading_seconds(total_bytes: int, image_bytes: int, room_bytes: int, rate: f
     return max(0.0, 1 - room_bytes / max(1, total_bytes)) * image_bytes / rate
 
 
-def computing_seconds(macs: int, gpus: float, threads: int) -> float:
-    """Seconds to compute the features of an image: 2 x macs operations, at the rate of a device.
+def computing_seconds(macs: int, gpus: float, threads: int, images: int = 1, batch_size: int = 1) -> float:
+    """Seconds to compute the features of an image: 2 x macs x filling operations / the device's rate.
 
-    macs: multiply-accumulates of the backbone. gpus, threads: of a worker, which computes on its threads without GPUs.
+    The filling is the number of images that are computed for one that is needed: ceil(images / batch_size) x batch_size
+    / images. macs: multiply-accumulates of the backbone. gpus, threads: of a worker, which computes on its threads
+    without GPUs. images: of a worker's micro-batch. batch_size: `features.batch_size`.
     """
-    return 2 * macs / (GPU_RATE * min(1.0, gpus) if gpus else CPU_RATE * threads)
+    filling = math.ceil(images / batch_size) * batch_size / images
+    return 2 * macs * filling / (GPU_RATE * min(1.0, gpus) if gpus else CPU_RATE * threads)
 
 
 def stores_features(

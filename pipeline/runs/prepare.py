@@ -238,7 +238,9 @@ def decide_store(config: RunConfig, dataset: Dataset, row_values: int) -> bool:
         total, most, rate = num_stores * total, max(0, free_bytes(folder)) + held, DISK_RATE
         room = most // 2
     reading = reading_seconds(total, row_bytes, room, rate)
-    computing = computing_seconds(backbone_macs(config.backbone), workers.gpus_per_worker, workers.threads_per_worker)
+    frozen = next(stage for stage in config.stages if not stage.train_backbone)
+    gpus, threads, (_, images) = workers.gpus_per_worker, workers.threads_per_worker, config.micro_batch_sizes(frozen)
+    computing = computing_seconds(backbone_macs(config.backbone), gpus, threads, images, settings.batch_size)
     stores = stores_features(total, room, most, reading, computing)
     sizes = f"they take {total / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB are there for them"
     times = f"per image, reading takes {1000 * reading:.3g} ms and computing {1000 * computing:.3g} ms (estimates)"

@@ -25,6 +25,10 @@ def test_computing_takes_two_operations_for_each_multiply_accumulate() -> None:
     assert computing_seconds(macs=3 * 10**9, gpus=0, threads=4) == 6e9 / (4 * CPU_RATE)
     assert computing_seconds(macs=3 * 10**9, gpus=2, threads=4) == 6e9 / GPU_RATE, "one worker computes on one GPU"
     assert computing_seconds(macs=3 * 10**9, gpus=0.5, threads=4) == 6e9 / (0.5 * GPU_RATE)
+    device = {"gpus": 0, "threads": 1}
+    assert computing_seconds(10**9, **device, images=20, batch_size=16) == pytest.approx(1.6 * 2e9 / CPU_RATE)
+    assert computing_seconds(10**9, **device, images=32, batch_size=16) == 2e9 / CPU_RATE
+    assert computing_seconds(10**9, **device, images=1, batch_size=16) == 16 * 2e9 / CPU_RATE
 
 
 @pytest.mark.parametrize(
