@@ -24,7 +24,7 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.vocabulary import UNK
 from pipeline.distillation.caption_store import CaptionStore, ImageChunks
 from pipeline.errors import UserError
-from pipeline.features.store import open_store
+from pipeline.feature_store.store import open_store
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.progress import progress
 from pipeline.scoring.result_files import write_n_best

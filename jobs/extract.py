@@ -22,9 +22,9 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features.regions import changed_images
 from pipeline.features.source import extract_features, hash_and_extract, with_views
-from pipeline.features.store import FeatureStore
 from pipeline.runs.preflight import check_before_writing
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.digests import file_digest, has_digest
@@ -54,7 +54,7 @@ def extract(
     run_config = load_config(config, set_ or ())
     check_resources(run_config, address)
     check_before_writing(run_config)
-    dataset = read_data(run_config)
+    dataset = _with_stored_features(read_data(run_config), run_config)
     logger.info(f"data         {len(dataset)} images in {len(dataset.split_sizes())} splits")
     start = partial(start_extraction, run_config, address)
     with TemporaryDirectory(prefix="raycap-") as scratch:
@@ -81,6 +81,16 @@ def extract(
         exit_code = 1
     logger.info(f"finished in {time.monotonic() - begin:.1f} s")
     return exit_code
+
+
+def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
+    """The images whose features `features.store` allows to store: without those that are only for training, or all."""
+    if config.features.store != "never":
+        return dataset
+    logger.info("features     of training images are computed during training, because features.store is never")
+    data = config.data
+    held_out = {*dataset.split_sizes()} - {*data.train_splits} | {data.val_split, *data.test_splits}
+    return dataset.split(*held_out)
 
 
 def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:

@@ -13,7 +13,7 @@ from pipeline.captioning.model_sources import ModelSource
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
-from pipeline.features.store import open_store
+from pipeline.feature_store.store import open_store
 from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
 from pipeline.storage.path import StoragePath
 

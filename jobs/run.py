@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -104,7 +103,8 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
     """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features."""
-    if not config.has_backbone or config.init_from is not None or config.stages[0].train_backbone:
+    reads_images = config.stages[0].train_backbone or config.features.store != "always"  # `fits` is decided later
+    if not config.has_backbone or config.init_from is not None or reads_images:
         return find_data(config)
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
@@ -292,7 +292,10 @@ class RunDriver:
             per_sample = f" x {stage.sampling.num_samples} samples"
         elif stage.captions_per_image > 1:
             per_sample = f" x {stage.captions_per_image} captions"
-        what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
+        features = "end to end" if stage.train_backbone else "frozen features"
+        if not stage.train_backbone and not self.folder.metadata.stores_features:
+            features += " computed at each step"
+        what = f"{stage.name}: {stage.objective}, {features}"
         if stage.ema is not None:
             what += f", weights averaged with decay {stage.ema:g}"
         if stage.freeze:
@@ -355,8 +358,8 @@ class RunDriver:
             # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
             trains = [stage.train_backbone for stage in pending]
             num_stores = int(not trains[0]) + sum(trains)
-            # training images have features where a frozen stage reads the store
-            num_training = int(not trains[0]) + sum(before and not after for before, after in pairwise(trains))
+            if metadata.stores_features:
+                num_training = self.config.num_training_stores(pending)
         train = self.folder.dataset.split(*self.config.data.train_splits)
         num_rows = num_stores * (len(self.folder.dataset) - len(train))
         num_rows += num_training * len(train) * max(1, self.config.features.views)
@@ -369,6 +372,7 @@ class RunDriver:
                 f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
                 f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
                 f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
+                + (", or features.store to never, which keeps none of training images" if num_training else "")
             )
         logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
@@ -406,7 +410,8 @@ class RunDriver:
         store, data = None, self.config.data
         frozen = [stage for stage in group if not stage.train_backbone]
         if frozen:
-            store = self._extract(self.folder.dataset.split(*data.train_splits, data.val_split), frozen[0])
+            stored = data.train_splits if self.folder.metadata.stores_features else ()
+            store = self._extract(self.folder.dataset.split(*stored, data.val_split), frozen[0])
         self._start_ray("training")
         names = tuple(stage.name for stage in group)
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)

@@ -18,8 +18,8 @@ from jobs.cluster import start_ray
 from jobs.options import Threads
 from pipeline.config.load import load_config
 from pipeline.data.images import decode_image
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features.measured_precision import measure_extraction
-from pipeline.features.store import FeatureStore
 from pipeline.storage.path import storage_path
 from pipeline.storage.weights import save_weights
 from pipeline.version import project_root

@@ -19,7 +19,7 @@ import typer
 from jobs.bench.measuring import in_new_process, percent_changes, print_times
 from jobs.cluster import start_ray
 from pipeline.config.load import parse_config
-from pipeline.features.store import mark_complete, write_shard
+from pipeline.feature_store.store import mark_complete, write_shard
 from pipeline.runs.folder import JOURNAL, RunFolder
 from pipeline.runs.journal import read_journal
 from pipeline.storage.path import Entry, StoragePath, join

@@ -20,9 +20,9 @@ from jobs.options import Folder
 from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import MANIFEST, take_snapshot
 from pipeline.data.dataset import read_annotations
-from pipeline.features.manifests import MANIFEST as STORE_MANIFEST
-from pipeline.features.manifests import ONE_FILE
-from pipeline.features.store import FeatureStore, write_shard
+from pipeline.feature_store.manifests import MANIFEST as STORE_MANIFEST
+from pipeline.feature_store.manifests import ONE_FILE
+from pipeline.feature_store.store import FeatureStore, write_shard
 from pipeline.storage.path import storage_path
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px

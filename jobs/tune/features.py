@@ -149,14 +149,15 @@ def _source(weights: Path, base: RunConfig) -> BackboneSource:
 def extract_once(
     search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: StartRay
 ) -> tuple[str | None, list[str]]:
-    """The folder with the features of all images that trials use, and the keys of images without features.
+    """The folder with the features of all images whose features trials read, and the keys of images without features.
 
     The folder is None when every stage of a trial reads images. UserError when too many images have no features.
     """
     config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
-    part = dataset.split(*config.data.train_splits, config.data.val_split, search.score_split)
+    stored = config.data.train_splits if config.features.store == "always" else ()
+    part = dataset.split(*stored, config.data.val_split, search.score_split)
     extracted = extract_features(config, part, None if source is None else source.weights, start_ray)
     extracted.require_enough(len(part), config)
     return str(extracted.store), sorted(extracted.missing)

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.distillation.teacher import Teacher
+from pipeline.feature_store.store import feature_key, shard_name
 from pipeline.features.regions import describe_regions
-from pipeline.features.store import feature_key, shard_name
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import read_cache, read_table, write_table
 

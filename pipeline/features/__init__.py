@@ -1,1 +1,1 @@
-"""Image features: extraction with Ray Data, region files, the feature store."""
+"""Image features: extraction with Ray Data, region files, computation in training, and model inputs."""

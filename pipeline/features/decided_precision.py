@@ -33,7 +33,7 @@ def decided_precision(
     the name of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same
     time, the first to write decides.
     """
-    record = folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
+    record = _record(work, folder)
     decision, tag = _recorded(record)
     if decision is None:
         times = measure()
@@ -45,6 +45,16 @@ def decided_precision(
             decision = _recorded(record)[0] or times.fastest
         logger.info(f"{label:<9} in {decision} from now on: {times}, measured with {measured}")
     return decision
+
+
+def recorded_precision(work: Mapping[str, Any], folder: StoragePath) -> str | None:
+    """What `decided_precision` has decided for this kind of work; None before its first decision."""
+    return _recorded(_record(work, folder))[0]
+
+
+def _record(work: Mapping[str, Any], folder: StoragePath) -> StoragePath:
+    """The file of a decision."""
+    return folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
 
 
 def _recorded(record: StoragePath) -> tuple[str | None, str | None]:

@@ -30,10 +30,9 @@ from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from pipeline.data.content_keys import HashedFiles, HashFiles
 from pipeline.data.dataset import ROUND_ROWS, Dataset
 from pipeline.data.images import UNREADABLE, decode_batch
-from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from pipeline.features.key_table import KeyTable, first_of_each, key_digests
-from pipeline.features.manifests import write_index
-from pipeline.features.store import (
+from pipeline.feature_store.key_table import KeyTable, first_of_each, key_digests
+from pipeline.feature_store.manifests import write_index
+from pipeline.feature_store.store import (
     FeatureStore,
     feature_key,
     has_shard,
@@ -42,10 +41,11 @@ from pipeline.features.store import (
     remove_orphans,
     write_shard,
 )
+from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from pipeline.runtime.progress import progress
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from pipeline.storage.tables import read_cache, write_table
-from pipeline.storage.weights import load_weights, weights_file_digest
+from pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -308,28 +308,22 @@ class ShardWriter:
         known: a reference to the table of images whose features are not computed; None for none.
         """
         import ray
-        import torch
 
+        from pipeline.features.computation import FeatureComputer
         from pipeline.runtime.context import device_for
         from pipeline.runtime.cpu import computing_thread
 
-        self.folder, self.settings = folder, extractor.settings
-        self.device = device_for(extractor.settings.gpus_per_actor)
-        self.dtype = getattr(torch, extractor.settings.compute_dtype)
-        self.transform = extractor.transform
+        self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)
-        self.backbone = self.thread.submit(self._load, extractor, weights).result()
+        self.computer = self.thread.submit(
+            FeatureComputer,
+            extractor.backbone,
+            extractor.weights,
+            extractor.settings,
+            device_for(extractor.settings.gpus_per_actor),
+            None if weights is None else ray.get(weights),
+        ).result()
         self.known = None if known is None else ray.get(known)
-
-    def _load(self, extractor: Extractor, weights: Any) -> Any:
-        """The backbone with its weights on the device. The parameters are those of `__init__`."""
-        import ray
-
-        from models.backbone import Backbone
-
-        backbone = Backbone(extractor.backbone, with_weights=False)
-        load_weights(backbone, extractor.weights, None if weights is None else ray.get(weights))
-        return backbone.eval().to(self.device)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Takes the columns of `decode_batch`, whose reason is "" for a decoded image.
@@ -353,23 +347,15 @@ class ShardWriter:
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.
 
-        Both are computed on the device. A value too large for the stored dtype is infinite.
-        Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
-        features of an image have the same bits in every batch.
+        Both are computed on the device (`FeatureComputer.batches`).
         """
         import torch
 
-        size, stored = self.settings.batch_size, getattr(torch, self.settings.stored_dtype)
-        parts, finite = [], []
-        with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            for start in range(0, len(pixels), size):
-                part = pixels[start : start + size]
-                padded = np.zeros((size, *pixels.shape[1:]), np.uint8)
-                padded[: len(part)] = part
-                images = self.transform.normalize(torch.from_numpy(padded).to(self.device)).contiguous()
-                features = self.backbone(images)[: len(part)].to(stored)
-                parts.append(features.cpu().numpy())
-                finite.append(features.isfinite().all(2).all(1).cpu().numpy())
+        computed = self.computer.batches(
+            torch.from_numpy(pixels),
+            lambda features: (features.cpu().numpy(), features.isfinite().all(2).all(1).cpu().numpy()),
+        )
+        parts, finite = zip(*computed, strict=True)
         return np.concatenate(parts), np.concatenate(finite)
 
 

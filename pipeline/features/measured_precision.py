@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.config import BackboneConfig
 from pipeline.config.sections import ACTOR_CPUS, FeatureSection
-from pipeline.features.decided_precision import decided_precision
+from pipeline.features.decided_precision import decided_precision, recorded_precision
 from pipeline.features.interruptions import one_sentence
 from pipeline.storage.path import StoragePath
 
@@ -33,11 +33,22 @@ def extraction_precision(
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
-    work = {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
-    text = f"one block of each stage of {backbone.name}"
+    work, text = _work(backbone, settings), f"one block of each stage of {backbone.name}"
     return decided_precision(
         work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features", measured=text
     )
+
+
+def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
+    """As `extraction_precision`, but it measures nothing. None for `auto` before the storage's first extraction."""
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype
+    return recorded_precision(_work(backbone, settings), folder)
+
+
+def _work(backbone: BackboneConfig, settings: FeatureSection) -> dict[str, Any]:
+    """What tells a decision from others: the backbone's sizes and the kind of device."""
+    return {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
 
 
 def _measure_on_ray(

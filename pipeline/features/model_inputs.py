@@ -13,6 +13,7 @@ from torch import Tensor
 from models.augmentation import augmented
 from models.base import Features, map_tensors
 from models.transform import ImageTransform
+from models.views import seed_of_key
 from pipeline.annotations.location import ImageLocation, has_remote_image
 from pipeline.data.images import MAX_BYTES, decode_image
 from pipeline.storage.path import StorageOptions
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from models.views import Views
     from pipeline.data.dataset import Dataset
-    from pipeline.features.store import FeatureStore
+    from pipeline.feature_store.store import FeatureStore
     from pipeline.storage.file_cache import ImageCache
 
 NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
@@ -130,6 +131,15 @@ class AugmentedImages(Images):
         assert self.transform is not None and seed is not None
         pixels = augmented(self._decoded(row), self.views.augmentation, seed, self.transform.resize)
         return torch.from_numpy(pixels.copy())
+
+
+class StoredViews(AugmentedImages):
+    """Training images as pixels of the views that a store would have, of which a seed selects one."""
+
+    def _pixels(self, row: int, seed: int | None) -> Tensor:
+        assert seed is not None
+        key = f"{self._value('key', row)}{self.views.suffixes[seed % self.views.count]}"
+        return super()._pixels(row, seed_of_key(key))
 
 
 def on_device(

@@ -27,9 +27,8 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import SYNTHETIC
 from pipeline.data.dataset import Dataset
 from pipeline.errors import UserError
-from pipeline.features.extraction import write_quarantine
-from pipeline.features.manifests import write_index
-from pipeline.features.store import (
+from pipeline.feature_store.manifests import write_index
+from pipeline.feature_store.store import (
     FeatureStore,
     feature_key,
     mark_complete,
@@ -37,6 +36,7 @@ from pipeline.features.store import (
     remove_orphans,
     write_shard,
 )
+from pipeline.features.extraction import write_quarantine
 from pipeline.storage.atomic import atomic_path
 from pipeline.storage.path import StoragePath
 from pipeline.untrusted.names import one_line, printable

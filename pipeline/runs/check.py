@@ -26,7 +26,7 @@ from pipeline.data.images import measure_batch
 from pipeline.data.loading import data_root, snapshot_of
 from pipeline.data.vocabulary import Vocabulary
 from pipeline.errors import UserError
-from pipeline.features.key_table import first_of_each, key_digests
+from pipeline.feature_store.key_table import first_of_each, key_digests
 from pipeline.features.regions import missing_regions
 from pipeline.language.caption_problems import CaptionProblems
 from pipeline.language.tokenizers import SUBWORD, caption_words
@@ -134,6 +134,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
         unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
     _check_images(result, unchecked, config, missing, unusable)
+    _check_decoded(result, unchecked, config, unusable)
     _check_duplicates(result, dataset, config)
     _check_resolution(result, sizes, config.backbone.image_size)
     _check_splits(result, dataset, config)
@@ -275,6 +276,17 @@ def _check_images(
         result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
     elif unreadable:
         result.warn(f"{text} and would be left out: {examples}")
+
+
+def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusable: dict[str, str]) -> None:
+    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}."""
+    table = dataset.split(*config.data.train_splits).table
+    table = table.filter(pc.is_in(table["key"], value_set=pa.array(list(unusable), pa.string())))
+    if config.features.store == "never" and len(table):
+        result.error(
+            f"{len(table)} training images cannot be decoded, and with features.store = never no extraction leaves "
+            f"them out: {_examples([shown(uri) for uri in table['uri'].to_pylist()])}"
+        )
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
-from pipeline.features.manifests import MANIFEST
+from pipeline.feature_store.manifests import MANIFEST
 from pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, TOKENS, RunMetadata
 from pipeline.runs.journal import num_damaged_lines
 from pipeline.storage.atomic import decode_json

@@ -94,6 +94,8 @@ class RunMetadata:
     vocabulary: str = ""  # the SHA-256 of vocabulary.json; "" in runs of older versions
     distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
     order: Literal["samples", "shards"] = "samples"  # in which frozen stages read features; decided from features.order
+    # whether the features of training images are stored, or computed at each step; decided from features.store
+    stores_features: bool = True
 
     def __post_init__(self) -> None:
         if missing := {"model", "backbone"} - self.parameters.keys():

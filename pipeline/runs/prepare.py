@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from models.backbone import Backbone, image_transform
+from models.backbone import Backbone, backbone_macs, image_transform
 from models.base import CaptionModel
 from models.config import ModelSizes
 from models.registry import build_model
@@ -30,12 +30,14 @@ from pipeline.data.vocabulary import Vocabulary
 from pipeline.data.word_vectors import describe_missing, read_word_vectors
 from pipeline.distillation.teacher import find_teacher
 from pipeline.errors import DamagedError, JobFailedError, UserError
+from pipeline.features.keeping import DISK_RATE, S3_RATE, computing_seconds, reading_seconds, stores_features
 from pipeline.features.regions import feature_width
 from pipeline.runs.distilled import has_distilled_captions
 from pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
 from pipeline.runs.identity import code_digest, run_identity
 from pipeline.runs.warm_start import warm_start
 from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.cache import free_bytes
 from pipeline.storage.digests import file_digest, write_digests
 from pipeline.storage.file_cache import shard_cache
 from pipeline.storage.weights import save_weights
@@ -169,6 +171,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     for part, module in parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
     write_digests(folder.path / "init")
+    stores = decide_store(config, dataset, num_tokens * width)
     counts = {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
     metadata = RunMetadata(
         run_id=folder.run_id,
@@ -183,7 +186,8 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
-        order=decide_order(config, dataset, num_tokens * width),
+        order=decide_order(config, dataset, num_tokens * width) if stores else "samples",
+        stores_features=stores,
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
     folder.write_tokens(TOKENS, vocabulary)
@@ -210,6 +214,39 @@ def decide_order(config: RunConfig, dataset: Dataset, row_values: int) -> Litera
     sizes = f"features take {num_bytes / 2**30:.1f} GiB and the cache of this machine {limit / 2**30:.1f} GiB"
     logger.info(f"order     frozen stages read whole shards: {sizes}")
     return "shards"
+
+
+def decide_store(config: RunConfig, dataset: Dataset, row_values: int) -> bool:
+    """Whether the features of training images are stored, by `features.store`; see `stores_features` for `fits`.
+
+    As for `decide_order`, every worker and every later attempt uses the decision. row_values: the numbers in an image's
+    features. A local storage has room for as much as half of its disk's free space and the features that it holds, and
+    S3 for as much as this machine's cache of shards.
+    """
+    settings, workers = config.features, config.workers
+    num_stores = config.num_training_stores(config.stages)
+    if settings.store != "fits" or not num_stores:
+        return settings.store != "never"
+    row_bytes = row_values * np.dtype(settings.stored_dtype).itemsize
+    total = len(dataset.split(*config.data.train_splits)) * max(1, settings.views) * row_bytes
+    rate, most = S3_RATE, None
+    if config.storage_place.is_remote:
+        room = shard_cache(settings.cache_bytes).limit
+    else:
+        folder = config.working_path / "features"
+        held = sum(path.stat().st_size for path in folder.rglob("*.npy"))
+        total, most, rate = num_stores * total, max(0, free_bytes(folder)) + held, DISK_RATE
+        room = most // 2
+    reading = reading_seconds(total, row_bytes, room, rate)
+    frozen = next(stage for stage in config.stages if not stage.train_backbone)
+    gpus, threads, (_, images) = workers.gpus_per_worker, workers.threads_per_worker, config.micro_batch_sizes(frozen)
+    computing = computing_seconds(backbone_macs(config.backbone), gpus, threads, images, settings.batch_size)
+    stores = stores_features(total, room, most, reading, computing)
+    sizes = f"they take {total / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB are there for them"
+    times = f"per image, reading takes {1000 * reading:.3g} ms and computing {1000 * computing:.3g} ms (estimates)"
+    what = "stored" if stores else "computed at each step"
+    logger.info(f"store     features of training images are {what}: {sizes}; {times}")
+    return stores
 
 
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:

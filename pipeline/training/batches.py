@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from models.base import Features, map_tensors
+from pipeline.data.images import BadImage
 from pipeline.features.model_inputs import on_device
 from pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
+from pipeline.untrusted.names import shown
 
 if TYPE_CHECKING:
     from models.transform import ImageTransform
     from pipeline.config.sections import StageSection
     from pipeline.data.dataset import Dataset
-    from pipeline.features.read_ahead import ReadAhead
+    from pipeline.feature_store.read_ahead import ReadAhead
     from pipeline.language.token_files import TokenFiles
     from pipeline.runs.folder import RunFolder
 from pipeline.features.model_inputs import Images
@@ -270,7 +272,7 @@ class Batches:
             samples = share(stage.batch_size, part * self.world_size + self.rank, num_shares)
             rows, tokens = images[samples], self.captions.padded(captions[samples].reshape(-1))
             batch = Batch(
-                features=self.images.load(rows, seeds[samples]),
+                features=self._load(rows, seeds[samples]),
                 tokens=tokens,
                 target_positions=target_positions(tokens, self.captions.pad),
                 images=torch.from_numpy(rows),
@@ -280,6 +282,19 @@ class Batches:
             )
             batches.append(batch.pinned() if self.pins else batch)
         return batches
+
+    def _load(self, rows: np.ndarray, seeds: np.ndarray) -> Features:
+        """`Images.load`. Raises ValueError naming the first image that cannot be decoded."""
+        try:
+            return self.images.load(rows, seeds)
+        except BadImage:
+            for row, seed in zip(rows, seeds, strict=True):
+                try:
+                    self.images.load(np.array([row]), np.array([seed]))
+                except BadImage as error:
+                    image = f"training cannot use the image {shown(self.images.uri(row))}: {error}"
+                    raise ValueError(f"{image}; take it out of the data (`raycap check` lists such images)") from error
+            raise
 
     def _rows(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Image rows (S,) and caption rows (S, K) of S samples.

@@ -23,7 +23,7 @@ from pipeline.runtime.context import device_for
 from pipeline.runtime.cpu import memory_mb, prepare_processor
 from pipeline.runtime.precision import float32_products
 from pipeline.training.batches import Batch, CaptionTokens, target_positions
-from pipeline.training.loop import feature_dtype, stage_captioner
+from pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
 from pipeline.training.objectives import check_reward, make_objective
 from pipeline.training.optimizer import make_optimizer
 from pipeline.training.weight_average import WeightAverage
@@ -112,7 +112,8 @@ def _one_step(
     if reward is not None:
         reward.begin(0)
         check_reward(stage, reward)
-    batch = batch.to(device, feature_dtype(stage))
+    computer = feature_computer(folder, stage, device, undecided="float32")  # which takes more memory than bfloat16
+    batch = with_features(batch, computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
         optimizer.zero_grad(set_to_none=True)
@@ -135,8 +136,9 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.images_of(rows[:: stage.captions_per_image])
     side, width = config.backbone.image_size, folder.sizes.feature_width
-    transform = image_transform(config.backbone) if stage.train_backbone else None
-    if stage.train_backbone:
+    reads_images = stage.train_backbone or not folder.metadata.stores_features
+    transform = image_transform(config.backbone) if reads_images else None
+    if reads_images:
         features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
     else:
         features = Features(torch.randn(size, num_tokens, width))

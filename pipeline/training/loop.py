@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,13 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from models.backbone import Backbone, set_drop_path
+from models.base import Features
 from models.captioner import Captioner
 from models.layers import set_dropout
 from models.registry import build_model
 from pipeline.captioning.captioning import caption_images
 from pipeline.config.run import total_steps
 from pipeline.config.sections import StageSection
-from pipeline.features.store import open_store
+from pipeline.feature_store.store import open_store
+from pipeline.features.computation import FeatureComputer
+from pipeline.features.measured_precision import known_precision
 from pipeline.rewards.cider_d import CiderDReward
 from pipeline.rewards.references import References
 from pipeline.rewards.stage_reward import GROUP_IMAGES, Groups
@@ -55,7 +58,10 @@ REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation m
 
 @dataclass(frozen=True)
 class StageJob:
-    """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read."""
+    """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read.
+
+    Where `RunMetadata.stores_features` is False, the store has the validation images only.
+    """
 
     folder: RunFolder
     stages: tuple[str, ...]
@@ -141,6 +147,31 @@ def stage_captioner(
     return captioner.double() if stage.precision == "float64" else captioner
 
 
+def feature_computer(
+    folder: RunFolder, stage: StageSection, device: torch.device, undecided: str | None = None
+) -> FeatureComputer | None:
+    """What computes the features of a frozen stage's training images; None where a store has them.
+
+    undecided: the precision to compute in while the storage has not decided on `features.compute_dtype: auto`. Raises
+    ValueError without it.
+    """
+    config = folder.config
+    if stage.train_backbone or folder.metadata.stores_features:
+        return None
+    dtype = known_precision(config.backbone, config.features, config.storage_place / "precision") or undecided
+    if dtype is None:
+        raise ValueError(f"stage {stage.name} computes features, and the storage has no decision on their precision")
+    settings = config.features.model_copy(update={"compute_dtype": dtype})
+    return FeatureComputer(config.backbone, folder.weights_before(stage, "backbone"), settings, device)
+
+
+def with_features(batch: Batch, computer: FeatureComputer | None) -> Batch:
+    """The batch with features as a store would give them, on the computer's device, in place of pixels."""
+    if computer is None:
+        return batch
+    return replace(batch, features=Features(computer.features(batch.features.tokens)))
+
+
 def feature_dtype(stage: StageSection) -> torch.dtype:
     """The type of a batch's features. For bfloat16 it is float32, because autocast converts them."""
     return torch.float64 if stage.precision == "float64" else torch.float32
@@ -176,7 +207,10 @@ class StageRun:
         seed = seed_of(config.seed, self.number)
         captions = CaptionTokens.of_stage(folder, stage, train)
         rank, world_size = context.world_rank, context.world_size
-        images = model_inputs(folder, train, store, config.features.training_views)
+        self.computer = feature_computer(folder, stage, context.device)
+        computes = self.computer is not None
+        views = config.features.training_views
+        images = model_inputs(folder, train, None if computes else store, views, as_stored=computes)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         if by_shards:
@@ -217,6 +251,8 @@ class StageRun:
             metrics.batch_arrived()
             # exchanged while the step is computed
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
+            # as in the extraction, outside of the stage's precision
+            batches = [with_features(batch, self.computer) for batch in batches]
             with float32_products(stage.precision):
                 metrics.add(self.step(step, batches))
             progress.step, progress.epoch_world = step + 1, self.batches.epoch_world(step + 1)

@@ -15,8 +15,8 @@ from models.views import Views
 from pipeline.captioning.captioning import caption_images
 from pipeline.captioning.protocols import run_protocol
 from pipeline.data.dataset import Dataset
-from pipeline.features.model_inputs import AugmentedImages, Images
-from pipeline.features.store import FeatureStore, open_store
+from pipeline.feature_store.store import FeatureStore, open_store
+from pipeline.features.model_inputs import AugmentedImages, Images, StoredViews
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import Context
 from pipeline.runtime.cpu import prepare_processor
@@ -29,17 +29,27 @@ from pipeline.training.stage_output import StageOutput
 REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
 
 
-def model_inputs(folder: RunFolder, part: Dataset, store: FeatureStore | None, views: Views | None = None) -> Images:
+def model_inputs(
+    folder: RunFolder,
+    part: Dataset,
+    store: FeatureStore | None,
+    views: Views | None = None,
+    *,
+    as_stored: bool = False,
+) -> Images:
     """The model inputs of some images of a run: stored features, or pixels when `store` is None.
 
-    views: those of training images; None for the images as they are.
+    views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
+    store would have, in place of new ones.
     """
     config = folder.config
     transform = image_transform(config.backbone) if store is None else None
     cache = image_cache(config.features.cache_bytes)
     threads, options = config.workers.num_decode_threads, config.storage.options
     arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
-    return Images(*arguments) if views is None else AugmentedImages(views, *arguments)
+    if views is None:
+        return Images(*arguments)
+    return (StoredViews if as_stored else AugmentedImages)(views, *arguments)
 
 
 def caption_split(

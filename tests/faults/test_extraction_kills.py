@@ -19,8 +19,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.features.manifests import read_manifests
-from pipeline.features.store import FeatureStore
+from pipeline.feature_store.manifests import read_manifests
+from pipeline.feature_store.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config
 from tests.support.features import gather

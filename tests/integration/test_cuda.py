@@ -31,9 +31,9 @@ from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.captioning import caption_images
 from pipeline.captioning.service import CaptionService
 from pipeline.config.sections import EvaluationSection, FeatureSection
+from pipeline.feature_store.store import open_store
 from pipeline.features.extraction import Extractor, ShardWriter
 from pipeline.features.model_inputs import Images, on_device
-from pipeline.features.store import open_store
 from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext, any_rank
 from pipeline.runtime.precision import float32_products

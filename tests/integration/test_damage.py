@@ -16,7 +16,7 @@ import torch
 from jobs.cli import main
 from pipeline.config.load import dump_config
 from pipeline.errors import DamagedError
-from pipeline.features.store import FeatureStore
+from pipeline.feature_store.store import FeatureStore
 from pipeline.runs.damage import find_damaged_files
 from pipeline.runs.folder import RunFolder, StageResult
 from pipeline.runs.journal import read_journal

@@ -24,7 +24,7 @@ from pipeline.config.load import load_config
 from pipeline.config.sections import EvaluationSection
 from pipeline.data.dataset import SCHEMA, Dataset
 from pipeline.errors import UserError
-from pipeline.features.store import mark_complete, write_shard
+from pipeline.feature_store.store import mark_complete, write_shard
 from pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle

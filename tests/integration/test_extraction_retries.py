@@ -20,9 +20,9 @@ from pipeline.config.sections import DataSection, FeatureSection
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import Dataset, read_dataset
 from pipeline.data.images import decode_batch
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features import extraction, interruptions
 from pipeline.features.extraction import Extractor, ShardWriter, extract
-from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StorageOptions, StoragePath
 from pipeline.storage.s3 import StorageError
 from pipeline.storage.weights import save_weights

@@ -28,8 +28,8 @@ from pipeline.config.sections import DataSection, FeatureSection
 from pipeline.data.content_keys import HashedFiles, take_snapshot
 from pipeline.data.dataset import read_dataset
 from pipeline.data.images import decode_image
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features.extraction import Extractor, extract, hashing_extraction
-from pipeline.features.store import FeatureStore
 from pipeline.runs.check import check_data
 from pipeline.storage.path import StorageOptions
 from pipeline.storage.weights import save_weights

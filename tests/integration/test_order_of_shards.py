@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.features.manifests import read_manifests
-from pipeline.features.shards import _Shard
-from pipeline.features.store import FeatureStore, write_shard
+from pipeline.feature_store.manifests import read_manifests
+from pipeline.feature_store.shards import _Shard
+from pipeline.feature_store.store import FeatureStore, write_shard
 from pipeline.runs.folder import RunFolder
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.cache import cache_folder, used_bytes

@@ -17,9 +17,9 @@ from models.base import Features
 from pipeline.captioning.bundle import load_bundle
 from pipeline.captioning.bundle_files import bundle_digests
 from pipeline.captioning.captioning import caption_images
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features.model_inputs import Images
 from pipeline.features.regions import import_regions
-from pipeline.features.store import FeatureStore
 from pipeline.runs.run_bundle import bundle_run
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.path import storage_path

@@ -16,8 +16,8 @@ from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import take_snapshot
 from pipeline.data.dataset import read_dataset
 from pipeline.data.images import UNREADABLE, decode_batch
+from pipeline.feature_store.store import FeatureStore, write_shard
 from pipeline.features.model_inputs import Images
-from pipeline.features.store import FeatureStore, write_shard
 from pipeline.storage import s3
 from pipeline.storage.file_cache import ImageCache, ShardCache
 from pipeline.storage.path import StorageError, StorageOptions, StoragePath

@@ -11,8 +11,8 @@ from jobs.caption_tasks import Captioned, SplitTask
 from pipeline.captioning.captioning import CaptionSearch, caption_batches
 from pipeline.captioning.model_sources import ModelSource
 from pipeline.config.run import RunConfig
+from pipeline.feature_store.store import open_store
 from pipeline.features.model_inputs import Images
-from pipeline.features.store import open_store
 from pipeline.runtime.context import LocalContext
 from pipeline.storage.path import StoragePath
 

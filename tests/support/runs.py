@@ -20,10 +20,10 @@ from models.views import seed_of_key
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.data.images import decode_image, read_image_file
+from pipeline.feature_store.store import write_shard
 from pipeline.features.extraction import Extractor, feature_key
 from pipeline.features.regions import import_regions
 from pipeline.features.source import with_views
-from pipeline.features.store import write_shard
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.prepare import prepare
 from pipeline.storage.path import StoragePath

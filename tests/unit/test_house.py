@@ -29,7 +29,7 @@ ORDER = (
     ("distillation",),
     ("captioning",),
     ("features", "reports", "score_inputs", "setup"),
-    ("data",),
+    ("data", "feature_store"),
     ("annotations", "confidence"),
     ("config", "scoring", "comparison"),
     ("language",),
@@ -47,6 +47,7 @@ HOMES = {
     "ray.data": {
         "pipeline/features/extraction.py",
         "pipeline/features/interruptions.py",
+        "jobs/image_tasks.py",
         "pipeline/captioning/ray_data.py",
     },
     "ray.serve": {"jobs/serve/deployments.py"},

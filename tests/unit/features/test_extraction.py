@@ -19,10 +19,10 @@ import torch
 from models.backbone import Backbone
 from models.config import BackboneConfig
 from pipeline.config.sections import FeatureSection
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features import extraction, measured_precision
 from pipeline.features.extraction import Extractor, ShardWriter
 from pipeline.features.measured_precision import extraction_precision, measure_extraction
-from pipeline.features.store import FeatureStore
 from pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.weights import save_weights
@@ -146,7 +146,7 @@ def test_features_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pyt
         found[0, 1, 2] = 1e6
         return found
 
-    monkeypatch.setattr(writer, "backbone", large)
+    monkeypatch.setattr(writer.computer, "backbone", large)
     done = writer(batch(1))
     assert [bool(reason) for reason in done["reason"]] == [True, False, True], "the first of each batch of two"
     assert "not finite in float16" in done["reason"][0] and len(FeatureStore(tmp_path / "store")) == 1

@@ -19,8 +19,8 @@ import yaml
 from jobs.cli import main
 from pipeline.config.load import load_config
 from pipeline.errors import UserError
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features.regions import open_regions, read_image
-from pipeline.features.store import FeatureStore
 from pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
 from tests.support.damage import flip_any, replace_by_garbage

@@ -17,10 +17,10 @@ from pipeline.config.load import parse_config
 from pipeline.config.sections import StageSection
 from pipeline.data import images as images_module
 from pipeline.data.images import decode_batch, decode_image, read_image_file
+from pipeline.feature_store.store import FeatureStore
 from pipeline.features.extraction import QUARANTINE, plan_extraction, write_quarantine
 from pipeline.features.model_inputs import AugmentedImages, Images
 from pipeline.features.source import with_views
-from pipeline.features.store import FeatureStore
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import read_cache
 from pipeline.training.batches import Batches, CaptionTokens

@@ -24,7 +24,7 @@ from pipeline.captioning.model_sources import StoredBundle
 from pipeline.cluster.stalls import StallWatch
 from pipeline.config.load import load_config, parse_config
 from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.features.store import mark_complete, write_shard
+from pipeline.feature_store.store import mark_complete, write_shard
 from pipeline.reports.page import ReportImage
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config

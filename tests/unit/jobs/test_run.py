@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from jobs.journal_printer import JournalPrinter
-from jobs.run import run, run_log, shares_text, stage_groups
+from jobs.run import RunDriver, run, run_log, shares_text, stage_groups
 from pipeline.config.load import parse_config
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import StageSection
@@ -129,6 +130,26 @@ def test_the_plan_shows_how_workers_share_a_batch(
     values["stages"][0] |= {"batch_size": batch_size, "gradient_accumulation_steps": steps}
     config = parse_config(values)
     assert shares_text(config, config.stages[0]) == text
+
+
+def test_the_disk_needs_no_room_for_features_that_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """48 training and 12 other images of 1/4 GiB each; training images are in two stores, the others in three."""
+    config = parse_config(small_config(tmp_path))
+    folder, driver = prepare(config), RunDriver.__new__(RunDriver)
+    sizes, gib = replace(folder.sizes, feature_width=2**17), 2**30
+    monkeypatch.setattr("jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
+    for stores in (True, False):
+        metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes, stores_features=stores)
+        content = {"path": folder.path, "home": None, "dataset": folder.dataset, "result": lambda _: None}
+        driver.config, driver.folder = config, cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
+        if stores:
+            with pytest.raises(UserError, match=r"features \(33\.0 GiB\).*, or features\.store to never"):
+                driver._check_disk()
+        else:
+            driver._check_disk()
+    assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
 
 
 class Folder:

@@ -24,9 +24,9 @@ from pipeline.config.load import load_config
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset import Dataset
 from pipeline.errors import JobFailedError, UserError
+from pipeline.feature_store.store import write_shard
 from pipeline.features.model_inputs import Images, on_device
 from pipeline.features.source import Extracted
-from pipeline.features.store import write_shard
 from pipeline.scoring.metrics import score_captions
 from pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy

@@ -67,6 +67,19 @@ def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -
     assert code == 1 and "2 of 20 images" in texts(found, "error")
 
 
+@pytest.mark.parametrize(("number", "code"), [(2, 1), (17, 0)])
+def test_no_extraction_leaves_out_a_broken_training_image(tmp_path: Path, number: int, code: int) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
+    (root / "images" / f"{number}.png").write_bytes(b"")
+    config = small_config(tmp_path / "storage", data={"root": str(root), "min_count": 1, "max_bad_fraction": 0.1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = ["check", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "found.json"), "--set", "features.store="]
+    assert main([*command[:-1], f"{command[-1]}always"]) == 0
+    assert main([*command[:-1], f"{command[-1]}never"]) == code
+    errors = texts(json.loads((tmp_path / "found.json").read_text()), "error")
+    assert ("1 training images cannot be decoded, and with features.store = never" in errors) is bool(code)
+
+
 def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
 

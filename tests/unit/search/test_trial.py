@@ -19,8 +19,8 @@ from jobs.tune.features import extract_once
 from models.decoding import beam_search
 from models.registry import build_model
 from pipeline.data.loading import find_data
+from pipeline.feature_store.store import open_store
 from pipeline.features.model_inputs import Images, on_device
-from pipeline.features.store import open_store
 from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from pipeline.runs.journal import read_journal
 from pipeline.runtime.context import LocalContext

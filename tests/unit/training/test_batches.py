@@ -17,8 +17,8 @@ from models.transform import ImageTransform
 from pipeline.config.sections import DataSection, StageSection
 from pipeline.data.dataset import read_annotations
 from pipeline.data.vocabulary import Vocabulary
+from pipeline.feature_store.store import FeatureStore, write_shard
 from pipeline.features.model_inputs import Images
-from pipeline.features.store import FeatureStore, write_shard
 from pipeline.training import batches as module
 from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
 from tests.conftest import write_karpathy

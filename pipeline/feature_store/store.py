@@ -33,10 +33,10 @@ import pyarrow as pa
 
 from pipeline.config.sections import FeatureSection
 from pipeline.errors import DamagedError
-from pipeline.features.key_table import KeyTable, key_digests
-from pipeline.features.manifests import INDEX, MANIFEST, ManifestRows, manifest_path
-from pipeline.features.read_ahead import ReadAhead
-from pipeline.features.shards import ShardInfo, ShardMaps
+from pipeline.feature_store.key_table import KeyTable, key_digests
+from pipeline.feature_store.manifests import INDEX, MANIFEST, ManifestRows, manifest_path
+from pipeline.feature_store.read_ahead import ReadAhead
+from pipeline.feature_store.shards import ShardInfo, ShardMaps
 from pipeline.storage.file_cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.tables import write_table

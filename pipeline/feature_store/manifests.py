@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.features.key_table import KeyTable, key_digests
-from pipeline.features.shards import ShardInfo
+from pipeline.feature_store.key_table import KeyTable, key_digests
+from pipeline.feature_store.shards import ShardInfo
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import read_cache, write_table
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.features import manifests
+from pipeline.feature_store import manifests
+from pipeline.feature_store.key_table import KeyTable, key_digests
+from pipeline.feature_store.manifests import ManifestRows, read_manifests, write_index
+from pipeline.feature_store.store import FeatureStore, write_shard
 from pipeline.features.extraction import plan_extraction, write_quarantine
-from pipeline.features.key_table import KeyTable, key_digests
-from pipeline.features.manifests import ManifestRows, read_manifests, write_index
-from pipeline.features.store import FeatureStore, write_shard
 from pipeline.storage.path import StoragePath, storage_path
 from tests.support.features import gather
 
