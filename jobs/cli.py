@@ -65,6 +65,7 @@ COMMANDS = {
     "init": Entry("jobs.init:init", "Look at captioned images and write a configuration for them."),
     "run": Entry("jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
     "check": Entry("jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
+    "config": Entry("jobs.config:config", "Print a configuration as it will be used."),
     "extract": Entry("jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
     "score": Entry("jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),

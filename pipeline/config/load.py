@@ -22,7 +22,7 @@ from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
 from pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from pipeline.errors import UserError
-from pipeline.runtime.secrets import holds_secret, remember_address
+from pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
@@ -259,10 +259,25 @@ def dump_config(config: RunConfig) -> str:
 
     A run on region features has no backbone, so that the default section `backbone` is also left out.
     """
-    values = config.stored_values()
+    return yaml.safe_dump(_without_unused(config, config.stored_values()), sort_keys=False, allow_unicode=True)
+
+
+def shown_values(config: RunConfig) -> dict[str, Any]:
+    """The plain values of a configuration for a person: as `dump_config`, with the tracker's address.
+
+    A user or password in the address is left out, unless it is a `${VARIABLE}`.
+    """
+    values = _without_unused(config, config.stored_values())
+    address = config.tracking.uri
+    values["tracking"]["uri"] = None if address is None else without_secrets(getattr(address, "written", address))
+    return values
+
+
+def _without_unused(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """The plain values without the default section `backbone` of a run on region features."""
     if not config.has_backbone and config.backbone == BackboneConfig():
         del values["backbone"]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return values
 
 
 def _sentence(error: ValidationError, data: Any, section_type: Any, section: str) -> str:
