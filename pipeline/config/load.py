@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import long_storage
 from pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from pipeline.errors import UserError
 from pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
@@ -156,6 +157,8 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
+        if key == "storage":
+            before, value = long_storage(before), long_storage(value)
         if isinstance(before, dict) and isinstance(value, dict):
             is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
             merged[key] = value if is_other_kind else merge(before, value)
@@ -198,8 +201,8 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
     node: Any = data
     for depth, part in enumerate(parts):
         index: int | str = part
-        if parts[:depth] == ["storage"] and isinstance(node, str):  # the short form of `storage: {uri: ...}`
-            node = data["storage"] = {"uri": node}
+        if parts[:depth] == ["storage"] and isinstance(node, str):
+            node = data["storage"] = long_storage(node)
         if isinstance(node, list):
             index = _stage_index(node, part, f"{source} {shown(key)}")
         elif not isinstance(node, dict):
@@ -207,7 +210,8 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
         elif node.get(part) is None:
             node[part] = {}
         parent, node = node, node[index]
-    parent[index] = value
+    is_place = parts == ["storage"] and isinstance(node, dict) and isinstance(value, str)
+    parent[index] = node | long_storage(value) if is_place else value  # another place on the same server
 
 
 def _stage_index(items: list[Any], part: str, source: str) -> int:

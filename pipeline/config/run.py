@@ -26,6 +26,7 @@ from pipeline.config.sections import (
     StorageSection,
     TrackingSection,
     WorkersSection,
+    long_storage,
 )
 from pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
 from pipeline.storage.cache import cache_folder
@@ -56,14 +57,11 @@ class RunConfig(Section):
     @field_validator("storage", mode="before")
     @classmethod
     def _short_storage(cls, value: Any) -> Any:
-        """Accepts `storage: results` for `storage: {uri: results}`."""
-        return {"uri": value} if isinstance(value, str) else value
+        return long_storage(value)
 
     def with_references(self, data: dict[str, Any]) -> Self:
         """Keeps the references to variables of the plain values from which this configuration was made."""
-        storage = data.get("storage")
-        short = {"storage": {"uri": storage}} if isinstance(storage, str) else {}
-        self._expanded = remember_secrets(data | short)
+        self._expanded = remember_secrets(data | {"storage": long_storage(data.get("storage"))})
         return self
 
     def without_tracker(self) -> Self:

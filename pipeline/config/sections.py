@@ -172,6 +172,11 @@ class StorageSection(Section):
         return StorageOptions(self.endpoint_url, self.region, self.retry_minutes)
 
 
+def long_storage(value: Any) -> Any:
+    """The section `storage` in its long form: `{uri: results}` for `results`. Any other value remains."""
+    return {"uri": value} if isinstance(value, str) else value
+
+
 class SourceSection(Section):
     """One annotation file of a data set with several annotation files."""
 
