@@ -79,6 +79,7 @@ COMMANDS = {
     "export": Entry("jobs.export:export", "Write a captioner as graphs that run without raycap."),
     "soup": Entry("jobs.soup:soup", "Join models by the weighted sum of their weights."),
     "reproduce": Entry("jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
+    "runs": Entry("jobs.runs:runs", "List what a storage contains, and remove what is not needed."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),
     "submit": Entry("jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
     "doctor": Entry("jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
@@ -175,9 +176,7 @@ def _print_error(error: Exception) -> None:
     print(f"raycap: {printable(' '.join(without_secrets(str(error)).split()))}", file=sys.stderr)
 
 
-def _as_command(
-    function: Any, name: str, settings: dict[str, Any] | None = None, *, completes: bool = False
-) -> Any:
+def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None, *, completes: bool = False) -> Any:
     """Turns a function into a Typer command. settings: the command's context settings; None for the defaults.
 
     completes: adds Typer's options --install-completion and --show-completion.
@@ -212,7 +211,10 @@ def _print_version(is_set: bool) -> None:
 
 def _version(
     version: Annotated[
-        bool, typer.Option("--version", help="Print versions, commit and device.", callback=_print_version, expose_value=False)
+        bool,
+        typer.Option(
+            "--version", help="Print versions, commit and device.", callback=_print_version, expose_value=False
+        ),
     ] = False,
 ) -> None:
     """Declares an option of `raycap` itself. Only its callback is called."""

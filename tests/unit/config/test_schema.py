@@ -62,7 +62,9 @@ def test_required_keys_may_come_from_an_extended_file(tmp_path: Path) -> None:
 def test_comments_of_the_code_are_descriptions() -> None:
     schema = config_schema()
     stage, storage = schema["$defs"]["StageSection"], schema["$defs"]["StorageSection"]
-    assert stage["properties"]["ema"]["description"].startswith("the decay per step of an average of the weights, which")
+    assert stage["properties"]["ema"]["description"].startswith(
+        "the decay per step of an average of the weights, which"
+    )
     assert stage["properties"]["dropout"]["description"] == "None: the model's dropout"
     assert storage["properties"]["retry_minutes"]["default"] == 10 and storage["properties"]["retry_minutes"]["maximum"]
     assert storage["description"].startswith("The folder of all results")

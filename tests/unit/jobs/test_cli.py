@@ -49,6 +49,8 @@ def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
         "init",
         "run",
         "check",
+        "config",
+        "runs",
         "extract",
         "score",
         "constraints",
@@ -83,9 +85,7 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "No such command 'https://host'" in capsys.readouterr().err
 
 
-def test_the_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA A10\x1b[2J")):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "information").write_text(f"Model: \t {model}\nIRQ: 1\n")
@@ -110,7 +110,9 @@ def complete(*words: str) -> list[str]:
         "loaded = {'torch', 'ray'} & set(sys.modules)\nassert not loaded, loaded"
     )
     shell = {"_RAYCAP_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words)), "COMP_WORDS": " ".join(["x", *words])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | shell)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | shell
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

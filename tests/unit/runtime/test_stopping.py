@@ -11,7 +11,15 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.runtime import stopping
-from pipeline.runtime.stopping import REPEAT_S, SAVING, STOPPED, exit_code, handle_signals, keeping_handlers, saving_first
+from pipeline.runtime.stopping import (
+    REPEAT_S,
+    SAVING,
+    STOPPED,
+    exit_code,
+    handle_signals,
+    keeping_handlers,
+    saving_first,
+)
 
 
 class Ended(Exception):
