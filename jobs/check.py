@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jobs.cluster import check_address
 from jobs.named_files import check_output_file
 from jobs.options import Address, Config, Set
 from pipeline.config.load import load_config
@@ -30,7 +31,6 @@ def check(
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
-    from jobs.cluster import check_address
     from jobs.image_tasks import image_reader
     from pipeline.data.loading import planned_data
     from pipeline.runs.check import check_data

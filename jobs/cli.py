@@ -205,7 +205,7 @@ def _log_levels(
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        print("\n".join(version_lines()))
+        print("\n".join(map(printable, version_lines())))
         raise typer.Exit
 
 

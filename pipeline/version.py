@@ -11,8 +11,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from pipeline.untrusted.names import printable
-
 GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
 COMMIT_FILE = "COMMIT"  # written into packages, which have no .git
 
@@ -56,6 +54,6 @@ def _device() -> str:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
-        models += [printable(line.partition(":")[2].strip()) for line in lines if line.startswith("Model:")]
+        models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     counts = {model: models.count(model) for model in models}
     return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "CPU"

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from pipeline.config.run import RunConfig
 
-REQUIRED = object()  # in place of the default of a key that has none
+REQUIRED = PydanticUndefined  # in place of the default of a key that has none
 
 
 class Change(NamedTuple):
@@ -60,10 +60,8 @@ def _is_section(value: Any) -> bool:
 def _defaults(section: Any) -> dict[str, Any]:
     """The default of each key of a section; REQUIRED for a key without one."""
     if isinstance(section, BaseModel):
-        defaults = {
-            name: field.get_default(call_default_factory=True) for name, field in type(section).model_fields.items()
-        }
-        return {name: REQUIRED if value is PydanticUndefined else value for name, value in defaults.items()}
+        section_fields = type(section).model_fields.items()
+        return {name: field.get_default(call_default_factory=True) for name, field in section_fields}
     return {
         field.name: field.default
         if field.default is not MISSING

@@ -104,8 +104,14 @@ class Inventory:
 
     @property
     def bytes(self) -> int:
+        listed: tuple[RunEntry | SearchEntry | BundleEntry | FeatureEntry, ...]
         listed = (*self.runs, *self.searches, *self.bundles, *self.features)
         return sum(entry.bytes for entry in listed) + sum(self.other.values())
+
+    @property
+    def owners(self) -> tuple[SearchEntry | ChampionEntry, ...]:
+        """What names runs that it needs."""
+        return (*self.searches, *self.champions)
 
     def values(self) -> dict[str, Any]:
         """Plain values for a JSON file."""

@@ -98,7 +98,7 @@ def _leftovers(storage: StoragePath, searches: Sequence[SearchEntry]) -> Iterato
 def _features(storage: StoragePath, found: Inventory, kept: list[str]) -> Iterator[Removal]:
     """The feature stores whose backbone no run has, and those of regions if no run reads regions."""
     used, reads_regions = set[str](), False
-    active = [entry.name for entry in (*found.searches, *found.champions) if entry.is_active]
+    active = [entry.name for entry in found.owners if entry.is_active]
     active += [run.id for run in found.runs if run.state == "in progress"]
     if found.features and active:
         kept.append(f"features are kept, because {active[0]} is in progress and may need them")
@@ -132,10 +132,8 @@ def _unused(store: FeatureEntry, used: set[str], reads_regions: bool) -> str:
 
 def _old_runs(found: Inventory, older_than_days: float, kept: list[str]) -> Iterator[Removal]:
     """Runs that were not finished and not touched for a long time, except those that a search or champion names."""
-    unknown = next(
-        (f"{entry.name}: {entry.detail}" for entry in (*found.searches, *found.champions) if entry.detail), ""
-    )
-    named = set[str]().union(*(entry.runs for entry in (*found.searches, *found.champions)))
+    unknown = next((f"{entry.name}: {entry.detail}" for entry in found.owners if entry.detail), "")
+    named = set[str]().union(*(entry.runs for entry in found.owners))
     active = {champion.name for champion in found.champions if champion.is_active}
     searching = any(search.is_active for search in found.searches)
     for run in found.runs:

@@ -86,7 +86,7 @@ class FakeStorage:
                 "number": 1,
                 "decided": (lease.token,),
                 "champion": record,
-                "decision": FileRecord(**vars(decision)),
+                "decision": decision,
             }
             store.commit(state.model_copy(update=update), lease)
 

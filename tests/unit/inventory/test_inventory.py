@@ -251,7 +251,8 @@ def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytes
     storage.run("demo-2", 1, complete=False)
     storage.features("f1", "of no run")
     storage.search("s", **{"demo-3": "failed"})
-    storage.write("searches/s/log/handover/1/state.pt", b"123")
+    for name in ("state.pt", "from.json"):
+        storage.write(f"searches/s/log/handover/1/{name}", b"123")
     wait(40)
 
     def die(path: Path, **_: object) -> None:
