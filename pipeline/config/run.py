@@ -122,7 +122,7 @@ class RunConfig(Section):
         attended = getattr(self.model, "attended_regions", None)
         if attended is not None and self.features.max_regions > attended:
             raise ValueError(
-                f"features.max_regions = {self.features.max_regions} is above model.attended_regions = {attended}; "
+                f"{self.features.stated('features.max_regions')} is above model.attended_regions = {attended}; "
                 f"set it to {attended}, with features.truncate_regions"
             )
         for stage in self.stages:
