@@ -46,8 +46,8 @@ def runs(
 
     The tables have the runs with their state and CIDEr-D, searches, champions, bundles and feature stores. --prune
     shows what can be removed: checkpoints of complete runs, what killed processes have left, feature stores that no
-    run uses, and runs that were not finished and not touched for some days. Nothing is removed without --yes, and
-    never a bundle, a champion or what is in progress.
+    run uses, and runs that were not trained to the end and not touched for some days. Nothing is removed without
+    --yes, and never a bundle, a champion or what is in progress.
 
     Example: raycap runs results --prune --older-than 60
     """

@@ -23,7 +23,7 @@ from typing import Literal
 from pipeline.errors import JobFailedError, UserError
 from pipeline.inventory.contents import FeatureEntry, Inventory, SearchEntry
 from pipeline.inventory.folders import Scan, Size, folder_names, is_leased
-from pipeline.inventory.runs import STEP, TEMPORARY, RunEntry, backbones, read_run
+from pipeline.inventory.runs import STEP, TEMPORARY, TRAINED, RunEntry, backbones, read_run
 from pipeline.runs.folder import try_lock
 from pipeline.storage.path import StoragePath
 
@@ -131,7 +131,10 @@ def _unused(store: FeatureEntry, used: set[str], reads_regions: bool) -> str:
 
 
 def _old_runs(found: Inventory, older_than_days: float, kept: list[str]) -> Iterator[Removal]:
-    """Runs that were not finished and not touched for a long time, except those that a search or champion names."""
+    """Runs that were not trained to the end and not touched for a long time.
+
+    Runs that a search or champion names are kept. A run that lacks only its evaluation may be the backbone of a search.
+    """
     unknown = next((f"{entry.name}: {entry.detail}" for entry in found.owners if entry.detail), "")
     named = set[str]().union(*(entry.runs for entry in found.owners))
     active = {champion.name for champion in found.champions if champion.is_active}
@@ -140,7 +143,7 @@ def _old_runs(found: Inventory, older_than_days: float, kept: list[str]) -> Iter
         days = (time.time() - run.newest) / 86400
         if run.state not in ("interrupted", "unprepared") or days < max(older_than_days, LEAST_DAYS):
             continue
-        if run.id in named:
+        if run.id in named or run.at == TRAINED:
             continue
         name = f"runs/{run.id}"
         if unknown:
@@ -182,7 +185,7 @@ def _still_holds(storage: StoragePath, removal: Removal, older_than_days: float)
         days = (time.time() - entry.newest) / 86400
         # under the lock of this process, a run on disk seems to be in progress
         states = ("interrupted", "unprepared") if storage.is_remote else ("interrupted", "unprepared", "in progress")
-        return entry.state in states and days >= max(older_than_days, LEAST_DAYS)
+        return entry.state in states and entry.at != TRAINED and days >= max(older_than_days, LEAST_DAYS)
     if removal.kind == "features" or not removal.owner:
         return Size.of((storage / removal.name).walk()).age_days() > LEAST_DAYS
     if removal.owner.startswith("searches/"):

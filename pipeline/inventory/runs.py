@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from pipeline.errors import JobFailedError, UserError
-from pipeline.inventory.folders import MAX_RECORD_BYTES, Scan, Size, folders, is_locked, read_record, reason
+from pipeline.inventory.folders import MAX_RECORD_BYTES, Scan, Size, folders, is_leased, is_locked, read_record, reason
 from pipeline.runs.folder import RunMetadata
 from pipeline.storage.digests import DIGESTS, digests_in
 from pipeline.storage.path import StoragePath
@@ -20,6 +20,7 @@ from pipeline.untrusted.documents import parse_yaml, require_mapping
 RUNS_AT_A_TIME, NUM_READS = 64, 8
 # A run on S3 has no lock. Its workers send the journal every few seconds, but an extraction writes elsewhere for hours.
 ACTIVE_S = 3600.0
+TRAINED = "evaluation"  # where a run is whose stages are finished
 STEP, BEST = re.compile(r"stages/[^/]+/step-\d+"), re.compile(r"stages/[^/]+/best-\d+")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # the names of `pipeline.storage.atomic`
 # What raycap writes into a run's folder. A folder with anything else may be another program's.
@@ -92,7 +93,11 @@ def read_run(place: StoragePath, scan: Scan) -> RunEntry:
 
 
 def _is_active(place: StoragePath, scan: Scan) -> bool:
-    return time.time() - scan.size.newest < ACTIVE_S if place.is_remote else is_locked(place)
+    """Whether a process works on a run. The run of a search's backbone has a lease on S3 (`jobs.tune.features`)."""
+    if not place.is_remote:
+        return is_locked(place)
+    is_recent = time.time() - scan.size.newest < ACTIVE_S
+    return is_recent or is_leased(StoragePath(f"{place}.lease.json", place.options))
 
 
 def _read_state(entry: RunEntry, place: StoragePath, scan: Scan) -> None:
@@ -106,7 +111,7 @@ def _read_state(entry: RunEntry, place: StoragePath, scan: Scan) -> None:
         return
     stages = [str(stage.get("name")) for stage in _config(place)["stages"] if isinstance(stage, dict)]
     entry.stages = [name for name in stages if name in done]
-    entry.at = next((name for name in stages if name not in done), "evaluation")
+    entry.at = next((name for name in stages if name not in done), TRAINED)
     entry.state = "in progress" if _is_active(place, scan) else "interrupted"
     if entry.stages:
         entry.val = _number(read_record(place / f"stages/{entry.stages[-1]}/DONE.json").get("best_score"))

@@ -104,6 +104,10 @@ def test_a_run_in_progress(storage: FakeStorage, wait: Wait) -> None:
     if storage.place.is_remote:
         assert run_of(read_inventory(storage.place), "demo-1").state == "in progress", "it has just been written"
         wait(2 / 24)
+        lease = take_lease(storage.place / "runs/demo-1.lease.json", 30)
+        assert isinstance(lease, Lease)
+        with lease:
+            assert run_of(read_inventory(storage.place), "demo-1").state == "in progress"
     else:
         folder = storage.place.path / "runs/demo-1"
         with try_lock(folder) as has_lock:
@@ -156,6 +160,7 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
     storage.run("demo-old", 1, complete=False)
     storage.run("demo-trial", 1, complete=False)
     storage.run("demo-lost", 0, complete=False)
+    storage.run("demo-trained", 2, complete=False)
     storage.search("s-1", **{"demo-trial": "running"})
     storage.write("searches/s-1/log/handover/1/state.pt", b"123")
     storage.champion("demo", "demo-lost")
