@@ -8,7 +8,6 @@ so that `raycap --help` imports none of these modules.
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import logging
 import os
@@ -32,6 +31,9 @@ from pipeline.runtime.log import configure_logging
 from pipeline.runtime.secrets import forget_all, without_secrets
 from pipeline.runtime.stopping import STOPPED, exit_code, handle_signals
 from pipeline.untrusted.names import printable
+from pipeline.version import version_lines
+
+COMPLETION = "_RAYCAP_COMPLETE"  # a shell that completes a command line sets this variable
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ COMMANDS = {
     "init": Entry("jobs.init:init", "Look at captioned images and write a configuration for them."),
     "run": Entry("jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
     "check": Entry("jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
+    "config": Entry("jobs.config:config", "Print a configuration as it will be used."),
     "extract": Entry("jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
     "score": Entry("jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
@@ -76,6 +79,7 @@ COMMANDS = {
     "export": Entry("jobs.export:export", "Write a captioner as graphs that run without raycap."),
     "soup": Entry("jobs.soup:soup", "Join models by the weighted sum of their weights."),
     "reproduce": Entry("jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
+    "runs": Entry("jobs.runs:runs", "List what a storage contains, and remove what is not needed."),
     "sync": Entry("jobs.sync:sync", "Send the tracker what it missed while it was down."),
     "submit": Entry("jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
     "doctor": Entry("jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
@@ -101,11 +105,14 @@ BENCHMARKS = {
 
 
 class LazyGroup(TyperGroup):
-    """A group of commands that imports a command only when it is used. The group's help is made from the table."""
+    """A group of commands that imports a command only when it is used. The group's help is made from the table.
 
-    def __init__(self, table: Mapping[str, Entry], **settings: Any) -> None:
+    is_light: importing a command is fast enough for a shell that completes its options.
+    """
+
+    def __init__(self, table: Mapping[str, Entry], *, is_light: bool = True, **settings: Any) -> None:
         super().__init__(no_args_is_help=True, rich_markup_mode=None, **settings)
-        self.table = table
+        self.table, self.is_light = table, is_light
         self.params.extend(_as_command(_log_levels, "options").params)
         for name, entry in table.items():
             self.add_command(TyperCommand(name, short_help=entry.summary, help=entry.summary))
@@ -113,7 +120,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Finds the named command and imports it, because the group contains only placeholders."""
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in self.table:
+        if name is not None and name in self.table and (self.is_light or COMPLETION not in os.environ):
             command = self.table[name].load(name)
         return name, command, rest
 
@@ -121,8 +128,9 @@ class LazyGroup(TyperGroup):
 def root_command() -> LazyGroup:
     """`raycap` with all its commands."""
     root = LazyGroup(COMMANDS, name="raycap", help="Train, tune and evaluate image-captioning models on a Ray cluster.")
-    root.params.extend(_as_command(_version, "options").params)
-    root.add_command(LazyGroup(BENCHMARKS, name="bench", help="Run one of the benchmarks of BENCHMARKS.md."))
+    root.params.extend(_as_command(_version, "options", completes=True).params)
+    bench = LazyGroup(BENCHMARKS, is_light=False, name="bench", help="Run one of the benchmarks of BENCHMARKS.md.")
+    root.add_command(bench)
     return root
 
 
@@ -137,6 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     forget_all()
     _install_hooks()
     root = root_command()
+    if COMPLETION in os.environ:
+        root.main([], prog_name="raycap")  # answers the shell and ends the process
     try:
         with root.make_context("raycap", list(sys.argv[1:] if argv is None else argv)) as context:
             result = root.invoke(context)
@@ -166,9 +176,12 @@ def _print_error(error: Exception) -> None:
     print(f"raycap: {printable(' '.join(without_secrets(str(error)).split()))}", file=sys.stderr)
 
 
-def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None) -> Any:
-    """Turns a function into a Typer command. settings: the command's context settings; None for the defaults."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None, *, completes: bool = False) -> Any:
+    """Turns a function into a Typer command. settings: the command's context settings; None for the defaults.
+
+    completes: adds Typer's options --install-completion and --show-completion.
+    """
+    app = typer.Typer(add_completion=completes, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, context_settings=settings)(function)
     return get_command(app)
 
@@ -192,13 +205,16 @@ def _log_levels(
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        print(f"raycap {importlib.metadata.version('raycap')}")
+        print("\n".join(map(printable, version_lines())))
         raise typer.Exit
 
 
 def _version(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, expose_value=False)
+        bool,
+        typer.Option(
+            "--version", help="Print versions, commit and device.", callback=_print_version, expose_value=False
+        ),
     ] = False,
 ) -> None:
     """Declares an option of `raycap` itself. Only its callback is called."""

@@ -11,12 +11,13 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.runs.folder import JOURNAL, RunFolder
-from pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes
+from pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
 from pipeline.runtime.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # seconds between two searches for new entries
+NO_CIDER = 5e-5  # CIDEr-D that is printed as 0.0000
 
 
 class JournalPrinter:
@@ -71,8 +72,22 @@ class JournalPrinter:
 
     def _print(self, entry: dict[str, Any]) -> None:
         logger.info(self.line(entry))
+        if entry["kind"] == "reward":  # the first entry of SCST
+            self._warn_of_zero(entry["stage"])
         if entry["kind"] == "train":
             self.bar.update(entry["stage"], entry["step"], entry["total"])
+
+    def _warn_of_zero(self, stage: str) -> None:
+        """Warns if SCST begins with a model whose captions have nothing of the references."""
+        entries = [each for each in read_journal(self.folder.journal) if each["kind"] == "validation"]
+        before = [each for each in entries if each["stage"] != stage]
+        if before and before[-1]["best"] < NO_CIDER and not any(each["best"] >= NO_CIDER for each in entries):
+            last = before[-1]["stage"]
+            logger.warning(
+                f"{stage}  cannot climb: validation CIDEr-D is {before[-1]['best']:.4f} after {last}, and where every "
+                f"sampled caption has the reward 0, none is preferred. Train cross entropy longer "
+                f"(stages.{last}.epochs); if it stays 0, `raycap check` the data"
+            )
 
     def line(self, entry: dict[str, Any]) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""

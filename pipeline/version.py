@@ -1,11 +1,17 @@
-"""The commit of this code: from git in a checkout, from a file in a package for a cluster."""
+"""What runs: the versions of raycap and of what it stands on, the commit, and the device.
+
+The commit is that of git in a checkout, and of a file in a package for a cluster. No other package is imported.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
+GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
 COMMIT_FILE = "COMMIT"  # written into packages, which have no .git
 
 
@@ -23,3 +29,31 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     path = root / COMMIT_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
+
+
+def version_lines() -> list[str]:
+    """The lines of `raycap --version`. They take milliseconds, because torch and Ray are asked for nothing."""
+    packages = [f"{name:<8}{_version_of(name)}" for name in ("torch", "ray")]
+    head = f"raycap  {_version_of('raycap')}"
+    return [head, f"commit  {commit()}", f"python  {platform.python_version()}", *packages, f"device  {_device()}"]
+
+
+def _version_of(package: str) -> str:
+    """The version of an installed package, or that it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> str:
+    """The names of the GPUs that the driver lists, each with its number; CPU without any."""
+    models = []
+    for file in sorted(GPUS.glob("*/information")):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    counts = {model: models.count(model) for model in models}
+    return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "CPU"

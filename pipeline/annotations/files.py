@@ -26,7 +26,9 @@ def errors_named(path: StoragePath) -> Iterator[None]:
     """Raises UserError for a file that is missing or cannot be read."""
     try:
         yield
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+    except IsADirectoryError as error:
+        raise UserError(f"annotation file {path} is a folder; give a file in it, or set data.format to text") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"annotation file {path} does not exist; data.annotations is relative to data.root") from error
     except OSError as error:
         raise UserError(f"annotation file {path} cannot be read: {error}") from error

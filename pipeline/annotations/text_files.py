@@ -82,4 +82,7 @@ def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> N
         image_id, split = source.id_and_split({}, (image.name, image.name.rsplit("/", 1)[-1]), name, location)
         rows.add(image_id, split, location, as_texts(list(image.captions), location, rows), location)
     if len(rows) == count:
+        folder = source.annotations
+        if not folder.is_remote and not folder.path.exists():
+            raise UserError(f"folder {folder} does not exist; data.annotations is relative to data.root")
         raise UserError(f"folder {source.annotations} contains no image; give the folder that holds them")

@@ -64,8 +64,8 @@ def fetched(bundle: StoragePath) -> Path:
 
 def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
     """Raises UserError if one of the files to fetch is larger than its limit, or all are larger than the free disk."""
-    for name, (size, _) in files.items():
-        limit = FILE_LIMITS.get(name, memory_bytes())
+    for name, entry in files.items():
+        size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
         if size > limit:
             kind = "such a file may have" if name in FILE_LIMITS else "this machine has as memory"
             raise UserError(f"{bundle / name} has {size} bytes, more than the {limit} that {kind}; give another bundle")

@@ -20,9 +20,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from models.config import MODEL_CONFIGS, BackboneConfig
 from pipeline.config.renamed import new_key
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import long_storage
 from pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from pipeline.errors import UserError
-from pipeline.runtime.secrets import holds_secret, remember_address
+from pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
 from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
 from pipeline.untrusted.files import read_regular_file
 from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
@@ -156,6 +157,8 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
+        if key == "storage":
+            before, value = long_storage(before), long_storage(value)
         if isinstance(before, dict) and isinstance(value, dict):
             is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
             merged[key] = value if is_other_kind else merge(before, value)
@@ -198,8 +201,8 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
     node: Any = data
     for depth, part in enumerate(parts):
         index: int | str = part
-        if parts[:depth] == ["storage"] and isinstance(node, str):  # the short form of `storage: {uri: ...}`
-            node = data["storage"] = {"uri": node}
+        if parts[:depth] == ["storage"] and isinstance(node, str):
+            node = data["storage"] = long_storage(node)
         if isinstance(node, list):
             index = _stage_index(node, part, f"{source} {shown(key)}")
         elif not isinstance(node, dict):
@@ -207,7 +210,8 @@ def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
         elif node.get(part) is None:
             node[part] = {}
         parent, node = node, node[index]
-    parent[index] = value
+    is_place = parts == ["storage"] and isinstance(node, dict) and isinstance(value, str)
+    parent[index] = node | long_storage(value) if is_place else value  # another place on the same server
 
 
 def _stage_index(items: list[Any], part: str, source: str) -> int:
@@ -259,10 +263,25 @@ def dump_config(config: RunConfig) -> str:
 
     A run on region features has no backbone, so that the default section `backbone` is also left out.
     """
-    values = config.stored_values()
+    return yaml.safe_dump(_without_unused(config, config.stored_values()), sort_keys=False, allow_unicode=True)
+
+
+def shown_values(config: RunConfig) -> dict[str, Any]:
+    """The plain values of a configuration for a person: as `dump_config`, with the tracker's address.
+
+    A user or password in the address is left out, unless it is a `${VARIABLE}`.
+    """
+    values = _without_unused(config, config.stored_values())
+    address = config.tracking.uri
+    values["tracking"]["uri"] = None if address is None else without_secrets(getattr(address, "written", address))
+    return values
+
+
+def _without_unused(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """The plain values without the default section `backbone` of a run on region features."""
     if not config.has_backbone and config.backbone == BackboneConfig():
         del values["backbone"]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return values
 
 
 def _sentence(error: ValidationError, data: Any, section_type: Any, section: str) -> str:

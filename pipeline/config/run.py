@@ -28,6 +28,7 @@ from pipeline.config.sections import (
     StorageSection,
     TrackingSection,
     WorkersSection,
+    long_storage,
 )
 from pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
 from pipeline.storage.cache import cache_folder
@@ -58,14 +59,11 @@ class RunConfig(Section):
     @field_validator("storage", mode="before")
     @classmethod
     def _short_storage(cls, value: Any) -> Any:
-        """Accepts `storage: results` for `storage: {uri: results}`."""
-        return {"uri": value} if isinstance(value, str) else value
+        return long_storage(value)
 
     def with_references(self, data: dict[str, Any]) -> Self:
         """Keeps the references to variables of the plain values from which this configuration was made."""
-        storage = data.get("storage")
-        short = {"storage": {"uri": storage}} if isinstance(storage, str) else {}
-        self._expanded = remember_secrets(data | short)
+        self._expanded = remember_secrets(data | {"storage": long_storage(data.get("storage"))})
         return self
 
     def without_tracker(self) -> Self:
@@ -126,7 +124,7 @@ class RunConfig(Section):
         attended = getattr(self.model, "attended_regions", None)
         if attended is not None and self.features.max_regions > attended:
             raise ValueError(
-                f"features.max_regions = {self.features.max_regions} is above model.attended_regions = {attended}; "
+                f"{self.features.stated('features.max_regions')} is above model.attended_regions = {attended}; "
                 f"set it to {attended}, with features.truncate_regions"
             )
         for stage in self.stages:

@@ -145,6 +145,15 @@ class Section(BaseModel):
     def check_values(self) -> None:
         """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
 
+    def stated(self, key: str) -> str:
+        """A key of this section with its value, as a message names it. It says so if nobody has set the value.
+
+        key: from the top of the configuration, such as data.min_count.
+        """
+        name = key.rpartition(".")[2]
+        origin = "" if name in self.model_fields_set else " (the default)"
+        return f"{key} = {quoted_value(getattr(self, name))}{origin}"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.check_values()
@@ -170,6 +179,11 @@ class StorageSection(Section):
     @property
     def options(self) -> StorageOptions:
         return StorageOptions(self.endpoint_url, self.region, self.retry_minutes)
+
+
+def long_storage(value: Any) -> Any:
+    """The section `storage` in its long form: `{uri: results}` for `results`. Any other value remains."""
+    return {"uri": value} if isinstance(value, str) else value
 
 
 class SourceSection(Section):
@@ -544,7 +558,7 @@ class WorkersSection(Section):
         for name in self.resources.keys() & remedies:
             raise ValueError(f"workers.resources names {name}; {remedies[name]}")
         if self.min_workers is not None and self.min_workers > self.num_workers:
-            raise ValueError(f"min_workers = {self.min_workers} is above num_workers = {self.num_workers}")
+            raise ValueError(f"min_workers = {self.min_workers} is above {self.stated('num_workers')}")
         if 0 < self.gpus_per_worker < 1 < self.num_workers:
             raise ValueError(
                 f"workers.gpus_per_worker = {self.gpus_per_worker:g} gives two of {self.num_workers} workers the same "
@@ -640,7 +654,7 @@ class EvaluationSection(Section):
             raise ValueError(f"evaluation.metrics contains {repeated[0]} more than once; name each metric once")
         decoding = self.decoding
         if self.num_results > self.beam_size and not decoding.sampling:
-            raise ValueError(f"num_results = {self.num_results} is above beam_size = {self.beam_size}; raise the beam")
+            raise ValueError(f"num_results = {self.num_results} is above {self.stated('beam_size')}; raise the beam")
         if decoding.sampling and self.beam_size > 1:
             raise ValueError(
                 f"evaluation.decoding.sampling draws captions without beams, and evaluation.beam_size is "
@@ -648,13 +662,13 @@ class EvaluationSection(Section):
             )
         if self.beam_size % decoding.beam_groups:
             raise ValueError(
-                f"evaluation.decoding.beam_groups = {decoding.beam_groups} does not divide evaluation.beam_size = "
-                f"{self.beam_size}; all groups have equally many beams"
+                f"evaluation.decoding.beam_groups = {decoding.beam_groups} does not divide "
+                f"{self.stated('evaluation.beam_size')}; all groups have equally many beams"
             )
         if decoding.min_length > self.max_length:
             raise ValueError(
-                f"evaluation.decoding.min_length = {decoding.min_length} is above evaluation.max_length = "
-                f"{self.max_length}; lower it"
+                f"evaluation.decoding.min_length = {decoding.min_length} is above "
+                f"{self.stated('evaluation.max_length')}; lower it"
             )
         if self.constraints is not None:
             self.require_constraints("evaluation.constraints")

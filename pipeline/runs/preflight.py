@@ -66,9 +66,10 @@ def check_storage(config: RunConfig) -> None:
         raise UserError(
             f"storage: {quoted_value(config.storage.uri)} cannot be used: {error}; give another folder"
         ) from error
+    name = "storage" if "uri" in config.storage.model_fields_set else "storage (results, the default)"
     if not existing.is_dir():
-        raise UserError(f"storage: {existing} is a file; give a folder")
-    require_writable("RAYCAP_CACHE" if config.home("") else "storage", existing)
+        raise UserError(f"{name}: {existing} is a file; give a folder")
+    require_writable("RAYCAP_CACHE" if config.home("") else name, existing)
 
 
 def check_files(config: RunConfig) -> None:

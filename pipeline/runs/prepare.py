@@ -112,8 +112,8 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         uri, reason = next(iter(unreadable.items()))
         raise UserError(
-            f"{len(unreadable)} of {len(dataset)} images cannot be read, more than data.max_bad_fraction = "
-            f"{config.data.max_bad_fraction}; the first is {uri}: {reason}"
+            f"{len(unreadable)} of {len(dataset)} images cannot be read, more than "
+            f"{config.data.stated('data.max_bad_fraction')}; the first is {uri}: {reason}"
         )
     return dataset.readable()
 

@@ -17,7 +17,10 @@ from typing import Any
 
 STOPPED = "raycap: stopped; run the same command again to continue"
 SAVE_LIMIT_S = 30
-REPEAT_S = 1.0  # a process group and a wrapper may both pass the same signal on; within this time it counts once
+SAVING = "raycap: saving before it stops; a second Ctrl-C ends it at once"
+# A process group and a wrapper may both pass the same signal on, within milliseconds; within this time it counts once.
+# A person who presses Ctrl-C twice takes longer.
+REPEAT_S = 0.15
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -93,10 +96,11 @@ def _stop(number: int, _: object) -> None:
         _Received.number, _Received.time_s = number, time.monotonic()
         if _Received.save is None:
             raise KeyboardInterrupt
+        os.write(2, f"{SAVING}\n".encode())  # `print` cannot be interrupted by itself
         signal.alarm(SAVE_LIMIT_S)
         _Received.save()
     elif time.monotonic() - _Received.time_s > REPEAT_S:
-        os.write(2, f"{STOPPED}\n".encode())  # `print` cannot be interrupted by itself
+        os.write(2, f"{STOPPED}\n".encode())
         os._exit(exit_code())
 
 

@@ -18,9 +18,21 @@ from pydantic import Field, field_validator, model_validator
 
 from models.config import ExpansionNetConfig
 from models.values import NUMBER, Text
-from pipeline.config.load import parse_config, parse_section, read_values, set_value
+from pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
 from pipeline.config.run import RunConfig
-from pipeline.config.sections import Cpus, Epochs, FileName, Gpus, Minutes, Name, Processes, Section, Seed
+from pipeline.config.sections import (
+    Cpus,
+    Epochs,
+    FileName,
+    Gpus,
+    Minutes,
+    Name,
+    Processes,
+    Section,
+    Seed,
+    StorageSection,
+    long_storage,
+)
 from pipeline.config.variables import remember_secrets
 from pipeline.errors import UserError
 from pipeline.runs.identity import config_identity
@@ -136,7 +148,7 @@ class SearchConfig(Section):
     name: FileName
     base: Text  # the file of the base configuration, relative to the search's file
     set: Values = Field(default={})  # changes of the base configuration
-    storage: Text | None = None  # None: the base configuration's
+    storage: StorageSection | None = None  # None: the base configuration's
     space: dict[Name, SpaceSection] = Field(default={}, max_length=100)
     rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None  # explicit points
     trial: TrialSection = TrialSection()
@@ -154,6 +166,11 @@ class SearchConfig(Section):
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
     seed: Seed = 0  # the sampler's seed
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # the paper to compare with
+
+    @field_validator("storage", mode="before")
+    @classmethod
+    def _accept_short_storage(cls, value: Any) -> Any:
+        return long_storage(value)
 
     @field_validator("scheduler", mode="before")
     @classmethod
@@ -473,7 +490,7 @@ def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
     base = read_values(path.parent / config.base)
     set_values(base, config.set, "set")
     if config.storage is not None:
-        base["storage"] = values["storage"]  # with its references to variables
+        base = merge(base, {"storage": values["storage"]})  # with its references to variables
     search = Search(config, base)
     search.check()
     return search

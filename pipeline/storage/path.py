@@ -229,7 +229,7 @@ def join(folder: str, name: str) -> str:
 
 def _local_entry(path: Path) -> Entry:
     status = path.stat()
-    return Entry(status.st_size, str(status.st_mtime_ns))
+    return Entry(status.st_size, str(status.st_mtime_ns), status.st_mtime)
 
 
 def _content_tag(data: bytes) -> str:

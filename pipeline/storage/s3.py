@@ -48,6 +48,7 @@ class Entry(NamedTuple):
 
     size: int  # in bytes
     tag: str  # modification time in ns, or the ETag
+    modified: float = 0.0  # Unix seconds; 0 on S3 unless a listing gave the entry
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ class S3Object:
         with self._errors_translated():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
                 for item in page.get("Contents", ()):
-                    yield item["Key"][len(prefix) :], Entry(item["Size"], item["ETag"])
+                    entry = Entry(item["Size"], item["ETag"], item["LastModified"].timestamp())
+                    yield item["Key"][len(prefix) :], entry
 
     def delete(self) -> None:
         with self._errors_translated():

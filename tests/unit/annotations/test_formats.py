@@ -322,3 +322,19 @@ def test_vocabulary_follows_the_configured_tokenizer_and_splits(tmp_path: Path) 
     assert set(vocabulary.words) == {"man", "'s", "dog", "cat", "PAD", "SOS", "EOS", "UNK"}
     vocabulary.save(tmp_path / "v.json")
     assert Vocabulary.load(tmp_path / "v.json").tokenize("man's") == ["man", "'s"]
+
+
+@pytest.mark.parametrize(
+    "name", ["no.json", "no.json.gz", "no.csv", "no.jsonl", "no.parquet", "no.tar", "no.tar.gz", "no/"]
+)
+@pytest.mark.parametrize("format_", ["auto", *FORMATS])
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path, name: str, format_: Any) -> None:
+    with pytest.raises(UserError, match=r"no(\.[a-z.]+)? does not exist; data.annotations is relative to data.root"):
+        read_annotations(DataSection(root=str(tmp_path), annotations=name, format=format_), tmp_path)
+
+
+@pytest.mark.parametrize("format_", ["karpathy", "coco", "nocaps", "table", "webdataset"])
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path, format_: Any) -> None:
+    (tmp_path / "images").mkdir()
+    with pytest.raises(UserError, match="images is a folder; give a file in it, or set data.format to text"):
+        read_annotations(DataSection(root=str(tmp_path), annotations="images", format=format_), tmp_path)

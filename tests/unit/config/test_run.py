@@ -172,7 +172,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         ),
         (
             ["model={name: meshed_memory, attended_regions: 5}", "features.hdf5=synthetic"],
-            "features.max_regions = 100 is above model.attended_regions = 5",
+            "features.max_regions = 100 (the default) is above model.attended_regions = 5",
             "set it to 5",
         ),
         (
@@ -361,3 +361,13 @@ def test_a_metric_is_named_once(tmp_path: Path) -> None:
 
 def test_tokenizers_are_those_of_the_languages() -> None:
     assert get_args(DataSection.model_fields["tokenizer"].annotation) == tuple(TOKENIZERS)
+
+
+def test_a_message_says_that_a_value_is_the_default(tmp_path: Path) -> None:
+    values = small_config(tmp_path)
+    values["evaluation"] = {"num_results": 9}
+    with pytest.raises(UserError, match=r"num_results = 9 is above beam_size = 5 \(the default\); raise"):
+        parse_config(values)
+    values["evaluation"]["beam_size"] = 5
+    with pytest.raises(UserError, match="num_results = 9 is above beam_size = 5; raise"):
+        parse_config(values)

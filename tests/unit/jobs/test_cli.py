@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from jobs.cli import BENCHMARKS, COMMANDS, Entry, main
+from jobs.cli import BENCHMARKS, COMMANDS, COMPLETION, Entry, main
 from pipeline.errors import JobFailedError, UserError
+from pipeline.version import commit
 from tests.conftest import ROOT
 
 ENTRIES = {**COMMANDS, **{f"bench {name}": entry for name, entry in BENCHMARKS.items()}}
@@ -47,6 +49,8 @@ def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
         "init",
         "run",
         "check",
+        "config",
+        "runs",
         "extract",
         "score",
         "constraints",
@@ -81,9 +85,56 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "No such command 'https://host'" in capsys.readouterr().err
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA A10\x1b[2J")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "information").write_text(f"Model: \t {model}\nIRQ: 1\n")
+    monkeypatch.setattr("pipeline.version.GPUS", tmp_path)
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"raycap {importlib.metadata.version('raycap')}\n"
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == ["raycap", "commit", "python", "torch", "ray", "device"]
+    assert lines["raycap"] == importlib.metadata.version("raycap")
+    assert lines["torch"] == importlib.metadata.version("torch")
+    assert lines["commit"] == commit()
+    assert lines["device"] == r"2 x NVIDIA H100, 1 x NVIDIA A10\x1b[2J"
+    monkeypatch.setattr("pipeline.version.GPUS", tmp_path / "none")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.endswith("device  CPU\n")
+
+
+def complete(*words: str) -> list[str]:
+    """What bash is offered after these words of which the last one is incomplete. No command loads torch or Ray."""
+    code = (
+        "import sys\nfrom jobs.cli import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "loaded = {'torch', 'ray'} & set(sys.modules)\nassert not loaded, loaded"
+    )
+    shell = {"_RAYCAP_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words)), "COMP_WORDS": " ".join(["x", *words])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | shell
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands() -> None:
+    assert complete("sc") == ["score"] and complete("--ver") == ["--verbose", "--version"]
+    assert complete("bench", "") == list(BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "submit"])
+def test_a_shell_completes_options(name: str) -> None:
+    offered = complete(*name.split(), "--")
+    assert "--help" in offered
+    assert name.startswith("bench") or set(offered) > {"--help", "--quiet", "--verbose"}
+
+
+def test_the_shells_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Typer writes it: it asks the program itself for completions, with the variable that `main` looks for."""
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    with pytest.raises(SystemExit) as end:
+        main(["--show-completion"])
+    assert not end.value.code and f"{COMPLETION}=complete_bash" in capsys.readouterr().out
 
 
 def test_no_text_goes_around_the_filter() -> None:

@@ -166,7 +166,7 @@ class Folder:
 
     def write(self, **entry: Any) -> None:
         with (self.journal / "00001.jsonl").open("a") as file:
-            file.write(json.dumps({"stage": "xe", **entry}) + "\n")
+            file.write(json.dumps({"stage": "xe"} | entry) + "\n")
 
     def printer(self) -> JournalPrinter:
         return JournalPrinter(cast(RunFolder, self))
@@ -195,6 +195,22 @@ def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
         f"xe  20/40  loss 2.5000  reward 0.750  length 9.4  {numbers}  3.3 min left",
         "xe  best of step 10",
     ]
+
+
+@pytest.mark.parametrize(("scores", "warns"), [((0.0, 0.00002), True), ((0.0, 0.2), False), ((), False)])
+def test_scst_that_cannot_climb_is_named(
+    tmp_path: Path, log_lines: list[str], scores: tuple[float, ...], warns: bool
+) -> None:
+    """Without a known score, as after `init_from`, nothing is said."""
+    folder = Folder(tmp_path / "journal")
+    for step, score in enumerate(scores):
+        folder.write(kind="validation", step=step, time=1.0, best=score, seconds=1.0, **{"CIDEr-D": score})
+    with folder.printer():
+        folder.write(kind="reward", step=0, time=2.0, text="checked", stage="scst")
+    found = [line for line in log_lines if "cannot climb" in line]
+    assert bool(found) is warns
+    if warns:
+        assert "CIDEr-D is 0.0000 after xe" in found[0] and "stages.xe.epochs" in found[0] and "check" in found[0]
 
 
 def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lines: list[str]) -> None:

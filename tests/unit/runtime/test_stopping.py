@@ -11,7 +11,15 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.runtime import stopping
-from pipeline.runtime.stopping import STOPPED, exit_code, handle_signals, keeping_handlers, saving_first
+from pipeline.runtime.stopping import (
+    REPEAT_S,
+    SAVING,
+    STOPPED,
+    exit_code,
+    handle_signals,
+    keeping_handlers,
+    saving_first,
+)
 
 
 class Ended(Exception):
@@ -53,7 +61,7 @@ def test_an_interrupt_without_a_signal_counts_as_ctrl_c() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_work_is_saved_first(fails: bool) -> None:
+def test_the_work_is_saved_first(fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
     """Its outcome does not matter: the signal has the last word."""
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), saving_first(lambda: done.append("asked")):
@@ -63,6 +71,16 @@ def test_the_work_is_saved_first(fails: bool) -> None:
             raise RuntimeError("the workers are gone")
     assert done == ["asked", "saved"] and exit_code() == 143
     assert signal.alarm(0) == 0, "no alarm is left"
+    assert capfd.readouterr().err == f"{SAVING}\n", "who waits knows what a second signal does"
+
+
+def test_two_quick_presses_of_a_person_are_two_signals() -> None:
+    assert REPEAT_S < 0.2
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(REPEAT_S + 0.01)
+    with pytest.raises(Ended, match="130"):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_saving_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,19 @@ def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
         assert [100 * score for score in row.scores.values()] == pytest.approx(printed[name]), name
 
 
+def test_keys_of_the_storage_can_be_set(tmp_path: Path) -> None:
+    """Those of the base that a search does not change remain, and the search may have the short form."""
+    base = small_config({"uri": "results", "region": "eu"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base))
+    path, text = tmp_path / "search.yaml", "name: s\nbase: run.yaml\nspace: {model.d_model: [16]}\nalgorithm: grid\n"
+    url = "storage.endpoint_url=http://127.0.0.1:9000"
+    for line, uri in (("", "results"), ("storage: s3://data/x\n", "s3://data/x")):
+        path.write_text(text + line)
+        storage = load_search(path, [url]).base.storage
+        assert (storage.uri, storage.region, storage.endpoint_url) == (uri, "eu", "http://127.0.0.1:9000")
+        assert load_search(path).base.storage.uri == uri
+
+
 def test_the_accounting_of_another_paper_is_refused(tmp_path: Path) -> None:
     base = small_config(tmp_path / "storage", model={"name": "meshed_memory", "d_model": 16, "num_heads": 2})
     path = write_search(tmp_path, space={"model.num_memory_slots": [0, 2]})
@@ -164,7 +177,7 @@ def test_points_and_labels() -> None:
         ({"score_split": "test", "set": {"evaluation.constraints": "words.json"}}, ["captions without constraints"]),
         ({"budget": {"trials": 10**12}}, ["budget.trials = 1000000000000", "less than"]),
         ({"scheduler": {"name": "asha", "reduction": 1.0000001}}, ["scheduler.reduction", "equal to 1.1"]),
-        ({"storage": ""}, ["storage: the text is empty"]),
+        ({"storage": ""}, ["storage.uri: the text is empty"]),
         ({"space": {"seed": [1, 2]}}, ["space.seed cannot be searched", "seeds"]),
         ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot", "extracted once"]),
         ({"space": {"stages.scst_frozen.lr": [1.0, 2.0]}}, ["no trial runs the stage scst_frozen", "trial.stages"]),

@@ -1,0 +1,59 @@
+"""`raycap config`: what a configuration says after `extends`, `--set` and variables, and which keys there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from jobs.options import Set
+from pipeline.config.changes import REQUIRED, changes
+from pipeline.config.load import load_config, shown_values
+from pipeline.config.schema import config_schema
+from pipeline.errors import UserError
+from pipeline.runtime.secrets import without_secrets
+from pipeline.untrusted.names import printable
+
+
+def config(
+    file: Annotated[Path | None, typer.Argument(help="The run's YAML file.", metavar="[CONFIG]")] = None,
+    set_: Set = None,
+    only_changes: Annotated[
+        bool, typer.Option("--changes", help="Print only the keys that differ from their defaults.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors. Needs no CONFIG.")] = False,
+) -> None:
+    """Print a configuration as it will be used.
+
+    All keys are printed, with the values of extended files, of --set, and the defaults. Texts contain ${NAME} as they
+    were written, and passwords are left out. The output can be run.
+
+    Example: raycap config configs/demo.yaml --changes
+    """
+    if schema:
+        print(json.dumps(config_schema(), indent=1, ensure_ascii=False))
+        return
+    if file is None:
+        raise UserError("raycap config prints a configuration; give its YAML file, or --schema for all keys")
+    run_config = load_config(file, set_ or ())
+    values = shown_values(run_config)
+    if only_changes:
+        lines = [f"{each.key}: {_flow(each.value)}  # {_origin(each.default)}" for each in changes(run_config, values)]
+        text = "\n".join(lines)
+    else:
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
+    for line in without_secrets(text).splitlines():
+        print(printable(line))
+
+
+def _flow(value: Any) -> str:
+    """A plain value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
+def _origin(default: Any) -> str:
+    return "no default" if default is REQUIRED else f"default: {_flow(default)}"

@@ -1,0 +1,358 @@
+"""What is found in a storage, and what of it can be removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.inventory.contents import Inventory, read_inventory
+from pipeline.inventory.folders import folders
+from pipeline.inventory.prune import Plan, plan_removals, remove
+from pipeline.inventory.runs import RunEntry
+from pipeline.runs.folder import try_lock
+from pipeline.storage.lease import Lease, take_lease
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from tests.support.runs import Killed
+from tests.support.storages import FakeStorage
+
+Wait = Callable[[float], None]
+
+
+@pytest.fixture(params=["disk", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> FakeStorage:
+    if request.param == "disk":
+        return FakeStorage(storage_path(tmp_path / "results"))
+    return FakeStorage(
+        StoragePath(f"s3://data/inventory/{tmp_path.name}", StorageOptions(request.getfixturevalue("s3")))
+    )
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Wait:
+    """Lets days pass."""
+    now, days = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: now() + 86400 * days[0])
+
+    def pass_days(count: float) -> None:
+        days[0] += count
+
+    return pass_days
+
+
+def run_of(found: Inventory, run_id: str) -> RunEntry:
+    return next(run for run in found.runs if run.id == run_id)
+
+
+def plan(storage: FakeStorage, days: float = 30) -> Plan:
+    return plan_removals(storage.place, read_inventory(storage.place), days)
+
+
+def names(plan: Plan) -> dict[str, str]:
+    return {removal.name: removal.kind for removal in plan.removals}
+
+
+def remove_all(storage: FakeStorage) -> None:
+    for removal in plan(storage).removals:
+        assert remove(storage.place, removal, 30), removal
+
+
+def test_an_empty_storage(storage: FakeStorage) -> None:
+    found = read_inventory(storage.place)
+    assert found.bytes == 0 and not found.runs and found.values()["totals"]["bytes"] == 0
+    assert plan(storage) == Plan([], [])
+
+
+def test_everything_is_listed_and_nothing_written(storage: FakeStorage, wait: Wait) -> None:
+    storage.run("demo-1")
+    storage.run("demo-2", 1, complete=False)
+    storage.run("demo-3", 2, complete=False)
+    storage.run("demo-trial", 0, complete=False)
+    storage.search("s-1", **{"demo-trial": "stopped", "demo-gone": "running"})
+    storage.champion("demo", "demo-1")
+    storage.features("f1", "demo-1 backbone")
+    storage.write("data/synthetic/images/1.png", b"1234")
+    before, listed = storage.names(), storage.place.list()
+    wait(2 / 24)
+    found = read_inventory(storage.place)
+    assert storage.names() == before
+    states = {run.id: (run.state_text, run.val, run.test) for run in found.runs}
+    assert states == {
+        "demo-1": ("complete", 1.25, 1.5),
+        "demo-2": ("interrupted at scst", 0.5, None),
+        "demo-3": ("interrupted at evaluation", 1.5, None),
+        "demo-trial": ("interrupted at xe (trial)", None, None),
+    }
+    assert run_of(found, "demo-1").created.startswith("2026-01-02")
+    assert [(each.name, each.trials, each.is_active) for each in found.searches] == [("s-1", "1/2", False)]
+    assert [each.name for each in found.bundles if each.is_champion] == [found.champions[0].bundle]
+    assert (found.champions[0].run, found.champions[0].is_active) == ("demo-1", False)
+    assert [(each.name, each.images) for each in found.features] == [("f1", 7)]
+    assert found.other == {"data": 4}
+    outside = sum(entry.size for name, entry in listed.items() if name.startswith("retrain/"))
+    locks = sum(entry.size for name, entry in listed.items() if name.endswith(".lock"))
+    assert found.bytes == sum(entry.size for entry in listed.values()) - outside - locks
+    json.dumps(found.values())
+
+
+def test_a_run_in_progress(storage: FakeStorage, wait: Wait) -> None:
+    storage.run("demo-1", 1, complete=False)
+    if storage.place.is_remote:
+        assert run_of(read_inventory(storage.place), "demo-1").state == "in progress", "it has just been written"
+        wait(2 / 24)
+        lease = take_lease(storage.place / "runs/demo-1.lease.json", 30)
+        assert isinstance(lease, Lease)
+        with lease:
+            assert run_of(read_inventory(storage.place), "demo-1").state == "in progress"
+    else:
+        folder = storage.place.path / "runs/demo-1"
+        with try_lock(folder) as has_lock:
+            assert has_lock and run_of(read_inventory(storage.place), "demo-1").state == "in progress"
+    assert run_of(read_inventory(storage.place), "demo-1").state == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "state"),
+    [
+        ("run.json", b"", "damaged"),
+        ("run.json", b"[" * 10**5, "damaged"),
+        ("run.json", b"\xff\x00", "damaged"),
+        ("run.json", b'{"run_id": "demo-1"}', "damaged"),
+        ("COMPLETE.json", b"{}", "damaged"),
+        ("COMPLETE.json", b'{"scores": {"a": 1}}', "complete"),
+        ("COMPLETE.json", b'{"scores": {"val_CIDEr-D": "x", "test_CIDEr-D": NaN}}', "damaged"),
+        ("stages/xe/DONE.json", b"null", "complete"),
+    ],
+)
+def test_a_damaged_run_is_named_and_kept(
+    storage: FakeStorage, wait: Wait, name: str, content: bytes, state: str
+) -> None:
+    storage.run("demo-1", step=False)
+    storage.write(f"runs/demo-1/{name}", content)
+    storage.features("f1", "of no run")
+    wait(100)
+    run = run_of(read_inventory(storage.place), "demo-1")
+    assert run.state == state and (run.detail != "") is (state == "damaged")
+    found = plan(storage)
+    if state == "damaged":
+        assert not found.removals and "not known what runs/demo-1 needs" in found.kept[0]
+
+
+def test_foreign_files_are_never_touched(storage: FakeStorage, wait: Wait) -> None:
+    for name in ("runs/notes.txt", "runs/other/photo.jpg", "runs/mine/config.yaml", "runs/mine/thesis.tex", "x/y"):
+        storage.write(name, b"1")
+    storage.write("models/readme", b"1")
+    storage.write("retrain/x/y/z", b"1")
+    storage.write("searches/a/trials/1.txt", b"1")
+    storage.write("features/mine/1.npy", b"1")
+    wait(100)
+    found = read_inventory(storage.place)
+    assert {run.id: run.state for run in found.runs} == {"mine": "foreign", "other": "foreign"}
+    assert plan(storage).removals == []
+
+
+def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
+    storage.run("demo-1")
+    storage.run("demo-old", 1, complete=False)
+    storage.run("demo-trial", 1, complete=False)
+    storage.run("demo-lost", 0, complete=False)
+    storage.run("demo-trained", 2, complete=False)
+    storage.search("s-1", **{"demo-trial": "running"})
+    storage.write("searches/s-1/log/handover/1/state.pt", b"123")
+    storage.champion("demo", "demo-lost")
+    for name, backbone in (
+        ("f1", "demo-1 backbone"),
+        ("f2", "demo-old-xe backbone"),
+        ("f3", "of no run"),
+        ("f4", None),
+    ):
+        storage.features(name, backbone)
+    wait(20)
+    assert "runs/demo-old" not in names(plan(storage))
+    wait(20)
+    found = names(plan(storage))
+    assert found == {
+        "runs/demo-1/stages/scst/step-6": "checkpoint",
+        "searches/s-1/log/handover": "leftover",
+        "features/f3": "features",
+        "features/f4": "features",
+        "runs/demo-old": "run",
+    }
+    assert plan(storage).bytes > 5000 and "runs/demo-old" not in names(plan(storage, 60))
+    before = storage.names()
+    remove_all(storage)
+    assert before - storage.names() == {
+        name for name in before if any(name.startswith(f"{removed}/") for removed in found)
+    }
+    after = plan(storage)
+    assert set(names(after)) == {"features/f2"}, "only the removed run had its backbone"
+    remove_all(storage)
+    assert not plan(storage).removals and read_inventory(storage.place).runs
+
+
+def test_regions_are_kept_for_a_run_on_regions(storage: FakeStorage, wait: Wait) -> None:
+    storage.run("demo-1", regions=True, step=False)
+    storage.features("f1", None)
+    wait(40)
+    assert not plan(storage).removals
+
+
+@pytest.mark.parametrize("damage", ["trial", "champion", "no digests"])
+def test_what_is_not_known_is_kept(storage: FakeStorage, wait: Wait, damage: str) -> None:
+    storage.run("demo-1", 1, complete=False)
+    storage.features("f1", "of no run")
+    if damage == "trial":
+        storage.write("searches/s/trials/00001.json", b"{")
+    elif damage == "champion":
+        storage.write("retrain/demo/champion.json", b"{")
+    else:
+        (storage.place / "runs/demo-1/init/digests.json").delete()
+    wait(40)
+    found = plan(storage)
+    assert found.kept and ("runs/demo-1" in names(found)) is (damage == "no digests")
+    assert ("features/f1" in names(found)) is (damage != "no digests")
+
+
+def test_a_retraining_in_progress_keeps_runs_and_features(storage: FakeStorage, wait: Wait) -> None:
+    storage.run("demo-1", 1, complete=False)
+    storage.features("f1", "of no run")
+    wait(40)
+    lease = take_lease(storage.place / "retrain/demo/lease.json", 30)
+    assert isinstance(lease, Lease)
+    with lease:
+        found = plan(storage)
+        assert not found.removals and len(found.kept) == 2
+    assert set(names(plan(storage))) == {"runs/demo-1", "features/f1"}
+
+
+def test_what_has_changed_since_the_plan_remains(storage: FakeStorage, wait: Wait) -> None:
+    storage.run("demo-1")
+    storage.run("demo-2", 1, complete=False)
+    storage.features("f1", "of no run")
+    wait(40)
+    found = plan(storage)
+    assert len(found.removals) == 3
+    if not storage.place.is_remote:
+        with try_lock(storage.place.path / "runs/demo-2"), try_lock(storage.place.path / "runs/demo-1"):
+            kept = [remove(storage.place, removal, 30) for removal in found.removals if removal.owner]
+            assert kept == [False, False], "another process works on them"
+    wait(-40)
+    storage.write("runs/demo-2/log/driver_token", b"another driver")
+    storage.write("features/f1/shards/c.npy", b"new")
+    (storage.place / "runs/demo-1/COMPLETE.json").delete()
+    before = storage.names()
+    assert [remove(storage.place, removal, 30) for removal in found.removals] == [False] * 3
+    assert storage.names() == before
+
+
+def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the kill what remains has a hidden name, and the next plan has it."""
+    storage = FakeStorage(storage_path(tmp_path))
+    storage.run("demo-1")
+    storage.run("demo-2", 1, complete=False)
+    storage.features("f1", "of no run")
+    storage.search("s", **{"demo-3": "failed"})
+    for name in ("state.pt", "from.json"):
+        storage.write(f"searches/s/log/handover/1/{name}", b"123")
+    wait(40)
+
+    def die(path: Path, **_: object) -> None:
+        next(file for file in path.rglob("*") if file.is_file()).unlink()
+        raise Killed
+
+    found = plan(storage)
+    assert len(found.removals) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.inventory.prune.shutil.rmtree", die)
+        for removal in found.removals:
+            with pytest.raises(Killed):
+                remove(storage.place, removal, 30)
+            assert not (storage.place.path / removal.name).exists()
+    inventory = read_inventory(storage.place)
+    assert [run.id for run in inventory.runs] == ["demo-1"] and not inventory.features
+    again = plan(storage)
+    assert len(again.removals) == 4 and {removal.kind for removal in again.removals} == {"leftover"}
+    remove_all(storage)
+    assert not plan(storage).removals and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_removal_on_s3_that_is_killed_at_each_request(
+    s3: str, tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What remains is an unfinished run, or a store without the rows of missing shards; the next removal ends it."""
+    delete = StoragePath.delete
+    for kind in ("run", "features", "checkpoint"):
+        for count in range(1, 20):
+            storage = FakeStorage(StoragePath(f"s3://data/killed/{tmp_path.name}-{kind}-{count}", StorageOptions(s3)))
+            storage.run("demo-1", step=kind == "checkpoint")
+            if kind == "run":
+                storage.run("demo-2", 1, complete=False)
+            if kind == "features":
+                storage.features("f1", "of no run")
+            left = [count]
+
+            def dying(path: StoragePath, left: list[int] = left) -> None:
+                if not left[0]:
+                    raise Killed
+                left[0] -= 1
+                delete(path)
+
+            wait(40)
+            (removal,) = plan(storage).removals
+            try:
+                with monkeypatch.context() as patch:
+                    patch.setattr(StoragePath, "delete", dying)
+                    assert remove(storage.place, removal, 30)
+                    break
+            except Killed:
+                pass
+            remaining = {name for name in storage.names() if name.startswith(f"{removal.name}/")}
+            if kind == "run":
+                assert run_of(read_inventory(storage.place), "demo-2").state in ("interrupted", "unprepared")
+                assert not any(name.endswith("DONE.json") for name in remaining), "the first to go"
+                if f"{removal.name}/run.json" in remaining:
+                    assert f"{removal.name}/init/model.safetensors" in remaining
+            if kind == "features":
+                shards = {name.split("/")[-1].partition(".")[0] for name in remaining if "/shards/" in name}
+                manifests = {name.split("/")[-1].partition(".")[0] for name in remaining if "/manifest/" in name}
+                assert manifests <= shards and not any("/index/" in name for name in remaining)
+            if kind == "checkpoint":
+                assert not any(name.endswith("progress.json") for name in remaining)
+            if kind != "features" or any(name.endswith("/COMPLETE") for name in remaining):
+                remove_all(storage)
+                assert not any(name.startswith(f"{removal.name}/") for name in storage.names())
+            wait(-40)
+        else:
+            pytest.fail("the removal did not end")
+        wait(-40)
+
+
+def test_folders_need_no_list_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing of a storage with many files is read as a stream."""
+    read = []
+
+    def walk(self: StoragePath) -> object:
+        for number in range(10**6):
+            read.append(number)
+            yield f"run-{number // 3}/file-{number % 3}", None
+
+    monkeypatch.setattr(StoragePath, "walk", walk)
+    place = StoragePath("s3://data/many")
+    for number, (name, files) in enumerate(folders(place)):
+        assert name == f"run-{number}" and [file for file, _ in files] == ["file-0", "file-1", "file-2"]
+        assert len(read) <= 3 * number + 4
+        if number == 100:
+            break
+
+
+def test_links_are_not_followed(tmp_path: Path, wait: Wait) -> None:
+    storage, elsewhere = FakeStorage(storage_path(tmp_path / "results")), tmp_path / "elsewhere"
+    storage.run("demo-1", 1, complete=False)
+    shutil.move(tmp_path / "results/runs/demo-1", elsewhere)
+    (tmp_path / "results/runs/demo-1").symlink_to(elsewhere)
+    wait(100)
+    assert not read_inventory(storage.place).runs and not plan(storage).removals

@@ -1,0 +1,112 @@
+"""`raycap runs`: its tables, its JSON, and what it removes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from tests.conftest import small_config
+from tests.support.storages import FakeStorage
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> FakeStorage:
+    """Two runs of which one was interrupted 40 days ago, and a feature store that none of them uses."""
+    storage = FakeStorage(storage_path(tmp_path / "results"))
+    storage.run("demo-1")
+    storage.run("demo-2", 1, complete=False)
+    storage.features("f1", "of no run")
+    old = time.time() - 40 * 86400
+    for path in (tmp_path / "results").rglob("*"):
+        os.utime(path, (old, old))
+    return storage
+
+
+def test_the_tables(storage: FakeStorage, capsys: pytest.CaptureFixture[str]) -> None:
+    storage.write("runs/demo-\x1b[2J/run.json", b"{")
+    assert main(["runs", str(storage.place)]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["demo-1", "2026-01-02T03:04", "complete", "1.2500", "1.5000"] in [line[:5] for line in lines]
+    assert ["demo-2", "2026-01-02T03:04", "interrupted", "at", "scst", "0.5000", "-"] in [line[:7] for line in lines]
+    assert any(line[:1] == [r"demo-\x1b[2J"] and "damaged" in line for line in lines) and "\x1b" not in out
+    assert "3 runs, 0 searches, 1 bundles, 0 champions, 1 feature stores" in out
+
+
+def test_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path), "--prune"]) == 0
+    out = capsys.readouterr().out
+    assert ": 0 B; 0 runs" in out and "nothing to remove" in out and "--older-than" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_json(storage: FakeStorage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(storage.place), "--json", "-"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [run["id"] for run in printed["runs"]] == ["demo-1", "demo-2"]
+    assert printed["totals"]["runs"] == 2 and printed["features"][0]["images"] == 7
+    assert main(["runs", str(storage.place), "--json", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == printed
+
+
+def test_nothing_is_removed_without_yes(storage: FakeStorage, capsys: pytest.CaptureFixture[str]) -> None:
+    before = storage.names()
+    assert main(["runs", str(storage.place), "--prune"]) == 0
+    out = capsys.readouterr().out
+    assert storage.names() == before and "nothing was removed, --yes removes them" in out
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("would go")] == [
+        "checkpoint",
+        "features",
+        "run",
+    ]
+    assert main(["runs", str(storage.place), "--prune", "--yes", "--older-than", "50"]) == 0
+    assert "runs/demo-2/run.json" in storage.names() and "features/f1/COMPLETE" not in storage.names()
+    assert main(["runs", str(storage.place), "--prune", "--yes"]) == 0
+    assert not any(name.startswith("runs/demo-2") for name in storage.names())
+    assert {"runs/demo-1/COMPLETE.json", "models/demo/demo-1/model.safetensors"} < storage.names()
+
+
+def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uri = f"s3://data/runs-command/{tmp_path.name}"
+    FakeStorage(StoragePath(uri, StorageOptions(s3))).run("demo-1")
+    assert main(["runs", uri, "--endpoint-url", s3]) == 0
+    assert "demo-1" in capsys.readouterr().out
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(small_config({"uri": uri})))
+    assert main(["runs", str(file), "--set", f"storage.endpoint_url={s3}"]) == 0
+    assert "demo-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere does not exist; give a storage's folder"),
+        ([".", "--set", "seed=1"], "--set changes a configuration"),
+        ([".", "--yes"], "--yes removes what --prune shows"),
+        ([".", "--prune", "--older-than", "0"], "--older-than"),
+        (["run.yaml", "--endpoint-url", "http://h"], "--set storage.endpoint_url"),
+        (["s3://data/x", "--endpoint-url", "nonsense"], "--endpoint-url"),
+        (["s3://no-such-bucket/x"], "no such bucket"),
+        ([".", "--json", "missing/a.json"], "--json"),
+    ],
+)
+def test_mistakes(
+    s3: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
+    assert main(["runs", *words]) == 2
+    assert message in capsys.readouterr().err
