@@ -21,7 +21,7 @@ from pipeline.config.sections import DataSection
 from pipeline.data.content_keys import MANIFEST, take_snapshot
 from pipeline.data.dataset import read_annotations
 from pipeline.feature_store.manifests import MANIFEST as STORE_MANIFEST
-from pipeline.feature_store.manifests import ONE_FILE
+from pipeline.feature_store.shards import ONE_FILE
 from pipeline.feature_store.store import FeatureStore, write_shard
 from pipeline.storage.path import storage_path
 

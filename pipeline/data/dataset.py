@@ -193,8 +193,7 @@ class Dataset:
         """These columns of rows of `whole`, ROUND_ROWS at a time. rows: ascending."""
         table = self.whole.table.select(list(names))
         for start in range(0, len(rows), ROUND_ROWS):
-            part = rows[start : start + ROUND_ROWS]
-            yield table.slice(part[0], part[-1] - part[0] + 1).take(pa.array(part - part[0]))
+            yield _taken(table, rows[start : start + ROUND_ROWS])
 
     def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The texts of each image's captions that the tokenizer splits, one image at a time."""
@@ -293,9 +292,18 @@ class Selection(Dataset):
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
         for start in range(0, len(self), CHUNK_ROWS):
-            rows = self._rows[start : start + CHUNK_ROWS]
-            part = self._whole.table.select(list(names)).slice(rows[0], rows[-1] + 1 - rows[0])
-            yield part.take(pa.array(rows - rows[0]))
+            yield _taken(self._whole.table.select(list(names)), self._rows[start : start + CHUNK_ROWS])
+
+
+def _taken(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """These rows of a table, which ascend. Arrow's `take` would first join all chunks, at most 2 GiB of text."""
+    start, batches = int(rows[0]), list[pa.RecordBatch]()
+    for batch in table.slice(start, rows[-1] + 1 - start).to_batches():
+        begin, end = np.searchsorted(rows, [start, start + len(batch)])
+        if begin < end:
+            batches.append(batch.take(pa.array(rows[begin:end] - start)))
+        start += len(batch)
+    return pa.Table.from_batches(batches, table.schema)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:

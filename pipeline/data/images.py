@@ -193,12 +193,14 @@ def measure_batch(
     """Adds size and reason to a batch with the column uri: (B, 2) int32 widths and heights, and why there are none.
 
     Every image is decoded as a whole. One that cannot be used has the size (0, 0), and others the reason "". threads:
-    that decode local files.
+    that decode local files. Raises StorageError while the storage is out of order.
     """
 
     def measure(uri: str) -> tuple[tuple[int, int], str]:
         try:
             return decode_image(read_image_file(StoragePath(uri, options)), max_pixels).size, ""
+        except StorageError:
+            raise
         except (BadImage, OSError) as error:
             return (0, 0), str(error)
 

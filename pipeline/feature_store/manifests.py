@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.feature_store.key_table import KeyTable, key_digests
-from pipeline.feature_store.shards import ShardInfo
+from pipeline.feature_store.shards import INDEX, ONE_FILE, ShardInfo
 from pipeline.storage.path import StoragePath
 from pipeline.storage.tables import read_cache, write_table
 
@@ -32,8 +32,6 @@ MANIFEST = pa.schema(
         ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
     ]
 )
-INDEX = "index"
-ONE_FILE = "index.parquet"  # the index in stores of earlier versions
 SHARDS_PER_PART = 1024
 MAX_LOOSE = 16  # `write_index` adds to the index when more manifests than this were added or removed
 _NUM_READS = 32  # manifests that are read at the same time

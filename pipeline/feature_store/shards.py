@@ -27,6 +27,8 @@ from pipeline.storage.path import StoragePath
 MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
+INDEX = "index"  # the folder of a store with manifests of many shards
+ONE_FILE = "index.parquet"  # the same in stores of earlier versions
 _HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
 
 
@@ -38,6 +40,13 @@ class ShardInfo:
     sha256: str
     bytes: int
     boxes_sha256: str | None
+
+
+def remove_manifest(store: StoragePath, shard: str) -> None:
+    """Removes a shard's manifest, and the index: it would hide the manifest of a new shard with the same images."""
+    (store / f"manifest/{shard}.parquet").delete()
+    (store / INDEX).delete_folder()
+    (store / ONE_FILE).delete()
 
 
 class _Shard:
@@ -229,8 +238,7 @@ class ShardMaps:
     def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
         """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
         with suppress(OSError):  # a storage that cannot be written
-            manifest = StoragePath(self.folder.uri.removesuffix("shards"), self.folder.options) / "manifest"
-            (manifest / f"{info.shard}.parquet").delete()
+            remove_manifest(StoragePath(self.folder.uri.removesuffix("/shards"), self.folder.options), info.shard)
         return DamagedError(f"{damage}; the same command computes its features again")
 
     def _boxes_of(self, number: int) -> np.ndarray:

@@ -34,9 +34,9 @@ import pyarrow as pa
 from pipeline.config.sections import FeatureSection
 from pipeline.errors import DamagedError
 from pipeline.feature_store.key_table import KeyTable, key_digests
-from pipeline.feature_store.manifests import INDEX, MANIFEST, ManifestRows, manifest_path
+from pipeline.feature_store.manifests import MANIFEST, ManifestRows, manifest_path
 from pipeline.feature_store.read_ahead import ReadAhead
-from pipeline.feature_store.shards import ShardInfo, ShardMaps
+from pipeline.feature_store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
 from pipeline.storage.file_cache import shard_cache
 from pipeline.storage.path import StoragePath, storage_path
 from pipeline.storage.tables import write_table
@@ -237,7 +237,7 @@ def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.Chunk
     root = storage_path(folder)
     for shard, damage in FeatureStore(root).damaged(content_keys).items():
         logger.warning(f"damaged   {damage}; its features are computed again")
-        manifest_path(root, shard).delete()
+        remove_manifest(root, shard)
 
 
 def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:

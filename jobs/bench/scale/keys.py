@@ -18,7 +18,8 @@ from jobs.bench.measuring import in_new_process
 from jobs.bench.scale.measured import Measurement, measured
 from pipeline.data.content_keys import HashedFiles, take_snapshot
 from pipeline.data.dataset import CHUNK_ROWS, SCHEMA, Dataset
-from pipeline.feature_store.manifests import INDEX, MANIFEST, SHARDS_PER_PART, read_manifests
+from pipeline.feature_store.manifests import MANIFEST, SHARDS_PER_PART, read_manifests
+from pipeline.feature_store.shards import INDEX
 from pipeline.feature_store.store import FeatureStore
 from pipeline.features.extraction import plan_extraction
 from pipeline.storage.path import StorageOptions, StoragePath, storage_path

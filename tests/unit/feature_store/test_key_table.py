@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.dataset import SCHEMA, Dataset
+from pipeline.data.dataset import SCHEMA, Dataset, Selection
 from pipeline.feature_store import manifests
 from pipeline.feature_store.key_table import KeyTable, key_digests
 from pipeline.feature_store.manifests import ManifestRows, read_manifests, write_index
-from pipeline.feature_store.store import FeatureStore, write_shard
+from pipeline.feature_store.store import FeatureStore, remove_damaged, shard_name, write_shard
 from pipeline.features.extraction import plan_extraction, write_quarantine
 from pipeline.storage.path import StoragePath, storage_path
+from tests.support.damage import flip_any
 from tests.support.features import gather
 
 
@@ -135,6 +136,29 @@ def test_two_extractions_at_once_write_parts_with_the_same_shards(tmp_path: Path
     lost = next(tmp_path.glob("manifest/*.parquet"))
     lost.unlink()
     assert len(FeatureStore(tmp_path)) == 78, "a shard without its manifest does not exist"
+
+
+def test_a_shard_that_is_computed_again_with_other_bits_is_whole(tmp_path: Path) -> None:
+    """Its name is that of the damaged one, whose digest the index has."""
+    add_shards(tmp_path, 0, 20)
+    write_index(storage_path(tmp_path))
+    keys = [content_key(0), content_key(1)]
+    damaged = tmp_path / "shards" / f"{shard_name(keys)}.npy"
+    flip_any(damaged)
+    remove_damaged(tmp_path, pa.array(keys))
+    write_shard(tmp_path, keys, np.full((2, 1, 1), 7, np.float32))
+    write_index(storage_path(tmp_path))
+    assert not FeatureStore(tmp_path).damaged(pa.array(keys))
+    assert np.array_equal(gather(FeatureStore(tmp_path), keys).ravel(), [7, 7])
+
+
+def test_rows_of_more_text_than_arrow_joins_are_taken() -> None:
+    """500 chunks of 8 MB, which are the same one in memory, have more than 2 GiB together."""
+    chunk = pa.array(["x" * 8_000_000])
+    dataset = Dataset(pa.table({"key": pa.chunked_array([chunk] * 500)}))
+    rows = np.array([0, 3, 499])
+    (part,) = dataset.rounds(rows, "key")
+    assert len(part) == 3 and sum(len(each) for each in Selection(dataset, rows).chunks("key")) == 3
 
 
 def plain_plan(keys: list[str | None], stored: set[str], bad: dict[str, str]) -> tuple[int, list[int], dict[str, str]]:
