@@ -111,7 +111,9 @@ def kind_of(value: dict[str, Any]) -> str:
             return "`null`"
         case "array":
             places = value.get("prefixItems")
-            return f"list of {len(places)}: {kind_of(places[0])}" if places else f"list: {kind_of(value.get('items', {}))}"
+            return (
+                f"list of {len(places)}: {kind_of(places[0])}" if places else f"list: {kind_of(value.get('items', {}))}"
+            )
         case "object":
             inner = value.get("additionalProperties")
             return f"map to {kind_of(inner)}" if isinstance(inner, dict) else "map"
@@ -208,6 +210,11 @@ def rendered(found: list[Group], meanings: dict[str, str]) -> Iterator[str]:
         for key in group.keys:
             default = "*must be given*" if key.default is None else f"`{key.default}`"
             meaning = meanings.get(key.path) or re.sub(r"\bNone\b", "`null`", key.comment)
-            cells = (f"`{key.path.removeprefix(group.path + '.')}`", key.kind, default, re.sub(r"(?<!\\)\|", r"\\|", meaning))
+            cells = (
+                f"`{key.path.removeprefix(group.path + '.')}`",
+                key.kind,
+                default,
+                re.sub(r"(?<!\\)\|", r"\\|", meaning),
+            )
             yield f"| {' | '.join(cells)} |"
         yield ""
