@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test unit lint reproduce bench proof spice lock clean
+.PHONY: demo test unit lint docs wheel reproduce bench proof spice lock clean
 
 demo: $(READY)
 	$(BIN)/raycap run configs/demo.yaml
@@ -22,6 +22,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+# Pages with search in build/docs/index.html. Neither building nor reading them needs a network.
+docs: $(READY)
+	$(BIN)/python -m sphinx --builder html --conf-dir docs --fresh-env --fail-on-warning --keep-going --quiet . build/docs
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
 # FILES: a folder with a published checkpoint, its vocabulary and COCO; the command names what it lacks.
 reproduce: $(READY)
@@ -50,7 +57,7 @@ $(READY): requirements.lock pyproject.toml
 	touch $@
 
 lock:
-	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --group dev pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --group dev --group docs pyproject.toml -o requirements.lock
 
 clean:
 	rm -rf $(VENV) *.egg-info build

@@ -16,4 +16,6 @@ def parse(words: list[str]) -> Any:
     name, command, rest = group.resolve_command(context, words)
     while isinstance(command, TyperGroup):
         name, command, rest = command.resolve_command(command.make_context(name, rest[:1], parent=context), rest)
+    if command is None:
+        raise ValueError(f"raycap {' '.join(words)} names no command")
     return command.make_context(name, rest, parent=context)
