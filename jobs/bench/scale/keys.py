@@ -119,11 +119,9 @@ def _write_store(rows: int, folder: Path) -> None:
 
 def _stored_keys(folder: Path) -> pa.ChunkedArray:
     """The keys of a store, memory-mapped as those of a data set are."""
-    path, schema = folder / "keys.arrow", pa.schema([("key", pa.string())])
-    with pa.ipc.new_file(path, schema) as writer:
-        for table in read_manifests(storage_path(folder / "store")):
-            writer.write_table(table.select(["key"]), max_chunksize=CHUNK_ROWS)
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["key"]
+    tables = read_manifests(storage_path(folder / "store"))
+    batches = (batch for table in tables for batch in table.select(["key"]).to_batches(max_chunksize=CHUNK_ROWS))
+    return spilled(pa.schema([("key", pa.string())]), batches)["key"]
 
 
 def _plan(rows: int, folder: Path) -> None:
