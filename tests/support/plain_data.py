@@ -39,8 +39,8 @@ def plain_snapshot(
         if entry.size > max_bytes and not is_part(uri):
             large[uri] = f"larger than {max_bytes} bytes"
             continue
-        tags[uri] = entry
-        if uri in stored and stored[uri][:2] == entry:
+        tags[uri] = entry[:2]
+        if uri in stored and stored[uri][:2] == entry[:2]:
             keys[uri] = stored[uri][2]
             continue
         read.append(uri)

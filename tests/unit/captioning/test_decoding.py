@@ -173,7 +173,7 @@ def test_what_contradicts_is_one_sentence(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"num_results": 6}, "num_results = 6 is above beam_size = 5; raise the beam"),
+        ({"num_results": 6}, r"num_results = 6 is above beam_size = 5 \(the default\); raise the beam"),
         ({"constraints": "words.jsonl", "beam_size": 1, "decoding": {"sampling": True}}, "evaluation.constraints is"),
         ({"constraints": "words.jsonl", "decoding": {"beam_groups": 5}}, "leave out evaluation.decoding.beam_groups"),
         ({"decoding": {"min_length": 21}}, "min_length = 21 is above evaluation.max_length = 20"),
