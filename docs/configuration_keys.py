@@ -15,21 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import models.config
-import models.decoding_config
-import models.views
-import pipeline.config.run
-import pipeline.config.sections
-import pipeline.search.space
-import pipeline.search.spec
-from pipeline.config.run import RunConfig
-from pipeline.search.spec import SearchConfig
+from raycap.models import config, decoding_config, views
+from raycap.pipeline.config import run, sections
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.search import space, spec
+from raycap.pipeline.search.spec import SearchConfig
 
 MARK = "<!-- keys -->"
 DOCS = Path(__file__).resolve().parent
 # Later modules have the sections of searches, some of which have the names of sections of runs.
-RUN_MODULES = (models.config, models.decoding_config, models.views, pipeline.config.sections, pipeline.config.run)
-SEARCH_MODULES = (pipeline.search.spec, pipeline.search.space)
+RUN_MODULES = (config, decoding_config, views, sections, run)
+SEARCH_MODULES = (spec, space)
 # Keys in the tables below these headings are relative to a section.
 TABLE_SECTIONS = {
     "Learning rates and frozen parameters": "stages[].",
@@ -143,7 +139,7 @@ def comments_of(source: type[Any]) -> dict[str, str]:
     """The comments of the fields of a class and its bases: those in a field's lines, else those directly above."""
     found: dict[str, str] = {}
     for each in reversed(source.__mro__):
-        if each.__module__.split(".")[0] not in ("models", "pipeline"):
+        if not each.__module__.startswith("raycap."):
             continue
         text = inspect.getsource(each)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)

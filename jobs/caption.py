@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from jobs.caption_output import Row, open_output, read_done, review_place, written_precision
-from jobs.cluster import cluster_address, connect
-from jobs.named_files import OpenedBundle, check_output_folder, open_bundle
-from jobs.options import Address
-from models.decoding_config import PLAIN
-from pipeline.annotations.image_paths import find_images
-from pipeline.captioning.bundle import Bundle
-from pipeline.captioning.bundle_files import bundle_digests
-from pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
-from pipeline.cluster.capacity import wait_for
-from pipeline.cluster.stalls import StallWatch
-from pipeline.confidence.confidence import Confidence
-from pipeline.config.load import apply_override
-from pipeline.config.sections import EvaluationSection, WorkersSection
-from pipeline.errors import UserError
-from pipeline.features.interruptions import one_sentence
-from pipeline.runtime.decorations import Decorations
-from pipeline.runtime.log import log_to_stderr
-from pipeline.runtime.progress import progress
-from pipeline.storage.digests import file_digest
-from pipeline.storage.path import storage_path
-from pipeline.untrusted.names import printable, quoted, shown
+from raycap.jobs.caption_output import Row, open_output, read_done, review_place, written_precision
+from raycap.jobs.cluster import cluster_address, connect
+from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
+from raycap.jobs.options import Address
+from raycap.models.decoding_config import PLAIN
+from raycap.pipeline.annotations.image_paths import find_images
+from raycap.pipeline.captioning.bundle import Bundle
+from raycap.pipeline.captioning.bundle_files import bundle_digests
+from raycap.pipeline.captioning.model_sources import ModelSource, SentBundle, StoredBundle
+from raycap.pipeline.cluster.capacity import wait_for
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.confidence.confidence import Confidence
+from raycap.pipeline.config.load import apply_override
+from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.interruptions import one_sentence
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import log_to_stderr
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.storage.digests import file_digest
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.untrusted.names import printable, quoted, shown
 
 if TYPE_CHECKING:
-    from pipeline.captioning.ray_data import CaptionPool
-    from pipeline.captioning.service import CaptionService
+    from raycap.pipeline.captioning.ray_data import CaptionPool
+    from raycap.pipeline.captioning.service import CaptionService
 
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
 
@@ -252,8 +252,8 @@ def _caption_in_process(
 
     pictures: None for no pictures. A picture that fails is recorded in `decorations`.
     """
-    from pipeline.captioning.service import CaptionService
-    from pipeline.runtime.cpu import prepare_processor
+    from raycap.pipeline.captioning.service import CaptionService
+    from raycap.pipeline.runtime.cpu import prepare_processor
 
     prepare_processor()
     service = CaptionService(bundle, **options.search)
@@ -275,7 +275,7 @@ def _captioning_on_ray(
 
     The context ends with StalledError when no caption comes for `cluster.max_stall_minutes`.
     """
-    from pipeline.captioning.ray_data import caption_stream
+    from raycap.pipeline.captioning.ray_data import caption_stream
 
     has_joined_cluster = connect(cluster.address)
     pool = start_pool(cluster, has_joined_cluster)
@@ -302,7 +302,7 @@ def _source(model: OpenedBundle, has_joined_cluster: bool) -> ModelSource:
 
 def _measured_precision(model: OpenedBundle, search: dict[str, Any], cluster: ClusterOptions | None) -> str:
     """float32 or bfloat16: the faster one in a captioning process of Ray, or in this process if `cluster` is None."""
-    from pipeline.captioning.ray_data import fastest_precision
+    from raycap.pipeline.captioning.ray_data import fastest_precision
 
     if cluster is None:
         return fastest_precision(StoredBundle(model.location), search, gpus=None)
@@ -330,7 +330,7 @@ def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool
     """The processes that caption, once Ray can place the first of them. Raises UserError if it never can."""
     import ray
 
-    from pipeline.captioning.ray_data import CaptionPool
+    from raycap.pipeline.captioning.ray_data import CaptionPool
 
     num_gpus = ray.cluster_resources().get("GPU", 0)
     gpus = float(num_gpus > 0) if cluster.gpus_per_worker is None else cluster.gpus_per_worker
@@ -375,9 +375,9 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
-    from pipeline.data.image_sources import load_image
-    from pipeline.reports.cluster_pictures import cluster_picture
-    from pipeline.reports.heat_maps import caption_picture
+    from raycap.pipeline.data.image_sources import load_image
+    from raycap.pipeline.reports.cluster_pictures import cluster_picture
+    from raycap.pipeline.reports.heat_maps import caption_picture
 
     image = load_image(name)
     pixels = service.transform(image)

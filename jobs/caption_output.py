@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from jobs.named_files import check_output_file
-from pipeline.errors import UserError
-from pipeline.storage.atomic import write_bytes
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.names import quoted
+from raycap.jobs.named_files import check_output_file
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.atomic import write_bytes
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.names import quoted
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part has this many lines, or those of this many seconds
 NUM_READERS = 8

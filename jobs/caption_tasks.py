@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.captioning.bundle import Bundle
-from pipeline.captioning.model_sources import ModelSource
-from pipeline.cluster.stalls import StallWatch
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.data.vocabulary import UNK
-from pipeline.distillation.caption_store import CaptionStore, ImageChunks
-from pipeline.errors import UserError
-from pipeline.feature_store.store import open_store
-from pipeline.runs.folder import RunFolder
-from pipeline.runtime.progress import progress
-from pipeline.scoring.result_files import write_n_best
-from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import load_weights
+from raycap.pipeline.captioning.bundle import Bundle
+from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.vocabulary import UNK
+from raycap.pipeline.distillation.caption_store import CaptionStore, ImageChunks
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.scoring.result_files import write_n_best
+from raycap.pipeline.scoring.split_result import Hypothesis
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import load_weights
 
 if TYPE_CHECKING:
-    from models.constraints import ConstraintAutomaton
-    from pipeline.features.model_inputs import Images
+    from raycap.models.constraints import ConstraintAutomaton
+    from raycap.pipeline.features.model_inputs import Images
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class RunModel:
     folder: RunFolder
 
     def load(self) -> Bundle:
-        from models.captioner import Captioner
-        from models.registry import build_model
+        from raycap.models.captioner import Captioner
+        from raycap.models.registry import build_model
 
         folder = self.folder.on_worker()
         model = build_model(folder.config.model, folder.sizes)
@@ -154,7 +154,7 @@ def _caption_shard(
 
     Yields (split, captions, unreadable, seconds that they took).
     """
-    from pipeline.captioning.captioning import CaptionSearch, caption_batches
+    from raycap.pipeline.captioning.captioning import CaptionSearch, caption_batches
 
     captioner = _TaskCaptioner(models, config, store)
     search = CaptionSearch(config.evaluation, captioner.vocabulary, with_alignment, skip_unreadable)
@@ -206,7 +206,7 @@ def _caption_chunks(
     own_chunks = chunks.of_worker(rank, config.workers.num_workers)
     if not own_chunks:  # the model need not be loaded
         return
-    from pipeline.captioning.captioning import CaptionSearch, caption_batches
+    from raycap.pipeline.captioning.captioning import CaptionSearch, caption_batches
 
     captioner = _TaskCaptioner([model], config, features)
     search = CaptionSearch(config.evaluation, captioner.vocabulary, skip_unreadable=True, with_signals=False)
@@ -232,8 +232,8 @@ class _TaskCaptioner:
 
     def __init__(self, models: Sequence[ModelSource], config: RunConfig, store: StoragePath | None) -> None:
         """store: the features for models without a backbone. Raises UserError for models of different vocabularies."""
-        from pipeline.runtime.context import LocalContext, device_for
-        from pipeline.runtime.cpu import prepare_processor
+        from raycap.pipeline.runtime.context import LocalContext, device_for
+        from raycap.pipeline.runtime.cpu import prepare_processor
 
         workers = config.workers
         self.context = LocalContext(device_for(workers.gpus_per_worker))
@@ -256,7 +256,7 @@ class _TaskCaptioner:
 
     def inputs(self, images: Dataset) -> list[Images]:
         """Each model's inputs of these images."""
-        from pipeline.features.model_inputs import Images
+        from raycap.pipeline.features.model_inputs import Images
 
         return [
             Images(images, None if bundle.transform else self.features, bundle.transform, **self.reading)

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.cluster import check_address
-from jobs.named_files import check_output_file
-from jobs.options import Address, Config, Set
-from pipeline.config.load import load_config
-from pipeline.runtime.secrets import without_secrets
-from pipeline.untrusted.names import printable
+from raycap.jobs.cluster import check_address
+from raycap.jobs.named_files import check_output_file
+from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.untrusted.names import printable
 
 
 def check(
@@ -31,10 +31,10 @@ def check(
 
     Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
     """
-    from jobs.image_tasks import image_reader
-    from pipeline.data.loading import planned_data
-    from pipeline.runs.check import check_data
-    from pipeline.runs.preflight import check_distill, check_storage
+    from raycap.jobs.image_tasks import image_reader
+    from raycap.pipeline.data.loading import planned_data
+    from raycap.pipeline.runs.check import check_data
+    from raycap.pipeline.runs.preflight import check_distill, check_storage
 
     run_config = load_config(config, set_ or ())
     if json_file is not None:

@@ -10,15 +10,15 @@ import socket
 import time
 from typing import Literal
 
-from pipeline.captioning.measured_precision import with_search_precision
-from pipeline.cluster.capacity import wait_for
-from pipeline.cluster.local_ray import start_local_ray
-from pipeline.cluster.stalls import StallWatch
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
-from pipeline.errors import JobFailedError, UserError
-from pipeline.runtime.stopping import keeping_handlers
-from pipeline.untrusted.names import one_line, shown
+from raycap.pipeline.captioning.measured_precision import with_search_precision
+from raycap.pipeline.cluster.capacity import wait_for
+from raycap.pipeline.cluster.local_ray import start_local_ray
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runtime.stopping import keeping_handlers
+from raycap.pipeline.untrusted.names import one_line, shown
 
 logger = logging.getLogger(__name__)
 

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jobs.seeds import write_summary
-from pipeline.captioning.bundle import read_bundle_config
-from pipeline.captioning.bundle_files import fetched
-from pipeline.captioning.protocols import common_protocol
-from pipeline.comparison.bootstrap import Difference, difference_of_seeds
-from pipeline.comparison.protocol import differences
-from pipeline.errors import JobFailedError
-from pipeline.reports.seed_scores import Rows, SeedScores, Spread
-from pipeline.reports.text_table import format_table
-from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.path import StoragePath
+from raycap.jobs.seeds import write_summary
+from raycap.pipeline.captioning.bundle import read_bundle_config
+from raycap.pipeline.captioning.bundle_files import fetched
+from raycap.pipeline.captioning.protocols import common_protocol
+from raycap.pipeline.comparison.bootstrap import Difference, difference_of_seeds
+from raycap.pipeline.comparison.protocol import differences
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.reports.seed_scores import Rows, SeedScores, Spread
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.scoring.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
-    from jobs.evaluation import Evaluation
+    from raycap.jobs.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 

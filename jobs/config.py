@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from jobs.options import Set
-from pipeline.config.changes import REQUIRED, changes
-from pipeline.config.load import load_config, shown_values
-from pipeline.config.schema import config_schema
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import without_secrets
-from pipeline.untrusted.names import printable
+from raycap.jobs.options import Set
+from raycap.pipeline.config.changes import REQUIRED, changes
+from raycap.pipeline.config.load import load_config, shown_values
+from raycap.pipeline.config.schema import config_schema
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.untrusted.names import printable
 
 
 def config(

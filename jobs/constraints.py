@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from pipeline.captioning.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.scoring.result_files import shorten
-from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.captioning.detections import EXCLUDED, choose_constraints, read_detections, read_hierarchy
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.result_files import shorten
+from raycap.pipeline.untrusted.files import read_document
+from raycap.pipeline.untrusted.names import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def constraints(
 
     Example: raycap constraints --detections boxes.json --hierarchy hierarchy.json --out constraints.jsonl
     """
-    from pipeline.captioning.constraints import unknown_words, write_constraints
+    from raycap.pipeline.captioning.constraints import unknown_words, write_constraints
 
     boxes = read_detections(detections)
     heights = read_hierarchy(hierarchy, class_names) if hierarchy is not None else {}

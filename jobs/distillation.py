@@ -7,15 +7,15 @@ import logging
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.caption_tasks import caption_to_store
-from jobs.cluster import start_ray
-from pipeline.captioning.model_sources import bundle_source
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.distillation.caption_store import caption_store, images_to_caption
-from pipeline.distillation.teacher import find_teacher
-from pipeline.features.source import features_for_bundles
-from pipeline.untrusted.names import shown
+from raycap.jobs.caption_tasks import caption_to_store
+from raycap.jobs.cluster import start_ray
+from raycap.pipeline.captioning.model_sources import bundle_source
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.distillation.caption_store import caption_store, images_to_caption
+from raycap.pipeline.distillation.teacher import find_teacher
+from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
 

@@ -15,25 +15,25 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import cluster_address, connect, stage_bundles
-from jobs.options import Set
-from jobs.submit import Job, start
-from pipeline.cluster.capacity import Resources
-from pipeline.cluster.cluster_checks import check_cluster, jobs_server, listed_nodes
-from pipeline.cluster.cluster_facts import cluster_facts
-from pipeline.cluster.finding import Finding
-from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
-from pipeline.cluster.machine_checks import check_machine
-from pipeline.cluster.submission import used_variables
-from pipeline.config.load import parse_config, read_values
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
-from pipeline.runs.damage import find_damaged_files
-from pipeline.runtime.log import configure_logging, unchanged_level
-from pipeline.search.trials import DAMAGE_RULE
-from pipeline.storage.cache import REWARD_INDEXES, cache_folder
-from pipeline.storage.path import storage_path
-from pipeline.untrusted.names import printable
+from raycap.jobs.cluster import cluster_address, connect, stage_bundles
+from raycap.jobs.options import Set
+from raycap.jobs.submit import Job, start
+from raycap.pipeline.cluster.capacity import Resources
+from raycap.pipeline.cluster.cluster_checks import check_cluster, jobs_server, listed_nodes
+from raycap.pipeline.cluster.cluster_facts import cluster_facts
+from raycap.pipeline.cluster.finding import Finding
+from raycap.pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
+from raycap.pipeline.cluster.machine_checks import check_machine
+from raycap.pipeline.cluster.submission import used_variables
+from raycap.pipeline.config.load import parse_config, read_values
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.damage import find_damaged_files
+from raycap.pipeline.runtime.log import configure_logging, unchanged_level
+from raycap.pipeline.search.trials import DAMAGE_RULE
+from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.untrusted.names import printable
 
 JOB_S, POLL_S = 240.0, 1.0  # the deadline of the job that asks the nodes
 
@@ -106,7 +106,7 @@ def _read_subject(path: Path | None, overrides: Sequence[str]) -> Subject:
         return Subject()
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
-        from pipeline.search.spec import load_search
+        from raycap.pipeline.search.spec import load_search
 
         search = load_search(path, overrides)
         trial = [search.bundle] * search.config.resources.workers

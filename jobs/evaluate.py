@@ -10,22 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.cluster import check_resources
-from jobs.evaluation import Evaluation
-from jobs.named_files import check_output_place
-from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
-from jobs.seeds import group_place
-from pipeline.captioning.measured_precision import with_kept_precision
-from pipeline.config.load import load_config, with_data
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.preflight import check_storage
-from pipeline.scoring.metrics import JAVA_METRICS, why_unavailable
-from pipeline.storage.atomic import decode_json
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.untrusted.names import shown
+from raycap.jobs.cluster import check_resources
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.named_files import check_output_place
+from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
+from raycap.jobs.seeds import group_place
+from raycap.pipeline.captioning.measured_precision import with_kept_precision
+from raycap.pipeline.config.load import load_config, with_data
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.scoring.metrics import JAVA_METRICS, why_unavailable
+from raycap.pipeline.storage.atomic import decode_json
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def evaluate_ensemble(
     The results are in the folder `ensemble` of the runs' `group_place`. An ensemble is scored again only if a report
     failed, or if a metric was unavailable that this machine can compute.
     """
-    from pipeline.runs.run_bundle import bundle_place
+    from raycap.pipeline.runs.run_bundle import bundle_place
 
     place = group_place(config, folders) / "ensemble"
     if not _is_scored(place):
@@ -147,7 +147,7 @@ def _scores(place: StoragePath) -> dict[str, Any]:
 
 def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:
     """Raises UserError for a storage, a stage or a constraint file that cannot be used, before anything is written."""
-    from pipeline.captioning.constraints import read_constraints
+    from raycap.pipeline.captioning.constraints import read_constraints
 
     names = [section.name for section in config.stages]
     if stage is not None and stage not in names:

@@ -13,49 +13,49 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
-from jobs.cluster import start_ray, with_precision
-from jobs.compare import OTHER_IMAGES, EvaluatedModel, compare, summarize_systems
-from jobs.named_files import open_bundle
-from jobs.score import format_scores
-from jobs.seeds import group_id, seed_configs
-from pipeline.captioning.bundle import bundle_protocol, read_bundle_config, read_confidences, store_confidence
-from pipeline.captioning.bundle_files import CONFIDENCE, fetched
-from pipeline.captioning.measured_precision import with_kept_precision
-from pipeline.captioning.model_sources import bundle_source
-from pipeline.captioning.protocols import (
+from raycap.jobs.caption_tasks import Captioned, SplitTask, caption_on_cluster
+from raycap.jobs.cluster import start_ray, with_precision
+from raycap.jobs.compare import OTHER_IMAGES, EvaluatedModel, compare, summarize_systems
+from raycap.jobs.named_files import open_bundle
+from raycap.jobs.score import format_scores
+from raycap.jobs.seeds import group_id, seed_configs
+from raycap.pipeline.captioning.bundle import bundle_protocol, read_bundle_config, read_confidences, store_confidence
+from raycap.pipeline.captioning.bundle_files import CONFIDENCE, fetched
+from raycap.pipeline.captioning.measured_precision import with_kept_precision
+from raycap.pipeline.captioning.model_sources import bundle_source
+from raycap.pipeline.captioning.protocols import (
     confidence_search,
     ensemble_protocol,
     in_language,
     search_settings,
     searched,
 )
-from pipeline.comparison.protocol import Protocol
-from pipeline.comparison.published import FinalRow, published_rows
-from pipeline.confidence.confidence import Confidence, find_fit
-from pipeline.confidence.fit import fit_split
-from pipeline.confidence.quality import Quality
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset, read_annotations
-from pipeline.data.synthetic import main_object_hits
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import JobFailedError, UserError
-from pipeline.features.source import features_for_bundles
-from pipeline.runs.evaluation import judged_splits, split_result
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.preflight import check_score_inputs
-from pipeline.runtime.decorations import Decorations
-from pipeline.score_inputs.inputs import score_inputs
-from pipeline.scoring.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
-from pipeline.scoring.result_files import N_BEST, write_predictions
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import atomic_path, write_json
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.comparison.published import FinalRow, published_rows
+from raycap.pipeline.confidence.confidence import Confidence, find_fit
+from raycap.pipeline.confidence.fit import fit_split
+from raycap.pipeline.confidence.quality import Quality
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset, read_annotations
+from raycap.pipeline.data.synthetic import main_object_hits
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.runs.evaluation import judged_splits, split_result
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.preflight import check_score_inputs
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.score_inputs.inputs import score_inputs
+from raycap.pipeline.scoring.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
+from raycap.pipeline.scoring.result_files import N_BEST, write_predictions
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.atomic import atomic_path, write_json
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
 if TYPE_CHECKING:
-    from models.constraints import ConstraintAutomaton
+    from raycap.models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Evaluation:
 
         run_config: identifies the run. The other parameters are options of `raycap evaluate`.
         """
-        from pipeline.data.loading import data_root, planned_data, snapshot_of
+        from raycap.pipeline.data.loading import data_root, planned_data, snapshot_of
 
         config, splits = self.config, splits or self.config.data.test_splits
         if (planned := planned_data(config)) is not None:
@@ -233,7 +233,7 @@ class Evaluation:
 
         Raises UserError when the file has no constraints for these images.
         """
-        from pipeline.captioning.constraints import load_automata
+        from raycap.pipeline.captioning.constraints import load_automata
 
         automata: dict[int, ConstraintAutomaton] = {}
         if self.constraints is not None:
@@ -511,7 +511,7 @@ class Evaluation:
 
     def _published(self, result: SplitResult) -> list[tuple[FinalRow, str]]:
         """The printed scores for the split, each with why ours cannot be compared, or ""."""
-        from pipeline.runs.summary import scored_uris
+        from raycap.pipeline.runs.summary import scored_uris
 
         return published_rows(self.protocol, result.split, scored_uris(result, self.images_by_split[result.split]))
 
@@ -532,9 +532,9 @@ class Evaluation:
 
         quality: of the confidence in the first result's captions. The report shows the maps of the first bundle.
         """
-        from jobs.gallery import add_maps
-        from pipeline.reports.page import Report, write_report
-        from pipeline.runs.summary import published_table, report_images, score_table
+        from raycap.jobs.gallery import add_maps
+        from raycap.pipeline.reports.page import Report, write_report
+        from raycap.pipeline.runs.summary import published_table, report_images, score_table
 
         result, others = results[0], results[1:]
         config, dataset, label = self.config, self.images_by_split[result.split], self.label
@@ -615,8 +615,8 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
     stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
     or the stage is not finished.
     """
-    from pipeline.data.loading import find_data
-    from pipeline.runs.prepare import open_run
+    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.runs.prepare import open_run
 
     dataset, _ = find_data(configs[0])
     fingerprint = dataset.readable().fingerprint()
@@ -627,7 +627,7 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
 
 def _run_bundle(config: RunConfig, folder: RunFolder, stage_name: str | None) -> StoragePath:
     """The bundle of one run. See `_run_bundles`."""
-    from pipeline.runs.run_bundle import bundle_place, bundle_run
+    from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 
     if stage_name is None:
         stage, subject = None, "run"

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from jobs.named_files import check_output_folder, open_bundle
-from pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests
-from pipeline.errors import UserError
-from pipeline.export.folder import ExportSettings, export_captioner
-from pipeline.export.onnx_graphs import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
+from raycap.jobs.named_files import check_output_folder, open_bundle
+from raycap.pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.export.folder import ExportSettings, export_captioner
+from raycap.pipeline.export.onnx_graphs import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
 
 logger = logging.getLogger(__name__)
 

@@ -15,21 +15,21 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_resources, start_ray
-from jobs.options import Address, Config, Set
-from pipeline.cluster.stalls import StallWatch
-from pipeline.config.load import load_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.errors import UserError
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.regions import changed_images
-from pipeline.features.source import extract_features, hash_and_extract, with_views
-from pipeline.runs.preflight import check_before_writing
-from pipeline.storage.atomic import atomic_path
-from pipeline.storage.digests import file_digest, has_digest
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import save_weights
+from raycap.jobs.cluster import check_resources, start_ray
+from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.regions import changed_images
+from raycap.pipeline.features.source import extract_features, hash_and_extract, with_views
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import file_digest, has_digest
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def extract(
 
     Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
     """
-    from pipeline.data.loading import read_data, snapshot_of
+    from raycap.pipeline.data.loading import read_data, snapshot_of
 
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())
@@ -135,7 +135,7 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     path = scratch / stored.name if stored.is_remote else stored.path
     digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
     if not _fetch_whole(stored, path, digest_file):
-        from pipeline.runs.prepare import initial_backbone
+        from raycap.pipeline.runs.prepare import initial_backbone
 
         save_weights(initial_backbone(config), path)
         if stored.is_remote:

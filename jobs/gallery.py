@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.captioning.model_sources import ModelSource
-from pipeline.cluster.stalls import StallWatch
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.feature_store.store import open_store
-from pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.reports.page import MAX_IMAGES, ReportImage, choose_images
+from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.base import Features
-    from pipeline.captioning.bundle import Bundle
+    from raycap.models.base import Features
+    from raycap.pipeline.captioning.bundle import Bundle
 
 MAX_ATTRIBUTED_IMAGES = 24  # an attribution takes one backward pass per word and integration step
 INTEGRATION_STEPS = 16  # with more steps, the picture looks the same
@@ -79,14 +79,14 @@ def compute_maps(
     """
     import torch
 
-    from models.attention_maps import cross_attention
-    from models.attribution import Quadrature, integrated_gradients
-    from models.backbone import num_prefix_tokens
-    from models.cluster_groups import find_clusters
-    from pipeline.features.model_inputs import on_device
-    from pipeline.reports.cluster_pictures import layer_colors
-    from pipeline.runtime.context import device_for
-    from pipeline.runtime.cpu import prepare_processor
+    from raycap.models.attention_maps import cross_attention
+    from raycap.models.attribution import Quadrature, integrated_gradients
+    from raycap.models.backbone import num_prefix_tokens
+    from raycap.models.cluster_groups import find_clusters
+    from raycap.pipeline.features.model_inputs import on_device
+    from raycap.pipeline.reports.cluster_pictures import layer_colors
+    from raycap.pipeline.runtime.context import device_for
+    from raycap.pipeline.runtime.cpu import prepare_processor
 
     prepare_processor(config.workers.threads_per_worker)
     bundle = model.load()
@@ -126,7 +126,7 @@ def _weight_maps(weights: Tensor, features: Features, size: tuple[int, int]) -> 
     of attended padding, which follow those of the regions, are left out.
     size: the image's width and height in pixels.
     """
-    from pipeline.reports.heat_maps import region_maps
+    from raycap.pipeline.reports.heat_maps import region_maps
 
     values = weights.float().cpu().numpy()
     if features.boxes is None:
@@ -145,9 +145,9 @@ def _load_inputs(
     """
     import torch
 
-    from models.base import Features
-    from pipeline.data.images import BadImage, decode_image, read_image_file
-    from pipeline.features.model_inputs import Images, on_device
+    from raycap.models.base import Features
+    from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+    from raycap.pipeline.features.model_inputs import Images, on_device
 
     max_pixels, options = config.data.max_pixels, config.storage.options
     feature_store = open_store(store, config.features) if store is not None and bundle.transform is None else None

@@ -10,15 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.cluster import cluster_address, start_ray
-from pipeline.cluster.stalls import StallWatch
-from pipeline.config.run import RunConfig
-from pipeline.data.content_keys import HashedFiles
-from pipeline.data.dataset import ROUND_ROWS
-from pipeline.data.images import hash_batch, measure_batch
-from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from pipeline.runs.check import Reader, Threads
-from pipeline.storage.path import StorageOptions
+from raycap.jobs.cluster import cluster_address, start_ray
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.content_keys import HashedFiles
+from raycap.pipeline.data.dataset import ROUND_ROWS
+from raycap.pipeline.data.images import hash_batch, measure_batch
+from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from raycap.pipeline.runs.check import Reader, Threads
+from raycap.pipeline.storage.path import StorageOptions
 
 IMAGES_PER_TASK = 500
 

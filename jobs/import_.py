@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 from safetensors import SafetensorError
 
-from jobs.options import Set
-from models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
-from pipeline.captioning.bundle import save_bundle
-from pipeline.captioning.protocols import model_protocol
-from pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
-from pipeline.comparison.protocol import Protocol
-from pipeline.comparison.published import shared_protocol
-from pipeline.config.load import apply_override, parse_given, read_file
-from pipeline.config.variables import expand_variables
-from pipeline.errors import UserError
+from raycap.jobs.options import Set
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.pipeline.captioning.bundle import save_bundle
+from raycap.pipeline.captioning.protocols import model_protocol
+from raycap.pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.comparison.published import shared_protocol
+from raycap.pipeline.config.load import apply_override, parse_given, read_file
+from raycap.pipeline.config.variables import expand_variables
+from raycap.pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.backbone import Backbone
-    from models.base import CaptionModel
-    from models.captioner import Captioner
-    from models.convert import Inferred
-    from pipeline.data.vocabulary import Vocabulary
+    from raycap.models.backbone import Backbone
+    from raycap.models.base import CaptionModel
+    from raycap.models.captioner import Captioner
+    from raycap.models.convert import Inferred
+    from raycap.pipeline.data.vocabulary import Vocabulary
 
 
 class ImportRequest(NamedTuple):
@@ -113,9 +113,9 @@ def _read_settings(
 
 def _import_expansionnet(request: ImportRequest) -> Imported:
     """Reads an ExpansionNet v2 checkpoint. The backbone is its Swin, or that of --backbone, or none."""
-    from models import convert
-    from models.captioner import Captioner
-    from models.tensor_files import read_tensors
+    from raycap.models import convert
+    from raycap.models.captioner import Captioner
+    from raycap.models.tensor_files import read_tensors
 
     vocabulary, tensors = read_expansionnet_vocabulary(request.tokens), read_tensors(request.checkpoint)
     # the checkpoint of a whole system contains its backbone, a Swin, under names with a prefix
@@ -147,9 +147,9 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 
 def _import_meshed_memory(request: ImportRequest) -> Imported:
     """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
-    from models import convert_meshed as convert
-    from models.captioner import Captioner
-    from models.tensor_files import read_tensors
+    from raycap.models import convert_meshed as convert
+    from raycap.models.captioner import Captioner
+    from raycap.models.tensor_files import read_tensors
 
     if request.backbone_file is not None or request.backbone_overrides:
         raise UserError(
@@ -167,9 +167,9 @@ def _build(
     request: ImportRequest, config: ModelConfig, inferred: Inferred, vocabulary: Vocabulary, tensors: dict[str, Tensor]
 ) -> CaptionModel:
     """Builds the model and loads `tensors`, which have raycap's names. Raises ValueError if they do not fit."""
-    from models.base import load_strictly
-    from models.convert import imported_sizes
-    from models.registry import build_model
+    from raycap.models.base import load_strictly
+    from raycap.models.convert import imported_sizes
+    from raycap.models.registry import build_model
 
     vocabulary_sizes = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
     model = build_model(config, imported_sizes(inferred, vocabulary_sizes))
@@ -179,8 +179,8 @@ def _build(
 
 def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
     """Builds the backbone and loads a Swin's tensors. UserError if the model takes features of another width."""
-    from models.backbone import Backbone, load_tensors
-    from models.convert import backbone_config, infer_swin
+    from raycap.models.backbone import Backbone, load_tensors
+    from raycap.models.convert import backbone_config, infer_swin
 
     backbone = Backbone(backbone_config(infer_swin(swin), settings))
     if backbone.width != feature_width:

@@ -10,19 +10,19 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from jobs.named_files import check_output_file
-from pipeline.config.load import load_config
-from pipeline.config.sections import DataSection
-from pipeline.config.variables import variable_names
-from pipeline.data.vocabulary import TOKENIZERS
-from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH
-from pipeline.setup.configuration import Facts, config_name, config_text
-from pipeline.setup.language import Language, detect_language
-from pipeline.setup.survey import Survey, survey
-from pipeline.storage.atomic import write_bytes
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.names import printable, shown
+from raycap.jobs.named_files import check_output_file
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.config.variables import variable_names
+from raycap.pipeline.data.vocabulary import TOKENIZERS
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.setup.configuration import Facts, config_name, config_text
+from raycap.pipeline.setup.language import Language, detect_language
+from raycap.pipeline.setup.survey import Survey, survey
+from raycap.pipeline.storage.atomic import write_bytes
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.names import printable, shown
 
 NUM_SAMPLED = 64  # images whose size is looked at
 NUM_READ = 5_000  # captions from which the language is guessed
@@ -121,7 +121,7 @@ def _tokenizers() -> tuple[str, ...]:
 
 def _sample_sizes(found: Survey) -> str:
     """The sizes of some images in words. Raises UserError if none of them can be read."""
-    from pipeline.data.images import BadImage, decode_image, read_image_file
+    from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 
     uris = found.dataset.table["uri"]
     step = max(1, len(uris) // NUM_SAMPLED)

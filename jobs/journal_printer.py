@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.runs.folder import JOURNAL, RunFolder
-from pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
-from pipeline.runtime.progress import ProgressBar
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder
+from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
+from raycap.pipeline.runtime.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.bundle_files import fetched
-from pipeline.errors import UserError
-from pipeline.storage.atomic import require_writable
-from pipeline.storage.path import StoragePath, storage_path, try_writing
-from pipeline.storage.s3 import StorageError, StorageOptions
-from pipeline.untrusted.names import shown
+from raycap.pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.captioning.bundle_files import fetched
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.atomic import require_writable
+from raycap.pipeline.storage.path import StoragePath, storage_path, try_writing
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
+from raycap.pipeline.untrusted.names import shown
 
 
 class OpenedBundle(NamedTuple):

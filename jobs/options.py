@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.errors import UserError
+from raycap.pipeline.errors import UserError
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 Set = Annotated[

@@ -12,16 +12,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jobs.evaluate import evaluate
-from jobs.import_ import import_checkpoint
-from jobs.named_files import check_output_folder
-from jobs.options import Address
-from pipeline.config.load import load_config
-from pipeline.errors import JobFailedError, UserError
-from pipeline.reports.text_table import format_table
-from pipeline.storage.atomic import read_json
-from pipeline.untrusted.names import shown
-from pipeline.version import project_root
+from raycap.jobs.evaluate import evaluate
+from raycap.jobs.import_ import import_checkpoint
+from raycap.jobs.named_files import check_output_folder
+from raycap.jobs.options import Address
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.storage.atomic import read_json
+from raycap.pipeline.untrusted.names import shown
+from raycap.pipeline.version import package_folder
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _require_files(folder: Path, published: Published) -> None:
 
 
 def _config(system: str) -> Path:
-    return project_root() / "configs" / PUBLISHED[system].config
+    return package_folder() / "configs" / PUBLISHED[system].config
 
 
 def _reproduce(system: str, folder: Path, out: Path, overrides: Sequence[str], address: str | None) -> int:

@@ -8,20 +8,20 @@ from typing import Annotated
 
 import typer
 
-from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.cluster import check_address, start_ray, with_precision
-from jobs.image_tasks import image_reader
-from jobs.options import Address, Config, Set
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.config.load import load_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.features.source import features_for_bundles
-from pipeline.retrain.retrain import Trained
-from pipeline.runs.check import Reader
-from pipeline.runs.preflight import check_before_writing, check_storage
-from pipeline.runtime.log import indented
-from pipeline.storage.path import StoragePath
+from raycap.jobs.caption_tasks import SplitTask, caption_on_cluster
+from raycap.jobs.cluster import check_address, start_ray, with_precision
+from raycap.jobs.image_tasks import image_reader
+from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.retrain.retrain import Trained
+from raycap.pipeline.runs.check import Reader
+from raycap.pipeline.runs.preflight import check_before_writing, check_storage
+from raycap.pipeline.runtime.log import indented
+from raycap.pipeline.storage.path import StoragePath
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class RayWork:
 
     def train(self, config: RunConfig) -> Trained:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
-        from jobs.run import run
-        from pipeline.runs.run_bundle import local_bundle
+        from raycap.jobs.run import run
+        from raycap.pipeline.runs.run_bundle import local_bundle
 
         with indented():
             folder = run(config, self.address)
@@ -71,8 +71,8 @@ def retrain(
 
     Example: raycap retrain configs/retrain_demo.yaml
     """
-    from pipeline.retrain.retrain import retrain as retrain_once
-    from pipeline.retrain.retrain import rollback
+    from raycap.pipeline.retrain.retrain import retrain as retrain_once
+    from raycap.pipeline.retrain.retrain import rollback
 
     run_config = load_config(config, set_ or ())
     if roll_back:

@@ -13,46 +13,46 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
-from jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
-from jobs.distillation import caption_training_images
-from jobs.evaluate import evaluate_ensemble
-from jobs.extract import initial_weights, start_extraction
-from jobs.journal_printer import JournalPrinter, format_duration
-from jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
-from jobs.seeds import seed_configs, summarize_runs
-from jobs.sync import register
-from pipeline.captioning.measured_precision import with_kept_precision
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.captioning.protocols import run_protocol
-from pipeline.cluster.stalls import StallWatch
-from pipeline.confidence.confidence import Confidence, with_fit
-from pipeline.config.load import dump_config, load_config
-from pipeline.config.run import RunConfig, total_steps
-from pipeline.config.sections import StageSection
-from pipeline.data.dataset import Dataset
-from pipeline.data.loading import find_data
-from pipeline.errors import DamagedError, UserError
-from pipeline.features.source import describe_features, extract_features, hash_and_extract
-from pipeline.reports.text_table import format_table
-from pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
-from pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
-from pipeline.runs.folder import RunFolder, try_lock
-from pipeline.runs.preflight import check_before_writing
-from pipeline.runtime.decorations import Decorations
-from pipeline.runtime.log import log_file
-from pipeline.runtime.secrets import without_secrets
-from pipeline.scoring.metrics import why_unavailable
-from pipeline.scoring.result_files import N_BEST, write_predictions
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import write_json, write_text
-from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import StorageError
-from pipeline.tracking.mlflow_client import public_uri
-from pipeline.tracking.run_tracker import Tracker
+from raycap.jobs.caption_tasks import RunModel, SplitTask, caption_on_cluster
+from raycap.jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
+from raycap.jobs.distillation import caption_training_images
+from raycap.jobs.evaluate import evaluate_ensemble
+from raycap.jobs.extract import initial_weights, start_extraction
+from raycap.jobs.journal_printer import JournalPrinter, format_duration
+from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
+from raycap.jobs.seeds import seed_configs, summarize_runs
+from raycap.jobs.sync import register
+from raycap.pipeline.captioning.measured_precision import with_kept_precision
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.captioning.protocols import run_protocol
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.confidence.confidence import Confidence, with_fit
+from raycap.pipeline.config.load import dump_config, load_config
+from raycap.pipeline.config.run import RunConfig, total_steps
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.features.source import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
+from raycap.pipeline.runs.evaluation import RunScores, score_run, split_result, stored_results
+from raycap.pipeline.runs.folder import RunFolder, try_lock
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import log_file
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.scoring.metrics import why_unavailable
+from raycap.pipeline.scoring.result_files import N_BEST, write_predictions
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.atomic import write_json, write_text
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.tracking.mlflow_client import public_uri
+from raycap.pipeline.tracking.run_tracker import Tracker
 
 if TYPE_CHECKING:
-    from models.constraints import ConstraintAutomaton
+    from raycap.models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
-    from pipeline.runs.prepare import prepare
-    from pipeline.runs.run_bundle import stored_confidences
+    from raycap.pipeline.runs.prepare import prepare
+    from raycap.pipeline.runs.run_bundle import stored_confidences
 
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
@@ -143,7 +143,7 @@ def run_log(folder: RunFolder) -> Iterator[None]:
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
-    from pipeline.runs.prepare import prepare
+    from raycap.pipeline.runs.prepare import prepare
 
     folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
@@ -247,7 +247,7 @@ class RunDriver:
 
         Captions of an earlier attempt are used again.
         """
-        from pipeline.runs.run_bundle import bundle_place, bundle_run
+        from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 
         self._decide_precision()
         folder, data = self.folder, self.config.data
@@ -285,7 +285,7 @@ class RunDriver:
 
     def _describe(self, stage: StageSection) -> str:
         """A stage as a line of the plan."""
-        from pipeline.training.batches import num_samples
+        from raycap.pipeline.training.batches import num_samples
 
         per_sample = ""
         if stage.objective == "scst":
@@ -325,7 +325,7 @@ class RunDriver:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
         import ray
 
-        from pipeline.training.dry_run import dry_run
+        from raycap.pipeline.training.dry_run import dry_run
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
@@ -404,8 +404,8 @@ class RunDriver:
 
     def _train(self, group: list[StageSection]) -> None:
         """Trains a group of stages on the cluster, and prints their journal meanwhile."""
-        from jobs.train import fit
-        from pipeline.training.loop import StageJob
+        from raycap.jobs.train import fit
+        from raycap.pipeline.training.loop import StageJob
 
         store, data = None, self.config.data
         frozen = [stage for stage in group if not stage.train_backbone]
@@ -450,8 +450,8 @@ class RunDriver:
         self, dataset: Dataset, scores: RunScores, store: StoragePath, model: StoredBundle, decorations: Decorations
     ) -> None:
         """Writes report.html, with attention and attribution maps unless these fail."""
-        from jobs.gallery import add_maps
-        from pipeline.runs.summary import make_report, report_images
+        from raycap.jobs.gallery import add_maps
+        from raycap.pipeline.runs.summary import make_report, report_images
 
         config, by_split = self.config, {result.split: result for result in scores.splits}
         images = [
@@ -477,7 +477,7 @@ class RunDriver:
         registered: name/version of the registered model; None if the tracker is off or did not accept everything.
         COMPLETE.json records the decorations that failed and the scores that are unavailable, for the next attempt.
         """
-        from pipeline.runs.summary import score_table, validation_lines
+        from raycap.pipeline.runs.summary import score_table, validation_lines
 
         folder = self.folder
         tracking = "off"
@@ -514,7 +514,7 @@ class RunDriver:
 
     def _load_constraints(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
         """Reads the constraints of the test images, by image id; {} if the configuration names no constraint file."""
-        from pipeline.captioning.constraints import load_automata
+        from raycap.pipeline.captioning.constraints import load_automata
 
         if self.config.evaluation.constraints is None:
             return {}

@@ -10,16 +10,16 @@ from typing import Annotated
 
 import typer
 
-from jobs.named_files import check_output_file
-from jobs.options import Set
-from pipeline.config.load import load_config
-from pipeline.errors import UserError
-from pipeline.inventory.contents import Inventory, read_inventory
-from pipeline.inventory.prune import plan_removals, remove
-from pipeline.runtime.secrets import remember_address, without_secrets
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.s3 import StorageError, StorageOptions, is_remote
-from pipeline.untrusted.names import expanded_path, printable, shown
+from raycap.jobs.named_files import check_output_file
+from raycap.jobs.options import Set
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.inventory.contents import Inventory, read_inventory
+from raycap.pipeline.inventory.prune import plan_removals, remove
+from raycap.pipeline.runtime.secrets import remember_address, without_secrets
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
+from raycap.pipeline.untrusted.names import expanded_path, printable, shown
 
 OLD_DAYS = 30
 

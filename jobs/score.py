@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from jobs.named_files import check_output_file
-from pipeline.config.load import parse_section, read_file
-from pipeline.config.sections import ScoreInputsSection
-from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH, code_problem
-from pipeline.score_inputs.inputs import score_inputs
-from pipeline.scoring.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
-from pipeline.scoring.result_files import (
+from raycap.jobs.named_files import check_output_file
+from raycap.pipeline.config.load import parse_section, read_file
+from raycap.pipeline.config.sections import ScoreInputsSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import ENGLISH, code_problem
+from raycap.pipeline.score_inputs.inputs import score_inputs
+from raycap.pipeline.scoring.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
+from raycap.pipeline.scoring.result_files import (
     ImageId,
     read_file_names,
     read_n_best,
@@ -24,8 +24,8 @@ from pipeline.scoring.result_files import (
     read_references,
     shorten,
 )
-from pipeline.storage.atomic import atomic_path, write_text
-from pipeline.untrusted.names import shown
+from raycap.pipeline.storage.atomic import atomic_path, write_text
+from raycap.pipeline.untrusted.names import shown
 
 
 def score(

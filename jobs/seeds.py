@@ -11,20 +11,20 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.captioning.protocols import common_protocol, run_protocol
-from pipeline.comparison.protocol import Protocol
-from pipeline.comparison.published import published_rows
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import Seed
-from pipeline.errors import DamagedError, UserError
-from pipeline.reports.seed_scores import Rows, SeedScores, Spread
-from pipeline.reports.text_table import format_table
-from pipeline.runs.folder import RunFolder
-from pipeline.runtime.decorations import Decorations
-from pipeline.storage.atomic import read_json
-from pipeline.storage.path import StoragePath
-from pipeline.tracking.mlflow_client import BoundedClient, tracking_client
-from pipeline.tracking.run_sync import tag_run
+from raycap.pipeline.captioning.protocols import common_protocol, run_protocol
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.comparison.published import published_rows
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import Seed
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.reports.seed_scores import Rows, SeedScores, Spread
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.storage.atomic import read_json
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.tracking.mlflow_client import BoundedClient, tracking_client
+from raycap.pipeline.tracking.run_sync import tag_run
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def write_summary(
 
     content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
     """
-    from pipeline.reports.page import Report, report_html
+    from raycap.pipeline.reports.page import Report, report_html
 
     (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
     with decorations.making("the report of the seeds"):
@@ -135,7 +135,7 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
 
     protocol: of all runs. entry: the split in the scores.json of the run in `folder`.
     """
-    from pipeline.runs.summary import published_table
+    from raycap.pipeline.runs.summary import published_table
 
     part = folder.dataset.split(split)
     scored = entry["per_image_CIDEr-D"]  # by image id, which is a text in JSON

@@ -12,26 +12,26 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_resources
-from jobs.compare import EvaluatedModel, compare
-from jobs.evaluation import Evaluation
-from jobs.named_files import check_output_place
-from jobs.options import Address, Set
-from jobs.seeds import group_id
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.bundle_files import fetched
-from pipeline.comparison.bootstrap import Difference, paired_difference
-from pipeline.config.load import load_config
-from pipeline.config.sections import EvaluationSection
-from pipeline.errors import UserError
-from pipeline.reports.page import Report, ReportImage, Table, report_html
-from pipeline.reports.text_table import format_table
-from pipeline.runs.preflight import check_storage
-from pipeline.runs.summary import report_images, score_table
-from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import COMPARED_BY_IMAGE
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+from raycap.jobs.cluster import check_resources
+from raycap.jobs.compare import EvaluatedModel, compare
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.named_files import check_output_place
+from raycap.jobs.options import Address, Set
+from raycap.jobs.seeds import group_id
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.bundle_files import fetched
+from raycap.pipeline.comparison.bootstrap import Difference, paired_difference
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.reports.page import Report, ReportImage, Table, report_html
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.runs.summary import report_images, score_table
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.scoring.metrics import COMPARED_BY_IMAGE
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,8 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     The multiply-accumulates are those of the search; without a backbone, whose number of tokens is not recorded, there
     are none.
     """
-    from models.backbone import backbone_macs
-    from models.macs import cost
+    from raycap.models.backbone import backbone_macs
+    from raycap.models.macs import cost
 
     captioner = load_bundle(fetched(bundle)).captioner
     model, backbone = captioner.model, captioner.backbone

@@ -10,21 +10,21 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_resources
-from jobs.evaluation import Evaluation
-from jobs.named_files import OpenedBundle, check_output_place, open_bundle
-from jobs.options import Address, Set
-from jobs.soup_front import Front
-from pipeline.captioning.soup import check_weights, mixed, save_soup
-from pipeline.comparison.front import grid_size, weight_grid
-from pipeline.config.load import load_config
-from pipeline.errors import UserError
-from pipeline.runs.preflight import check_storage
-from pipeline.scoring.metrics import TEXT_METRICS, why_unavailable
-from pipeline.storage.digests import file_digest
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.untrusted.names import shown
+from raycap.jobs.cluster import check_resources
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.named_files import OpenedBundle, check_output_place, open_bundle
+from raycap.jobs.options import Address, Set
+from raycap.jobs.soup_front import Front
+from raycap.pipeline.captioning.soup import check_weights, mixed, save_soup
+from raycap.pipeline.comparison.front import grid_size, weight_grid
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.scoring.metrics import TEXT_METRICS, why_unavailable
+from raycap.pipeline.storage.digests import file_digest
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.untrusted.names import shown
 
 logger = logging.getLogger(__name__)
 

@@ -10,27 +10,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.cluster import start_ray, with_precision
-from jobs.compare import OTHER_IMAGES
-from jobs.evaluation import Evaluation
-from jobs.seeds import group_id
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.bundle_files import bundle_digests, fetched
-from pipeline.captioning.model_sources import bundle_source
-from pipeline.captioning.soup import Soup, have_one_backbone, require_alike
-from pipeline.cluster.stalls import StallWatch
-from pipeline.comparison.front import Point, chord, ends, pareto_front
-from pipeline.data.dataset import Dataset
-from pipeline.errors import DamagedError, JobFailedError, UserError
-from pipeline.features.source import extract_features
-from pipeline.reports.front_plot import draw_front
-from pipeline.reports.text_table import format_table
-from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import score_captions
-from pipeline.storage.atomic import decode_json
-from pipeline.storage.path import storage_path
-from pipeline.storage.weights import save_weights
+from raycap.jobs.caption_tasks import SplitTask, caption_on_cluster
+from raycap.jobs.cluster import start_ray, with_precision
+from raycap.jobs.compare import OTHER_IMAGES
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.seeds import group_id
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.captioning.model_sources import bundle_source
+from raycap.pipeline.captioning.soup import Soup, have_one_backbone, require_alike
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.comparison.front import Point, chord, ends, pareto_front
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.features.source import extract_features
+from raycap.pipeline.reports.front_plot import draw_front
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.storage.atomic import decode_json
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Front:
 
     def _share_features(self, address: str | None) -> None:
         """Computes the images' features that the storage lacks, if all members have the same backbone."""
-        from pipeline.data.loading import snapshot_of
+        from raycap.pipeline.data.loading import snapshot_of
 
         evaluation, backbone = self.evaluation, self.members[0].captioner.backbone
         if evaluation.store is not None or not evaluation.config.has_backbone or not have_one_backbone(self.members):

@@ -21,10 +21,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.exceptions import TyperException
 
-from jobs.cli import COMMANDS
-from pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
-from pipeline.cluster.packaging import pack
-from pipeline.cluster.submission import (
+from raycap.jobs.cli import COMMANDS
+from raycap.pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
+from raycap.pipeline.cluster.packaging import pack
+from raycap.pipeline.cluster.submission import (
     check_local_paths,
     check_options,
     check_remote,
@@ -36,13 +36,13 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.load import load_config, with_data
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
-from pipeline.runtime.log import unchanged_level
-from pipeline.runtime.stopping import handle_signals
-from pipeline.untrusted.names import shown
-from pipeline.version import commit, project_root
+from raycap.pipeline.config.load import load_config, with_data
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.log import unchanged_level
+from raycap.pipeline.runtime.stopping import handle_signals
+from raycap.pipeline.untrusted.names import shown
+from raycap.pipeline.version import commit, package_folder
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[J
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
     if local_ray != cluster_ray:
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
-    dependencies = requirements(project_root()) if with_dependencies else ()
+    dependencies = requirements(package_folder()) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
         archive = Path(scratch) / "code.zip"
         package, summary = pack(content.files, archive)
@@ -138,7 +138,7 @@ def _read(job: Job) -> _Content:
     values = parse_arguments(job.command, job.arguments)
     if "config" not in values:
         check_remote(values)
-        return _Content(job.command, *package_files(None, project_root()))
+        return _Content(job.command, *package_files(None, package_folder()))
     path = Path(values["config"])
     if not path.is_file():
         raise UserError(f"configuration {path} does not exist; give the path of a YAML file")
@@ -149,7 +149,7 @@ def _read(job: Job) -> _Content:
         config = _load(job.command, path, values.get("set_") or ())
         configs = [config] if data is None else [config, with_data(config, data)]
     folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-    files, packed = package_files(path, project_root(), folders)
+    files, packed = package_files(path, package_folder(), folders)
     check_options(values, files)
     warnings = dict.fromkeys(warning for each in configs for warning in check_local_paths(each, files))
     return _Content(config.name, files, packed, list(warnings))
@@ -158,7 +158,7 @@ def _read(job: Job) -> _Content:
 def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:
     """The configuration of a run, or the base of a search."""
     if command == "tune":
-        from pipeline.search.spec import load_search
+        from raycap.pipeline.search.spec import load_search
 
         return load_search(config, list(overrides)).base
     return load_config(config, overrides)

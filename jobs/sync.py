@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
-from jobs.options import Set
-from pipeline.config.load import load_config, parse_config, read_values
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, open_folder, try_lock
-from pipeline.runs.preflight import check_storage
-from pipeline.tracking.mlflow_client import public_uri
-from pipeline.tracking.run_sync import SentRecord, stored_records
-from pipeline.tracking.run_tracker import Tracker, register_run
-from pipeline.untrusted.names import expanded_path
+from raycap.jobs.options import Set
+from raycap.pipeline.config.load import load_config, parse_config, read_values
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
+from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.tracking.mlflow_client import public_uri
+from raycap.pipeline.tracking.run_sync import SentRecord, stored_records
+from raycap.pipeline.tracking.run_tracker import Tracker, register_run
+from raycap.pipeline.untrusted.names import expanded_path
 
 logger = logging.getLogger(__name__)
 

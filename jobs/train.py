@@ -12,15 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.run import RunConfig
-from pipeline.errors import JobFailedError
-from pipeline.runtime.secrets import without_secrets
-from pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
-from pipeline.storage.atomic import is_disk_full
-from pipeline.storage.path import StoragePath
-from pipeline.training.finite import DivergedError
-from pipeline.training.loop import StageJob, train_stages
-from pipeline.training.stage_output import AbandonedError
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
+from raycap.pipeline.storage.atomic import is_disk_full
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.training.finite import DivergedError
+from raycap.pipeline.training.loop import StageJob, train_stages
+from raycap.pipeline.training.stage_output import AbandonedError
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def _trainer(job: StageJob, config: RunConfig) -> Any:
     from ray.train import RunConfig as RayRunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from pipeline.runtime.context import computes_on_cpus
+    from raycap.pipeline.runtime.context import computes_on_cpus
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
@@ -175,7 +175,7 @@ def _ask_to_stop(job: StageJob) -> None:
 
 def _run_worker(settings: dict[str, Any]) -> None:
     """The function that Ray Train runs on every worker."""
-    from pipeline.runtime.context import RayContext
+    from raycap.pipeline.runtime.context import RayContext
 
     job: StageJob = settings["job"]
     if failure_file(job).exists():

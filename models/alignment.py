@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
+from raycap.models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import CaptionModel, Memory, evaluating, hooked
-from models.layers import CrossAttention, split_heads
+from raycap.models.base import CaptionModel, Memory, evaluating, hooked
+from raycap.models.layers import CrossAttention, split_heads
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel, Features, evaluating, map_tensors
+from raycap.models.base import CaptionModel, Features, evaluating, map_tensors
 
 # doubling the points helps no more when the greatest gap stays above this share of the previous one
 STALLED_SHARE = 0.75

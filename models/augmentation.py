@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from models.views import Augmentation
+from raycap.models.views import Augmentation
 
 MAX_RATIO = 4 / 3  # of a crop's width to its height, both as shares of the image; its inverse is the smallest
 COLOR_CHANGES = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)

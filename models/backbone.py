@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.base import load_strictly
-from models.config import SIZE_KEYS, BackboneConfig
-from models.tensor_files import read_tensors
-from models.transform import ImageTransform
+from raycap.models.base import load_strictly
+from raycap.models.config import SIZE_KEYS, BackboneConfig
+from raycap.models.tensor_files import read_tensors
+from raycap.models.transform import ImageTransform
 
 # Keys of sizes by timm's module, and the constructor's argument for each: "depth" takes one number, and "dims" a width
 # for each stage, which doubles from one to the next.

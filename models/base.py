@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from models.config import ModelConfig, ModelSizes
+from raycap.models.config import ModelConfig, ModelSizes
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import Cache
+from raycap.models.base import Cache
 
 if TYPE_CHECKING:
-    from models.caption_masks import CaptionMasks
+    from raycap.models.caption_masks import CaptionMasks
 
 INITIAL_STEPS = 20  # room for the steps of most captions; it is doubled for longer ones
 

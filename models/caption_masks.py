@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from models.encoder_decoder import EncoderDecoder
-from models.layers import Dropout, keep_mask
+from raycap.models.encoder_decoder import EncoderDecoder
+from raycap.models.layers import Dropout, keep_mask
 
 
 class CaptionMasks:

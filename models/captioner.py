@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.backbone import Backbone
-from models.base import CaptionModel, Features, Memory
-from models.encoder_decoder import Layer
+from raycap.models.backbone import Backbone
+from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.encoder_decoder import Layer
 
 MAX_FORMS = 64  # of a layer that are compiled
 

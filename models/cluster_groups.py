@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel, Features
-from models.clustformer import ClustFormer
+from raycap.models.base import CaptionModel, Features
+from raycap.models.clustformer import ClustFormer
 
 THRESHOLD = 0.5  # tokens with a smaller C do not share a cluster
 

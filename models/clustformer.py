@@ -37,16 +37,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
-from models.beam_cache import RowSlots, TreeCache, TreeSlots
-from models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
-from models.config import ClustFormerConfig
-from models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from models.layers import MASKED_SCORE, Dropout, SelfAttention, merge_heads, sinusoids
-from models.token_embeddings import lm_head, token_embedding
+from raycap.models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
+from raycap.models.beam_cache import RowSlots, TreeCache, TreeSlots
+from raycap.models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
+from raycap.models.config import ClustFormerConfig
+from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
+from raycap.models.layers import MASKED_SCORE, Dropout, SelfAttention, merge_heads, sinusoids
+from raycap.models.token_embeddings import lm_head, token_embedding
 
 if TYPE_CHECKING:
-    from models.caption_masks import CaptionMasks
+    from raycap.models.caption_masks import CaptionMasks
 
 
 class ClusteredAttention(SelfAttention):

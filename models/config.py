@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words, max_length
+from raycap.models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words, max_length
 
 
 class Identity(Enum):

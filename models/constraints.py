@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.decoding import Beams, Captions, Decoder, Memories, Models, check_beams, search
-from models.score_rules import ScoreRules
+from raycap.models.decoding import Beams, Captions, Decoder, Memories, Models, check_beams, search
+from raycap.models.score_rules import ScoreRules
 
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # the alternatives

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import ModelConfig, ModelSizes, name_problems
-from models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.base import ModelConfig, ModelSizes, name_problems
+from raycap.models.config import BackboneConfig, ExpansionNetConfig
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
 PUBLISHED_HEADS = 8

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from models.config import MeshedMemoryConfig
-from models.convert import Inferred, complete_settings, count_layers, join_rows, linear_names, shape_of
+from raycap.models.config import MeshedMemoryConfig
+from raycap.models.convert import Inferred, complete_settings, count_layers, join_rows, linear_names, shape_of
 
 REFERENCE_REGIONS = 50  # to which the reference pads each image
 

@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
-from models.decoding_config import Decoding
-from models.score_rules import ScoreRules, length_divisor, most_probable, nucleus
+from raycap.models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
+from raycap.models.decoding_config import Decoding
+from raycap.models.score_rules import ScoreRules, length_divisor, most_probable, nucleus
 
 CHECK_EVERY = 4  # steps between the questions to a GPU whether captions have ended, each of which waits for it
 COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words

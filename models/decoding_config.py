@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
-from models.values import NUMBER, Count, Decimal, Words, at_most
+from raycap.models.values import NUMBER, Count, Decimal, Words, at_most
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "seed")
 

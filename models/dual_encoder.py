@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.transform import ImageTransform
+from raycap.models.transform import ImageTransform
 
 Activation = Literal["quick_gelu", "gelu"]
 

@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from models.base import Cache, CaptionModel, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
-from models.beam_cache import TreeCache, TreeSlots
-from models.config import ModelConfig
-from models.layers import CrossAttention, Dropout, FeedForward, Mixer, cached_for_steps, padding_bias, xavier_blocks_
-from models.token_embeddings import token_macs
+from raycap.models.base import Cache, CaptionModel, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
+from raycap.models.beam_cache import TreeCache, TreeSlots
+from raycap.models.config import ModelConfig
+from raycap.models.layers import (
+    CrossAttention,
+    Dropout,
+    FeedForward,
+    Mixer,
+    cached_for_steps,
+    padding_bias,
+    xavier_blocks_,
+)
+from raycap.models.token_embeddings import token_macs
 
 if TYPE_CHECKING:
-    from models.caption_masks import CaptionMasks
+    from raycap.models.caption_masks import CaptionMasks
 
 LayerType = TypeVar("LayerType", bound="Layer")
 

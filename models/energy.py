@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel, Memory, evaluating
+from raycap.models.base import CaptionModel, Memory, evaluating
 
 
 @torch.no_grad()

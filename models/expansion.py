@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from models.beam_cache import RowSlots, TreeSlots
-from models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
-from models.layers import Dropout, Mixer, xavier_blocks_
+from raycap.models.beam_cache import RowSlots, TreeSlots
+from raycap.models.expansion_weights import dynamic_weights, inverse, signed_parts, static_weights, total
+from raycap.models.layers import Dropout, Mixer, xavier_blocks_
 
 if TYPE_CHECKING:
-    from models.caption_masks import CaptionMasks
+    from raycap.models.caption_masks import CaptionMasks
 
 EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 

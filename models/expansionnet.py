@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
-from models.beam_cache import TreeCache
-from models.config import ExpansionNetConfig
-from models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from models.expansion import DynamicExpansion, StaticExpansion
-from models.layers import Dropout, SelfAttention
-from models.token_embeddings import lm_head, token_embedding
+from raycap.models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
+from raycap.models.beam_cache import TreeCache
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
+from raycap.models.expansion import DynamicExpansion, StaticExpansion
+from raycap.models.layers import Dropout, SelfAttention
+from raycap.models.token_embeddings import lm_head, token_embedding
 
 
 def dynamic_mixer(config: ExpansionNetConfig, vectors: int | None, causal: bool) -> DynamicExpansion | SelfAttention:

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Features
-from models.beam_cache import RowSlots, TreeCache
-from models.captioner import Captioner
-from models.clustformer import ClusterCache, ClustFormer
-from models.encoder_decoder import EncoderDecoder, cross_bias
-from models.mask_token import MaskTokenClustFormer
+from raycap.models.base import Features
+from raycap.models.beam_cache import RowSlots, TreeCache
+from raycap.models.captioner import Captioner
+from raycap.models.clustformer import ClusterCache, ClustFormer
+from raycap.models.encoder_decoder import EncoderDecoder, cross_bias
+from raycap.models.mask_token import MaskTokenClustFormer
 
 # Sizes of the example tensors. Those of different dimensions differ, and none is 0 or 1, which torch.export would take
 # for constants.

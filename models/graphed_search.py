@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from models.base import CaptionModel, Memory, map_tensors
-from models.decoding import Beams, Captions, Decoder, beam_search, check_beams, search, start_beams
-from models.score_rules import ScoreRules
+from raycap.models.base import CaptionModel, Memory, map_tensors
+from raycap.models.decoding import Beams, Captions, Decoder, beam_search, check_beams, search, start_beams
+from raycap.models.score_rules import ScoreRules
 
 logger = logging.getLogger(__name__)
 

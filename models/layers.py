@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.beam_cache import RowSlots, TreeSlots
+from raycap.models.beam_cache import RowSlots, TreeSlots
 
 if TYPE_CHECKING:
-    from models.caption_masks import CaptionMasks
+    from raycap.models.caption_masks import CaptionMasks
 
 MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
 

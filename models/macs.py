@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.base import CaptionModel, ModelConfig, ModelSizes
-from models.registry import build_model
+from raycap.models.base import CaptionModel, ModelConfig, ModelSizes
+from raycap.models.registry import build_model
 
 # the sizes that Table VI counts for
 TABLE_6_IMAGES = 5000

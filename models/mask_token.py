@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import Cache, Macs, Memory, check_positions
-from models.beam_cache import TreeCache
-from models.clusters import Layout
-from models.clustformer import ClustFormer, PassState
-from models.config import ClustFormerConfig, ModelSizes
-from models.encoder_decoder import EncoderDecoder, check_captions
-from models.layers import sinusoids
-from models.token_embeddings import token_macs
+from raycap.models.base import Cache, Macs, Memory, check_positions
+from raycap.models.beam_cache import TreeCache
+from raycap.models.clusters import Layout
+from raycap.models.clustformer import ClustFormer, PassState
+from raycap.models.config import ClustFormerConfig, ModelSizes
+from raycap.models.encoder_decoder import EncoderDecoder, check_captions
+from raycap.models.layers import sinusoids
+from raycap.models.token_embeddings import token_macs
 
 
 class MaskTokenClustFormer(ClustFormer):

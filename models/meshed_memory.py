@@ -32,11 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Features, Memory, ModelSizes, valid_tokens
-from models.beam_cache import TreeCache
-from models.config import MeshedMemoryConfig
-from models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from models.layers import (
+from raycap.models.base import Features, Memory, ModelSizes, valid_tokens
+from raycap.models.beam_cache import TreeCache
+from raycap.models.config import MeshedMemoryConfig
+from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
+from raycap.models.layers import (
     CrossAttention,
     Dropout,
     FeedForward,
@@ -47,7 +47,7 @@ from models.layers import (
     sinusoids,
     split_heads,
 )
-from models.token_embeddings import lm_head, token_embedding
+from raycap.models.token_embeddings import lm_head, token_embedding
 
 
 class MemoryAttention(SelfAttention):

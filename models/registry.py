@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from models.base import CaptionModel, ModelConfig, ModelSizes
-from models.clustformer import ClustFormer
-from models.config import ClustFormerConfig
-from models.expansionnet import ExpansionNet, Transformer
-from models.mask_token import MaskTokenClustFormer
-from models.meshed_memory import MeshedMemoryTransformer
+from raycap.models.base import CaptionModel, ModelConfig, ModelSizes
+from raycap.models.clustformer import ClustFormer
+from raycap.models.config import ClustFormerConfig
+from raycap.models.expansionnet import ExpansionNet, Transformer
+from raycap.models.mask_token import MaskTokenClustFormer
+from raycap.models.meshed_memory import MeshedMemoryTransformer
 
 
 def _clustformer(config: ClustFormerConfig, sizes: ModelSizes) -> ClustFormer:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.config import ModelSizes
-from models.decoding_config import PLAIN, Decoding
+from raycap.models.config import ModelSizes
+from raycap.models.decoding_config import PLAIN, Decoding
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import CaptionModel
-from models.config import ModelConfig, ModelSizes
+from raycap.models.base import CaptionModel
+from raycap.models.config import ModelConfig, ModelSizes
 
 
 class WordVectors(nn.Embedding):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from models.values import Decimal
+from raycap.models.values import Decimal
 
 VERSION = 1  # of `models.augmentation.augmented`; raise it when its pixels change, so that stored views are made again
 

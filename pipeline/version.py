@@ -15,17 +15,20 @@ GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs 
 COMMIT_FILE = "COMMIT"  # written into packages, which have no .git
 
 
-def project_root() -> Path:
-    """The folder with models/, pipeline/, jobs/ and raycap/."""
-    return Path(__file__).resolve().parent.parent
+def package_folder() -> Path:
+    """The folder of the package raycap, which contains models, pipeline, jobs and configs.
+
+    In a checkout these are links to the folders beside raycap/.
+    """
+    return Path(__file__).parent.parent
 
 
 def commit() -> str:
     """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
-    root = project_root()
+    root = package_folder()
     git = shutil.which("git")
-    if git is not None and (root / ".git").exists():
-        command = [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    if git is not None and (root.parent / ".git").exists():
+        command = [git, "-C", str(root.parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     path = root / COMMIT_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"

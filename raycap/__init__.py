@@ -1,10 +1,34 @@
 """The Python API of raycap: `raycap.load` gives a `Captioner`, which captions and explains images.
 
-docs/python.md describes it. Importing this package imports neither torch nor Ray.
+docs/python.md describes it. Importing this package imports nothing else: every process of a cluster does so, and each
+name of the API is imported at its first use.
+
+The folders models, pipeline, jobs and configs of the checkout are links in this package, and folders in the wheel.
 """
 
-from pipeline.confidence.image_caption import Explanation, ImageCaption, RankedCaption
-from pipeline.errors import UserError
-from raycap.captioner import Captioner, ModelInfo, load
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raycap.captioner import Captioner, ModelInfo, load
+    from raycap.pipeline.confidence.image_caption import Explanation, ImageCaption, RankedCaption
+    from raycap.pipeline.errors import UserError
 
 __all__ = ["Captioner", "Explanation", "ImageCaption", "ModelInfo", "RankedCaption", "UserError", "load"]
+_MODULES = {
+    "raycap.captioner": ("Captioner", "ModelInfo", "load"),
+    "raycap.pipeline.confidence.image_caption": ("Explanation", "ImageCaption", "RankedCaption"),
+    "raycap.pipeline.errors": ("UserError",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(module), name)
+            return globals()[name]
+    raise AttributeError(f"module 'raycap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

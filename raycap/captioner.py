@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.confidence.image_caption import Explanation, ImageCaption
-from pipeline.errors import UserError
+from raycap.pipeline.confidence.image_caption import Explanation, ImageCaption
+from raycap.pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.data.image_sources import ImageSource
-    from pipeline.serving.loading import LoadedModel
+    from raycap.pipeline.data.image_sources import ImageSource
+    from raycap.pipeline.serving.loading import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Captioner:
         all heads. attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for an
         image that cannot be read, a head that the model does not have, and a caption of too many tokens.
         """
-        from pipeline.data.images import BadImage
+        from raycap.pipeline.data.images import BadImage
 
         try:
             pixels = self._service.pixels(image, self._options)
@@ -121,6 +121,6 @@ def load(
     prefix in which champions are looked up. endpoint_url: of an S3-compatible server; credentials come from the
     environment. Raises UserError if this is no model that captions images.
     """
-    from pipeline.serving.loading import load_address
+    from raycap.pipeline.serving.loading import load_address
 
     return Captioner(load_address(str(model), str(storage), endpoint_url, device=device, precision=precision))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline.config.load import read_values
-from pipeline.runtime.log import PACKAGES
+from raycap.pipeline.config.load import read_values
+from raycap.pipeline.runtime.log import PACKAGES
 from tests.support.logs import on_message
 from tests.support.s3_server import s3_server
 

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from jobs.bench.measuring import median_seconds, noise_jpegs
-from jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
-from jobs.bench.reference_expansionnet import MaterializedModel
-from jobs.options import Threads
-from models.backbone import Backbone, image_transform
-from models.base import Features
-from models.config import BackboneConfig
-from pipeline.data.images import decode_image
-from pipeline.runtime.cpu import prepare_processor
+from raycap.jobs.bench.measuring import median_seconds, noise_jpegs
+from raycap.jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
+from raycap.jobs.bench.reference_expansionnet import MaterializedModel
+from raycap.jobs.options import Threads
+from raycap.models.backbone import Backbone, image_transform
+from raycap.models.base import Features
+from raycap.models.config import BackboneConfig
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.runtime.cpu import prepare_processor
 
 MAX_PIXELS = 10**8
 

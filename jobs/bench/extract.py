@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from jobs.bench.measuring import in_new_process, noise_jpegs
-from jobs.cluster import start_ray
-from jobs.options import Threads
-from pipeline.config.load import load_config
-from pipeline.data.images import decode_image
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.measured_precision import measure_extraction
-from pipeline.storage.path import storage_path
-from pipeline.storage.weights import save_weights
-from pipeline.version import project_root
+from raycap.jobs.bench.measuring import in_new_process, noise_jpegs
+from raycap.jobs.cluster import start_ray
+from raycap.jobs.options import Threads
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.measured_precision import measure_extraction
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.version import package_folder
 
 if TYPE_CHECKING:
-    from pipeline.features.extraction import Extractor
+    from raycap.pipeline.features.extraction import Extractor
 
 
 def bench_extract(
@@ -45,8 +45,8 @@ def bench_extract(
     """
     import ray
 
-    from pipeline.features.extraction import Extractor
-    from pipeline.runs.prepare import initial_backbone
+    from raycap.pipeline.features.extraction import Extractor
+    from raycap.pipeline.runs.prepare import initial_backbone
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
@@ -60,7 +60,7 @@ def bench_extract(
             f"features.threads_per_actor={threads}",
             "features.max_images_for_tasks=0",
         ]
-        config = load_config(project_root() / "configs" / "demo.yaml", overrides)
+        config = load_config(package_folder() / "configs" / "demo.yaml", overrides)
         weights = root / "backbone.safetensors"
         save_weights(initial_backbone(config), weights)
         dtype = in_new_process(measure_extraction, config.backbone, config.features).fastest
@@ -91,7 +91,7 @@ def _image_table(folder: Path | None, count: int, scratch: Path) -> pa.Table:
 
 def _plain_loop_rate(extractor: Extractor, table: pa.Table) -> float:
     """Images per second of a loop that decodes, resizes and computes one batch after the other in one thread."""
-    from pipeline.features.extraction import ShardWriter
+    from raycap.pipeline.features.extraction import ShardWriter
 
     writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor)
 
@@ -109,7 +109,7 @@ def _plain_loop_rate(extractor: Extractor, table: pa.Table) -> float:
 
 def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float:
     """Images per second through Ray Data, from the first finished shard to the last."""
-    from pipeline.features.extraction import compute
+    from raycap.pipeline.features.extraction import compute
 
     for _ in compute([table], len(table), storage_path(folder), extractor):
         pass

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from jobs.bench.measuring import median_seconds
-from jobs.options import References
-from pipeline.errors import UserError
-from pipeline.scoring import ptb
-from pipeline.scoring.metrics import BLEU, Score, score_captions
-from pipeline.scoring.result_files import ImageId, read_references
+from raycap.jobs.bench.measuring import median_seconds
+from raycap.jobs.options import References
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring import ptb
+from raycap.pipeline.scoring.metrics import BLEU, Score, score_captions
+from raycap.pipeline.scoring.result_files import ImageId, read_references
 
 METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
 NUM_REFERENCES = 5  # captions per image

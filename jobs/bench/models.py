@@ -18,18 +18,18 @@ import torch
 import typer
 from torch import Tensor
 
-from jobs.bench.measuring import timed
-from jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from jobs.options import Threads
-from models.base import CaptionModel, Features, ModelSizes
-from models.config import ExpansionNetConfig
-from models.decoding import Captions, beam_search, sample
-from models.expansion import DynamicExpansion, StaticExpansion
-from models.expansionnet import ExpansionNet
-from models.macs import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
-from pipeline.comparison.published import ablation
-from pipeline.errors import UserError
-from pipeline.runtime.cpu import prepare_processor
+from raycap.jobs.bench.measuring import timed
+from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
+from raycap.jobs.options import Threads
+from raycap.models.base import CaptionModel, Features, ModelSizes
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.decoding import Captions, beam_search, sample
+from raycap.models.expansion import DynamicExpansion, StaticExpansion
+from raycap.models.expansionnet import ExpansionNet
+from raycap.models.macs import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
+from raycap.pipeline.comparison.published import ablation
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.cpu import prepare_processor
 
 IMAGE_TOKENS, FEATURE_WIDTH, CAPTION_TOKENS = 144, 1536, 20
 SAMPLE_TOKENS = CAPTION_TOKENS + 1  # with SOS, which the reference's sampler does not count

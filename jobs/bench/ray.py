@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from jobs.bench.measuring import in_new_process, percent_changes, print_times
-from jobs.cluster import start_ray
-from pipeline.config.load import parse_config
-from pipeline.feature_store.store import mark_complete, write_shard
-from pipeline.runs.folder import JOURNAL, RunFolder
-from pipeline.runs.journal import read_journal
-from pipeline.storage.path import Entry, StoragePath, join
+from raycap.jobs.bench.measuring import in_new_process, percent_changes, print_times
+from raycap.jobs.cluster import start_ray
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.feature_store.store import mark_complete, write_shard
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.storage.path import Entry, StoragePath, join
 
 if TYPE_CHECKING:
-    from pipeline.training.loop import StageJob
+    from raycap.pipeline.training.loop import StageJob
 
 CASES = PLAIN, RAY, SLOW = "plain process", "Ray Train", "slow storage"
 REQUEST_S = 0.1  # the time of a request in the case SLOW
@@ -46,7 +46,7 @@ def bench_ray(
 
     Example: raycap bench ray --rounds 6
     """
-    from pipeline.runs.prepare import prepare
+    from raycap.pipeline.runs.prepare import prepare
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)
@@ -137,8 +137,8 @@ class SlowFolder(StoragePath):
 
 def _run(run: Path, store: Path, case: str) -> tuple[list[float], float]:
     """Trains one stage from its beginning. Returns the seconds of each step and the share of waiting for data."""
-    from jobs.train import fit
-    from pipeline.training.loop import StageJob
+    from raycap.jobs.train import fit
+    from raycap.pipeline.training.loop import StageJob
 
     folder, home = RunFolder(run), run.with_name("home")
     for path in (run / "stages", folder.journal, home):
@@ -158,8 +158,8 @@ def _run(run: Path, store: Path, case: str) -> tuple[list[float], float]:
 
 def _train_without_ray(job: StageJob, cache: Path) -> None:
     """cache: the folder for local copies of a run whose storage is slow."""
-    from pipeline.runtime.context import LocalContext
-    from pipeline.training.loop import train_stages
+    from raycap.pipeline.runtime.context import LocalContext
+    from raycap.pipeline.training.loop import train_stages
 
     os.environ["RAYCAP_CACHE"] = str(cache)
     train_stages(LocalContext(), job)

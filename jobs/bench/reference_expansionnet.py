@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Cache, CaptionModel, Features, Memory, valid_tokens
-from models.expansion import DynamicExpansion, StaticExpansion
-from models.expansionnet import ExpansionNet
-from models.layers import SelfAttention
+from raycap.models.base import Cache, CaptionModel, Features, Memory, valid_tokens
+from raycap.models.expansion import DynamicExpansion, StaticExpansion
+from raycap.models.expansionnet import ExpansionNet
+from raycap.models.layers import SelfAttention
 
 EPSILON = 1e-9  # of equation 4
 MASKED_SCORE = -1e4  # the reference's score for masked keys

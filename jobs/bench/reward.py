@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from jobs.bench.measuring import median_seconds, timed
-from jobs.bench.reference_cider import PlainCiderD
-from jobs.options import References
-from pipeline.language.english import tokenize
-from pipeline.rewards.cider_index import build_index
-from pipeline.runtime.cpu import prepare_processor
-from pipeline.scoring.result_files import read_references
+from raycap.jobs.bench.measuring import median_seconds, timed
+from raycap.jobs.bench.reference_cider import PlainCiderD
+from raycap.jobs.options import References
+from raycap.pipeline.language.english import tokenize
+from raycap.pipeline.rewards.cider_index import build_index
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.scoring.result_files import read_references
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
 PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them

@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 
-from jobs.bench.measuring import in_new_process, timed
-from jobs.options import Folder
-from pipeline.config.sections import DataSection
-from pipeline.data.content_keys import MANIFEST, take_snapshot
-from pipeline.data.dataset import read_annotations
-from pipeline.feature_store.manifests import MANIFEST as STORE_MANIFEST
-from pipeline.feature_store.shards import ONE_FILE
-from pipeline.feature_store.store import FeatureStore, write_shard
-from pipeline.storage.path import storage_path
+from raycap.jobs.bench.measuring import in_new_process, timed
+from raycap.jobs.options import Folder
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.content_keys import MANIFEST, take_snapshot
+from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.feature_store.manifests import MANIFEST as STORE_MANIFEST
+from raycap.pipeline.feature_store.shards import ONE_FILE
+from raycap.pipeline.feature_store.store import FeatureStore, write_shard
+from raycap.pipeline.storage.path import storage_path
 
 TOKENS, WIDTH = 144, 1536  # Swin-L at 384 px
 ROWS_PER_SHARD = 256
@@ -142,7 +142,7 @@ def _write_table(root: Path, uris: list[str], num_new: int) -> None:
 
 def _plan(root: Path, num_new: int) -> None:
     """Plans the extraction; prints the seconds of each step and the peak memory of this process."""
-    from pipeline.features.extraction import plan_extraction
+    from raycap.pipeline.features.extraction import plan_extraction
 
     section = DataSection(root=str(root), annotations="table.parquet", images="images")
     (dataset, _), seconds = timed(lambda: read_annotations(section, root))

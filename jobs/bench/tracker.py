@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.bench.measuring import percent_changes, print_times
-from jobs.bench.ray import random_store, synthetic_settings
-from jobs.cluster import start_ray
-from jobs.options import Threads
-from pipeline.config.load import parse_config
-from pipeline.runs.journal import read_journal
-from pipeline.tracking.run_tracker import Tracker
+from raycap.jobs.bench.measuring import percent_changes, print_times
+from raycap.jobs.bench.ray import random_store, synthetic_settings
+from raycap.jobs.cluster import start_ray
+from raycap.jobs.options import Threads
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.tracking.run_tracker import Tracker
 
 if TYPE_CHECKING:
-    from pipeline.runs.folder import RunFolder
+    from raycap.pipeline.runs.folder import RunFolder
 
 MODES = ("no tracker", "answers", "stopped")
 # numbers of steps: before the first phase, in each phase, and at the beginning of a phase without being measured
@@ -50,9 +50,9 @@ def bench_tracker(
 
     Example: raycap bench tracker --rounds 8
     """
-    from jobs.train import fit
-    from pipeline.runs.prepare import prepare
-    from pipeline.training.loop import StageJob
+    from raycap.jobs.train import fit
+    from raycap.pipeline.runs.prepare import prepare
+    from raycap.pipeline.training.loop import StageJob
 
     phases = [mode for turn in range(rounds) for mode in (MODES if turn % 2 == 0 else MODES[::-1])]
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch, _mlflow_server(Path(scratch)) as address:

@@ -8,14 +8,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from pipeline.captioning.bundle import read_bundle_config
-from pipeline.captioning.bundle_files import bundle_digests, fetched
-from pipeline.captioning.model_sources import SentBundle, StoredBundle
-from pipeline.errors import UserError
-from pipeline.serving.address import NamedModel, parse_address, split_name, weights_digest
-from pipeline.serving.limits import Limits
-from pipeline.storage.path import StorageOptions
-from pipeline.untrusted.names import shown
+from raycap.pipeline.captioning.bundle import read_bundle_config
+from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.captioning.model_sources import SentBundle, StoredBundle
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.serving.address import NamedModel, parse_address, split_name, weights_digest
+from raycap.pipeline.serving.limits import Limits
+from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.untrusted.names import shown
 
 TOKEN_VARIABLE = "RAYCAP_SERVE_TOKEN"
 MIN_TOKEN = 16  # characters

@@ -14,12 +14,12 @@ import torch
 import typer
 import urllib3
 
-from jobs.bench.measuring import noise_jpegs
-from jobs.serve import deployments
-from jobs.serve.arguments import ServeArguments
-from jobs.serve.command import require_free, start_or_join
-from pipeline.runtime.cpu import prepare_processor
-from pipeline.serving.loading import load_address
+from raycap.jobs.bench.measuring import noise_jpegs
+from raycap.jobs.serve import deployments
+from raycap.jobs.serve.arguments import ServeArguments
+from raycap.jobs.serve.command import require_free, start_or_join
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.serving.loading import load_address
 
 PERCENTILES = (50, 95, 99)
 

@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from jobs.cluster import check_address, cluster_address, connect
-from jobs.named_files import check_output_file
-from jobs.options import Address
-from jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparison_path, named_models, server_token
-from pipeline.errors import UserError
-from pipeline.runtime.stopping import keeping_handlers
-from pipeline.serving.limits import Limits
-from pipeline.untrusted.names import shown
+from raycap.jobs.cluster import check_address, cluster_address, connect
+from raycap.jobs.named_files import check_output_file
+from raycap.jobs.options import Address
+from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparison_path, named_models, server_token
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.stopping import keeping_handlers
+from raycap.pipeline.serving.limits import Limits
+from raycap.pipeline.untrusted.names import shown
 
 DEFAULTS = Limits()
-PROXY_CALLBACK, LIMIT_HEADS = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "jobs.serve.proxy:limit_heads"
+PROXY_CALLBACK, LIMIT_HEADS = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "raycap.jobs.serve.proxy:limit_heads"
 MIB = 2**20
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def start_or_join(address: str | None, needed_cpus: int) -> bool:
 def _deployments() -> Any:
     """The module with the deployments. Raises UserError without the packages that it needs."""
     try:
-        from jobs.serve import deployments
+        from raycap.jobs.serve import deployments
     except ModuleNotFoundError as error:
         raise UserError(f"`raycap serve` needs the package {error.name}; install raycap[serve]") from error
     return deployments

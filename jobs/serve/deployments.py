@@ -20,17 +20,17 @@ from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
-from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
-from models.transform import ImageTransform
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.errors import JobFailedError, UserError
-from pipeline.runtime.batcher import Batcher
-from pipeline.runtime.log import configure_logging
-from pipeline.serving.address import NamedModel, weights_digest
-from pipeline.serving.comparison import ComparisonLog
-from pipeline.serving.limits import RefusedError
-from pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
-from pipeline.untrusted.names import one_line, shown
+from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runtime.batcher import Batcher
+from raycap.pipeline.runtime.log import configure_logging
+from raycap.pipeline.serving.address import NamedModel, weights_digest
+from raycap.pipeline.serving.comparison import ComparisonLog
+from raycap.pipeline.serving.limits import RefusedError
+from raycap.pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
+from raycap.pipeline.untrusted.names import one_line, shown
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
@@ -46,11 +46,11 @@ class CaptionerDeployment:
     """One process with one model."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
-        from pipeline.runtime.context import device_for
-        from pipeline.runtime.cpu import computing_thread
-        from pipeline.serving.host import ModelHost
-        from pipeline.serving.loading import LoadedModel, load_source
-        from pipeline.serving.watcher import ChampionWatcher
+        from raycap.pipeline.runtime.context import device_for
+        from raycap.pipeline.runtime.cpu import computing_thread
+        from raycap.pipeline.serving.host import ModelHost
+        from raycap.pipeline.serving.loading import LoadedModel, load_source
+        from raycap.pipeline.serving.watcher import ChampionWatcher
 
         prepare_replica(is_local)
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
@@ -133,9 +133,9 @@ class Ingress:
         has_token: bool,
         is_local: bool,
     ) -> None:
-        from pipeline.serving.app import AppSettings, make_app
-        from pipeline.serving.guard import Access
-        from pipeline.serving.metrics import Metrics
+        from raycap.pipeline.serving.app import AppSettings, make_app
+        from raycap.pipeline.serving.guard import Access
+        from raycap.pipeline.serving.metrics import Metrics
 
         prepare_replica(is_local)
         give_memory_back()
@@ -162,7 +162,7 @@ class Ingress:
 
 
 def application(args: dict[str, Any]) -> Any:
-    """The application of a RayService (`import_path: jobs.serve.deployments:application`).
+    """The application of a RayService (`import_path: raycap.jobs.serve.deployments:application`).
 
     args: the values of `ServeArguments`. Raises ValueError for others, and UserError.
     """

@@ -25,19 +25,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.tune.schedulers import NotPickled, Population, Turn, make_scheduler
-from pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
-from pipeline.cluster.stalls import QUIET_S, StalledError, situation
-from pipeline.errors import JobFailedError
-from pipeline.runs.folder import JOURNAL
-from pipeline.runtime.secrets import without_secrets
-from pipeline.search.results import live_table, trial_line, trial_name
-from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import ENDED, MEMORY_REASON, SearchPlan, TrialLog, TrialOutcome, TrialRecord
-from pipeline.storage.lease import LostLeaseError
-from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import OutageError
-from pipeline.untrusted.names import printable
+from raycap.jobs.tune.schedulers import NotPickled, Population, Turn, make_scheduler
+from raycap.pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
+from raycap.pipeline.cluster.stalls import QUIET_S, StalledError, situation
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.runs.folder import JOURNAL
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.search.results import live_table, trial_line, trial_name
+from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.trials import ENDED, MEMORY_REASON, SearchPlan, TrialLog, TrialOutcome, TrialRecord
+from raycap.pipeline.storage.lease import LostLeaseError
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import OutageError
+from raycap.pipeline.untrusted.names import printable
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _tuner(adapter: TuneAdapter, plan: SearchPlan, scratch: Path) -> Any:
     """Ray Tune's tuner, which gets its trials from the adapter."""
     from ray import tune
 
-    from jobs.tune.workers import train_trial
+    from raycap.jobs.tune.workers import train_trial
 
     search = adapter.log.search
     hours, per_trial = search.config.budget.hours, search.config.resources

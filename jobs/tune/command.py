@@ -16,27 +16,27 @@ from typing import Annotated
 
 import typer
 
-from jobs.cluster import check_address, connect, require_others
-from jobs.distillation import caption_training_images
-from jobs.options import Address, Set
-from jobs.run import alone
-from jobs.tune.adapter import run_trials
-from jobs.tune.features import extract_once, find_backbone, require_backbone_file
-from pipeline.cluster.capacity import wait_for
-from pipeline.cluster.stalls import StallWatch
-from pipeline.errors import JobFailedError, UserError
-from pipeline.runs.identity import code_digest
-from pipeline.runs.preflight import check_before_writing
-from pipeline.runtime.decorations import Decorations
-from pipeline.score_inputs.inputs import score_inputs
-from pipeline.scoring.metrics import why_unavailable
-from pipeline.search.results import front, point_results, selection_note, write_tables
-from pipeline.search.spec import MAX_SEEDS, Search, load_search
-from pipeline.search.tracking import SearchTracker
-from pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
-from pipeline.storage.lease import Lease, LostLeaseError, take_lease
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import weights_file_digest
+from raycap.jobs.cluster import check_address, connect, require_others
+from raycap.jobs.distillation import caption_training_images
+from raycap.jobs.options import Address, Set
+from raycap.jobs.run import alone
+from raycap.jobs.tune.adapter import run_trials
+from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
+from raycap.pipeline.cluster.capacity import wait_for
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runs.identity import code_digest
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.score_inputs.inputs import score_inputs
+from raycap.pipeline.scoring.metrics import why_unavailable
+from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
+from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
+from raycap.pipeline.search.tracking import SearchTracker
+from raycap.pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
+from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from pipeline.data.loading import find_data
-    from pipeline.runs.prepare import readable
+    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)
     dataset = readable(dataset, unreadable, search.base)
@@ -112,7 +112,7 @@ def _lease(folder: SearchFolder) -> Iterator[Lease | None]:
 
 def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
     """Runs the trials that have not ended and writes the results; returns the exit code."""
-    from jobs.tune.outcome import write_outcome
+    from raycap.jobs.tune.outcome import write_outcome
 
     _log_plan(log)
     tracker = SearchTracker(log)

@@ -7,19 +7,19 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jobs.extract import initial_weights
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.errors import UserError
-from pipeline.features.extraction import StartRay
-from pipeline.features.source import extract_features
-from pipeline.runs.folder import RunFolder
-from pipeline.runtime.log import indented
-from pipeline.search.spec import Search, set_values
-from pipeline.storage.lease import Lease, take_lease
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import export_backbone, weights_file_digest
+from raycap.jobs.extract import initial_weights
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.extraction import StartRay
+from raycap.pipeline.features.source import extract_features
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.log import indented
+from raycap.pipeline.search.spec import Search, set_values
+from raycap.pipeline.storage.lease import Lease, take_lease
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import export_backbone, weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
 
     Returns None if the base configuration reads its features from an HDF5 file and has no backbone.
     """
-    from pipeline.runs.prepare import open_run
+    from raycap.pipeline.runs.prepare import open_run
 
     section, base = search.config.backbone, search.base
     require_backbone_file(search)
@@ -77,8 +77,8 @@ def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address
     On S3 it waits as long as a search on another machine trains it. On a local storage the run's lock refuses a second
     process.
     """
-    from jobs.run import train
-    from pipeline.runs.prepare import open_run
+    from raycap.jobs.run import train
+    from raycap.pipeline.runs.prepare import open_run
 
     if run.home is None:
         with indented():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from pipeline.reports.text_table import format_table
-from pipeline.runtime.decorations import Decorations
-from pipeline.search.report import comparisons, importances, write_page, write_plots
-from pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
-from pipeline.search.space import short
-from pipeline.search.spec import SCORE
-from pipeline.search.tracking import SearchTracker
-from pipeline.search.trials import TrialLog
-from pipeline.tracking.mlflow_client import public_uri
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.search.report import comparisons, importances, write_page, write_plots
+from raycap.pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
+from raycap.pipeline.search.space import short
+from raycap.pipeline.search.spec import SCORE
+from raycap.pipeline.search.tracking import SearchTracker
+from raycap.pipeline.search.trials import TrialLog
+from raycap.pipeline.tracking.mlflow_client import public_uri
 
 logger = logging.getLogger(__name__)
 

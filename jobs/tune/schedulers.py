@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import ENDED, TrialRecord
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.trials import ENDED, TrialRecord
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 
 @dataclass

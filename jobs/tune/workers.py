@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from jobs.train import StageFailedError, failure_file, fit
-from pipeline.config.run import RunConfig
-from pipeline.runs.folder import JOURNAL
-from pipeline.runs.journal import JOURNAL_EVERY_S, Follower
-from pipeline.runtime.context import Context
-from pipeline.search.spec import SCORE
-from pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
-from pipeline.search.trials import SearchFolder, SearchPlan
-from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import OutageError
-from pipeline.training.loop import StageJob
+from raycap.jobs.train import StageFailedError, failure_file, fit
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runs.folder import JOURNAL
+from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower
+from raycap.pipeline.runtime.context import Context
+from raycap.pipeline.search.spec import SCORE
+from raycap.pipeline.search.trial import TrialTask, hand_over, run_trial, train_here
+from raycap.pipeline.search.trials import SearchFolder, SearchPlan
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import OutageError
+from raycap.pipeline.training.loop import StageJob
 
 JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal
 

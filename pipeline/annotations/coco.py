@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pipeline.annotations.karpathy import Image, add_images
-from pipeline.annotations.rows import Rows, Source, malformed
-from pipeline.errors import UserError
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.annotations.karpathy import Image, add_images
+from raycap.pipeline.annotations.rows import Rows, Source, malformed
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.names import quoted
 
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 

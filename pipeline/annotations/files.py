@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO
 
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.documents import gunzip, parse_json
-from pipeline.untrusted.names import shown
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.documents import gunzip, parse_json
+from raycap.pipeline.untrusted.names import shown
 
 IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; annotation files have up to 1 GB

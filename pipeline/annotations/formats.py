@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from pipeline.annotations.coco import add_coco
-from pipeline.annotations.files import read_json
-from pipeline.annotations.karpathy import add_karpathy
-from pipeline.annotations.rows import Rows, Source
-from pipeline.annotations.table import TABLE_ENDINGS, add_table, table_entries
-from pipeline.annotations.text_files import add_text_files, read_text_files
-from pipeline.annotations.webdataset import add_samples, read_samples
-from pipeline.errors import UserError
+from raycap.pipeline.annotations.coco import add_coco
+from raycap.pipeline.annotations.files import read_json
+from raycap.pipeline.annotations.karpathy import add_karpathy
+from raycap.pipeline.annotations.rows import Rows, Source
+from raycap.pipeline.annotations.table import TABLE_ENDINGS, add_table, table_entries
+from raycap.pipeline.annotations.text_files import add_text_files, read_text_files
+from raycap.pipeline.annotations.webdataset import add_samples, read_samples
+from raycap.pipeline.errors import UserError
 
 _ARCHIVES_AT_A_TIME, _NUM_THREADS = 64, 8
 

@@ -6,9 +6,9 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.annotations.files import IMAGE_ENDINGS, matches
-from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, join, storage_path
+from raycap.pipeline.annotations.files import IMAGE_ENDINGS, matches
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StorageOptions, join, storage_path
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.annotations.rows import SURROGATE, Rows, Source, as_texts, inside, malformed
-from pipeline.errors import UserError
-from pipeline.scoring.result_files import MAX_CAPTION
+from raycap.pipeline.annotations.rows import SURROGATE, Rows, Source, as_texts, inside, malformed
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.result_files import MAX_CAPTION
 
 Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pipeline.storage.path import StorageOptions, StoragePath, is_remote
-from pipeline.storage.s3 import REMOTE
-from pipeline.untrusted.parquet_values import (
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote
+from raycap.pipeline.storage.s3 import REMOTE
+from raycap.pipeline.untrusted.parquet_values import (
     MAX_PAGE_BYTES,
     PageValue,
     Values,

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from pipeline.storage.tables import spilled_zeros
+from raycap.pipeline.storage.tables import spilled_zeros
 
 FIRST_SLOTS = 2**12
 _MAX_SHARE = 2 / 3  # of the slots that are in use

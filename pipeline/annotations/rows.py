@@ -20,14 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.annotations.splits import Splits, id_of_name
-from pipeline.config.sections import ColumnSection
-from pipeline.errors import UserError
-from pipeline.scoring.result_files import MAX_CAPTION, shorten
-from pipeline.storage.path import StoragePath, is_remote, join
-from pipeline.storage.tables import TableSpill
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.names import printable, quoted
+from raycap.pipeline.annotations.splits import Splits, id_of_name
+from raycap.pipeline.config.sections import ColumnSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.result_files import MAX_CAPTION, shorten
+from raycap.pipeline.storage.path import StoragePath, is_remote, join
+from raycap.pipeline.storage.tables import TableSpill
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.names import printable, quoted
 
 # The names of the columns that `data.columns` does not name: the first that an entry has.
 COLUMNS = {

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.annotations.files import read_file
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.annotations.files import read_file
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.names import quoted
 
 ID_BITS = 63
 

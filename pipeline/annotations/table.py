@@ -8,16 +8,16 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from pipeline.annotations.files import opened, read_file
-from pipeline.annotations.location import ImageLocation
-from pipeline.annotations.name_index import NameIndex
-from pipeline.annotations.rows import Rows, Source, as_list, as_texts, inside
-from pipeline.errors import UserError
-from pipeline.scoring.result_files import shorten
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.names import printable, quoted
-from pipeline.untrusted.parquet_files import ParquetFile
-from pipeline.untrusted.parquet_values import PageValue
+from raycap.pipeline.annotations.files import opened, read_file
+from raycap.pipeline.annotations.location import ImageLocation
+from raycap.pipeline.annotations.name_index import NameIndex
+from raycap.pipeline.annotations.rows import Rows, Source, as_list, as_texts, inside
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.result_files import shorten
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.names import printable, quoted
+from raycap.pipeline.untrusted.parquet_files import ParquetFile
+from raycap.pipeline.untrusted.parquet_values import PageValue
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number

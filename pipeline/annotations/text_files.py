@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from pipeline.annotations.files import errors_named, is_image
-from pipeline.annotations.name_index import NameIndex
-from pipeline.annotations.rows import Rows, Source, as_texts, lines_of
-from pipeline.errors import UserError
-from pipeline.storage.tables import TableSpill
+from raycap.pipeline.annotations.files import errors_named, is_image
+from raycap.pipeline.annotations.name_index import NameIndex
+from raycap.pipeline.annotations.rows import Rows, Source, as_texts, lines_of
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.tables import TableSpill
 
 MAX_TEXT_BYTES = 2**20  # of the captions of an image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from pipeline.annotations.files import IMAGE_ENDINGS, opened
-from pipeline.annotations.location import ImageLocation
-from pipeline.annotations.rows import Rows, Source, as_list, as_texts, lines_of
-from pipeline.errors import UserError
-from pipeline.untrusted.documents import parse_json, require_mapping
-from pipeline.untrusted.names import quoted
-from pipeline.untrusted.tar_headers import TarMember, tar_members
+from raycap.pipeline.annotations.files import IMAGE_ENDINGS, opened
+from raycap.pipeline.annotations.location import ImageLocation
+from raycap.pipeline.annotations.rows import Rows, Source, as_list, as_texts, lines_of
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.documents import parse_json, require_mapping
+from raycap.pipeline.untrusted.names import quoted
+from raycap.pipeline.untrusted.tar_headers import TarMember, tar_members
 
 MAX_TEXT_BYTES = 2**20  # of the captions or the JSON of an image
 _KEY = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # the key ends at the first dot after the last slash

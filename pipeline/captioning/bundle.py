@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from models.config import BackboneConfig, ModelConfig, ModelSizes
-from pipeline.captioning.bundle_files import (
+from raycap.models.config import BackboneConfig, ModelConfig, ModelSizes
+from raycap.pipeline.captioning.bundle_files import (
     CONFIDENCE,
     MAX_BYTES,
     MAX_CONFIG_BYTES,
@@ -34,24 +34,24 @@ from pipeline.captioning.bundle_files import (
     require_sealable,
     seal,
 )
-from pipeline.captioning.protocols import changed_search, confidence_search, model_protocol, search_settings
-from pipeline.comparison.protocol import Protocol
-from pipeline.confidence.confidence import Confidence, dump_confidences, find_fit, parse_confidences, with_fit
-from pipeline.config.load import parse_section
-from pipeline.config.sections import EvaluationSection, ModelSection
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.language.languages import code_problem
-from pipeline.storage.atomic import atomic_folder
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.documents import parse_json, parse_yaml
-from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import one_line, printable, quoted
+from raycap.pipeline.captioning.protocols import changed_search, confidence_search, model_protocol, search_settings
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.confidence.confidence import Confidence, dump_confidences, find_fit, parse_confidences, with_fit
+from raycap.pipeline.config.load import parse_section
+from raycap.pipeline.config.sections import EvaluationSection, ModelSection
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import code_problem
+from raycap.pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.documents import parse_json, parse_yaml
+from raycap.pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.untrusted.names import one_line, printable, quoted
 
 if TYPE_CHECKING:
-    from models.captioner import Captioner
-    from models.transform import ImageTransform
+    from raycap.models.captioner import Captioner
+    from raycap.models.transform import ImageTransform
 
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
 # Limits for what takes time or memory without a tensor of this size in model.safetensors.
@@ -112,7 +112,7 @@ def save_bundle(
     """
     from safetensors.torch import save_file
 
-    from models.backbone import image_transform
+    from raycap.models.backbone import image_transform
 
     model, backbone = captioner.model, captioner.backbone
     if len(vocabulary) != model.sizes.vocabulary_size:
@@ -153,8 +153,8 @@ def load_bundle(folder: Path) -> Bundle:
     """
     from safetensors.torch import load_file
 
-    from models.base import load_strictly
-    from models.transform import ImageTransform
+    from raycap.models.base import load_strictly
+    from raycap.models.transform import ImageTransform
 
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
@@ -191,9 +191,9 @@ class BundleParts:
 
     def build(self) -> Captioner:
         """The captioner with random weights."""
-        from models.backbone import Backbone
-        from models.captioner import Captioner
-        from models.registry import build_model
+        from raycap.models.backbone import Backbone
+        from raycap.models.captioner import Captioner
+        from raycap.models.registry import build_model
 
         # The backbone first: with a seed, the random weights depend on the order.
         backbone = None if self.backbone is None else Backbone(self.backbone, with_weights=False)
@@ -312,8 +312,8 @@ def _require_room(parts: BundleParts, path: Path) -> None:
     """
     import torch
 
-    from models.base import check_fits
-    from models.tensor_files import read_header
+    from raycap.models.base import check_fits
+    from raycap.models.tensor_files import read_header
 
     header = read_header(path)
     try:
@@ -346,7 +346,7 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
 
 def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
     """The text of card.md."""
-    from models.backbone import backbone_macs
+    from raycap.models.backbone import backbone_macs
 
     model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
     count = sum(parameter.numel() for parameter in model.parameters())

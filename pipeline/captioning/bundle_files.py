@@ -19,13 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.data.vocabulary import MAX_BYTES as MAX_VOCABULARY_BYTES
-from pipeline.errors import DamagedError, UserError
-from pipeline.storage.cache import CACHE_VARIABLE, cache_folder
-from pipeline.storage.digests import DIGESTS, digests_in, file_digest, memory_bytes, write_digests
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Entry, StoragePath
-from pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.data.vocabulary import MAX_BYTES as MAX_VOCABULARY_BYTES
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.storage.cache import CACHE_VARIABLE, cache_folder
+from raycap.pipeline.storage.digests import DIGESTS, digests_in, file_digest, memory_bytes, write_digests
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import Entry, StoragePath
+from raycap.pipeline.untrusted.files import read_regular_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.alignment import alignment_scores
-from models.base import CaptionModel, Memory
-from models.captioner import Captioner
-from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from models.decoding import Captions, Memories, Models, beam_search, by_score, image_draws, sample
-from models.energy import caption_energies
-from models.graphed_search import GraphedSearch
-from models.score_rules import ScoreRules
-from pipeline.captioning.protocols import collapsed
-from pipeline.confidence.confidence import NUM_FIRST, caption_signals
-from pipeline.config.sections import EvaluationSection
-from pipeline.data.images import BadImage
-from pipeline.data.vocabulary import UNK, Vocabulary
-from pipeline.features.model_inputs import Images, on_device
-from pipeline.runtime.context import Context, gather_objects
-from pipeline.runtime.secrets import without_secrets
-from pipeline.scoring.diagnostics import OPEN_ENDINGS
-from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.file_cache import ChangedError
-from pipeline.storage.s3 import StorageError
+from raycap.models.alignment import alignment_scores
+from raycap.models.base import CaptionModel, Memory
+from raycap.models.captioner import Captioner
+from raycap.models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
+from raycap.models.decoding import Captions, Memories, Models, beam_search, by_score, image_draws, sample
+from raycap.models.energy import caption_energies
+from raycap.models.graphed_search import GraphedSearch
+from raycap.models.score_rules import ScoreRules
+from raycap.pipeline.captioning.protocols import collapsed
+from raycap.pipeline.confidence.confidence import NUM_FIRST, caption_signals
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.data.vocabulary import UNK, Vocabulary
+from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.runtime.context import Context, gather_objects
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.scoring.diagnostics import OPEN_ENDINGS
+from raycap.pipeline.scoring.split_result import Hypothesis
+from raycap.pipeline.storage.file_cache import ChangedError
+from raycap.pipeline.storage.s3 import StorageError
 
 Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first
 

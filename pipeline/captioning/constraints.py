@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.constraints import ConstraintAutomaton, build_automaton
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.storage.atomic import write_text
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import quoted
+from raycap.models.constraints import ConstraintAutomaton, build_automaton
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.atomic import write_text
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.files import read_document
+from raycap.pipeline.untrusted.names import quoted
 
 Alternatives = tuple[str, ...]
 

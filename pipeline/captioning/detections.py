@@ -22,10 +22,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import UserError
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import quoted, shown
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.files import read_document
+from raycap.pipeline.untrusted.names import quoted, shown
 
 MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
 MAX_CONSTRAINTS = 3  # per image

@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelSizes
-from pipeline.config.run import RunConfig
-from pipeline.features.decided_precision import decided_precision
-from pipeline.features.interruptions import one_sentence
-from pipeline.features.measured_precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
+from raycap.models.config import ModelSizes
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.features.decided_precision import decided_precision
+from raycap.pipeline.features.interruptions import one_sentence
+from raycap.pipeline.features.measured_precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
 
 if TYPE_CHECKING:
-    from models.base import CaptionModel, Features
-    from pipeline.runtime.precision import PrecisionTimes
+    from raycap.models.base import CaptionModel, Features
+    from raycap.pipeline.runtime.precision import PrecisionTimes
 
 CPU_IMAGES = 8  # of the measured search
 STEPS = 6
@@ -69,11 +69,11 @@ def measure_search(config: RunConfig) -> PrecisionTimes:
     """
     import torch
 
-    from models.decoding import beam_search
-    from models.registry import build_model
-    from pipeline.runtime.context import device_for
-    from pipeline.runtime.cpu import prepare_processor
-    from pipeline.runtime.precision import measure_precisions
+    from raycap.models.decoding import beam_search
+    from raycap.models.registry import build_model
+    from raycap.pipeline.runtime.context import device_for
+    from raycap.pipeline.runtime.cpu import prepare_processor
+    from raycap.pipeline.runtime.precision import measure_precisions
 
     workers, settings = config.workers, config.evaluation
     prepare_processor(workers.threads_per_worker)
@@ -100,8 +100,8 @@ def _features(config: RunConfig, images: int, device: Any = "cpu") -> Features:
     """Random features with the sizes of the configured backbone's or detector's."""
     import torch
 
-    from models.backbone import Backbone
-    from models.base import Features
+    from raycap.models.backbone import Backbone
+    from raycap.models.base import Features
 
     if not config.has_backbone:
         count = config.features.max_regions

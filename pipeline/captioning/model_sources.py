@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.bundle_files import BUNDLE_FILES, bundle_digests, fetched
-from pipeline.config.run import RunConfig
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.captioning.bundle_files import BUNDLE_FILES, bundle_digests, fetched
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.storage.path import StoragePath
 
 
 class ModelSource(Protocol):

@@ -8,14 +8,14 @@ from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
-from models.config import ModelConfig
-from pipeline.comparison.protocol import WORDS, Protocol
-from pipeline.config.load import merge, parse_section
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import EvaluationSection, StageSection
-from pipeline.errors import UserError
-from pipeline.language.languages import metric_tokenizer
-from pipeline.untrusted.names import shown
+from raycap.models.config import ModelConfig
+from raycap.pipeline.comparison.protocol import WORDS, Protocol
+from raycap.pipeline.config.load import merge, parse_section
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import EvaluationSection, StageSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import metric_tokenizer
+from raycap.pipeline.untrusted.names import shown
 
 SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats", "decoding")  # of the section `evaluation`
 

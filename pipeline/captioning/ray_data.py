@@ -17,17 +17,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from models.transform import ImageTransform
-from pipeline.captioning.model_sources import ModelSource
-from pipeline.captioning.service import CaptionService
-from pipeline.confidence.image_caption import ImageCaption, RankedCaption
-from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
-from pipeline.data.image_sources import load_image
-from pipeline.data.images import BadImage
-from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from pipeline.runtime.context import device_for
-from pipeline.runtime.cpu import prepare_processor
-from pipeline.storage.path import is_remote
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.confidence.image_caption import ImageCaption, RankedCaption
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
+from raycap.pipeline.data.image_sources import load_image
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from raycap.pipeline.runtime.context import device_for
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.storage.path import is_remote
 
 BLOCK_SIZE = 64  # images
 NAMES_AT_A_TIME = 1_000_000  # images of an execution; their 15,625 blocks of names are made before its first caption

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.attention_maps import cross_attention
-from models.attribution import Attribution, integrated_gradients
-from models.base import Features, Memory
-from models.cluster_groups import Clusters, find_clusters
-from models.decoding import Captions
-from pipeline.captioning.bundle import Bundle, bundle_protocol
-from pipeline.captioning.captioning import best_signals, find_captions
-from pipeline.captioning.protocols import changed_search, collapsed
-from pipeline.confidence.image_caption import Explanation, ImageCaption, RankedCaption
-from pipeline.config.sections import EvaluationSection
-from pipeline.data.image_sources import ImageSource, load_image
-from pipeline.data.images import BadImage
-from pipeline.errors import UserError
-from pipeline.runtime.precision import measure_precisions
-from pipeline.storage.path import StorageOptions
+from raycap.models.attention_maps import cross_attention
+from raycap.models.attribution import Attribution, integrated_gradients
+from raycap.models.base import Features, Memory
+from raycap.models.cluster_groups import Clusters, find_clusters
+from raycap.models.decoding import Captions
+from raycap.pipeline.captioning.bundle import Bundle, bundle_protocol
+from raycap.pipeline.captioning.captioning import best_signals, find_captions
+from raycap.pipeline.captioning.protocols import changed_search, collapsed
+from raycap.pipeline.confidence.image_caption import Explanation, ImageCaption, RankedCaption
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.image_sources import ImageSource, load_image
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.precision import measure_precisions
+from raycap.pipeline.storage.path import StorageOptions
 
 BATCH_SIZE = 16  # images
 NUM_DECODE_THREADS = 4

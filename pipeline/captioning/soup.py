@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.decoding_config import PLAIN
-from pipeline.captioning.bundle import Bundle, bundle_protocol, save_bundle
-from pipeline.captioning.model_sources import ModelSource
-from pipeline.captioning.protocols import common_protocol
-from pipeline.errors import UserError
+from raycap.models.decoding_config import PLAIN
+from raycap.pipeline.captioning.bundle import Bundle, bundle_protocol, save_bundle
+from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.pipeline.captioning.protocols import common_protocol
+from raycap.pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Soup:
 
     def load(self) -> Bundle:
         """The joined model, on the CPU. Raises UserError for members that cannot be joined."""
-        from models.captioner import Captioner
+        from raycap.models.captioner import Captioner
 
         bundle = mixed([member.load() for member in self.members], self.weights)
         if self.without_backbone:

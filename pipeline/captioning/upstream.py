@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import quoted, shown
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.untrusted.names import quoted, shown
 
 ALLOWED = "a vocabulary holds dict, list, str and int only"
 # Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.errors import JobFailedError, UserError
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipeline.cluster.capacity import Resources, counted, readable
-from pipeline.cluster.cluster_facts import ClusterFacts
-from pipeline.cluster.finding import Finding
-from pipeline.cluster.jobs_api import JobsServer, UnreachableError
-from pipeline.cluster.machine_checks import ENOUGH_DISK_GIB, MIN_DISK_GIB, OBJECT_STORE_GIB
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
+from raycap.pipeline.cluster.capacity import Resources, counted, readable
+from raycap.pipeline.cluster.cluster_facts import ClusterFacts
+from raycap.pipeline.cluster.finding import Finding
+from raycap.pipeline.cluster.jobs_api import JobsServer, UnreachableError
+from raycap.pipeline.cluster.machine_checks import ENOUGH_DISK_GIB, MIN_DISK_GIB, OBJECT_STORE_GIB
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
 
 CLOCK_S = 3.0  # differences of clocks below this are normal
 # The oldest driver for each major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility)
@@ -60,7 +60,7 @@ def check_cluster(
     requests: the resources of each process, by the name of the stage. scores_on_nodes: whether not only the driver
     computes METEOR and SPICE, as in a search.
     """
-    from pipeline.runtime.context import computes_on_cpus
+    from raycap.pipeline.runtime.context import computes_on_cpus
 
     yield nodes(facts)
     for stage, bundles in requests.items():

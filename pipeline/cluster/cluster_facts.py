@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status
-from pipeline.cluster.node_facts import NodeFacts, Probe, collect, look, versions
-from pipeline.config.run import RunConfig
-from pipeline.runtime.secrets import split_userinfo
+from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status
+from raycap.pipeline.cluster.node_facts import NodeFacts, Probe, collect, look, versions
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runtime.secrets import split_userinfo
 
 PROBE_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
 CLOCKS_AT_A_TIME = 100  # nodes; with more, the driver would be late to see the answers

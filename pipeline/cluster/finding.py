@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.runtime.secrets import without_secrets
 
 Level = Literal["ok", "warn", "fail"]
 

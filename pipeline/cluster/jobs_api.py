@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.untrusted.names import expanded_path, shown
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.names import expanded_path, shown
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0  # deadlines of requests
 SUBMIT_ATTEMPTS = 3

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import psutil
 
-from pipeline.errors import UserError
+from raycap.pipeline.errors import UserError
 
 AGENTS_S = 3.0  # for processes to end
 

@@ -13,20 +13,20 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
-from models.config import BackboneConfig
-from pipeline.annotations.files import find_files
-from pipeline.cluster.finding import Finding
-from pipeline.cluster.jobs_api import find_token
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import FeatureSection
-from pipeline.errors import UserError
-from pipeline.features.measured_precision import measure_extraction
-from pipeline.runtime.secrets import split_userinfo
-from pipeline.scoring.java import JavaError, free_memory_mb, java_version
-from pipeline.scoring.java_metrics import spice_models
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
-from pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
+from raycap.models.config import BackboneConfig
+from raycap.pipeline.annotations.files import find_files
+from raycap.pipeline.cluster.finding import Finding
+from raycap.pipeline.cluster.jobs_api import find_token
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import FeatureSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.measured_precision import measure_extraction
+from raycap.pipeline.runtime.secrets import split_userinfo
+from raycap.pipeline.scoring.java import JavaError, free_memory_mb, java_version
+from raycap.pipeline.scoring.java_metrics import spice_models
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
+from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10  # free space below the first is a failure, below the second a warning
 MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # the first is for Ray and one worker, the second also for SPICE's heap

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import yaml
 
-from pipeline.scoring.java import JavaError, java_version
-from pipeline.storage.cache import cache_folder, usable_bytes, used_bytes
-from pipeline.storage.path import StoragePath, try_rights
-from pipeline.version import commit
+from raycap.pipeline.scoring.java import JavaError, java_version
+from raycap.pipeline.storage.cache import cache_folder, usable_bytes, used_bytes
+from raycap.pipeline.storage.path import StoragePath, try_rights
+from raycap.pipeline.version import commit
 
 CONNECT_S = 5.0
 MARKER = ".raycap-node-"  # a node's file in its cache; another node that sees it shares the cache

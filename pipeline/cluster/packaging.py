@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from pipeline.errors import UserError
-from pipeline.untrusted.names import printable
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.names import printable
 
 LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 NUM_NAMED_FILES = 5  # messages name this many of the largest files

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from pipeline.cluster.capacity import MESSAGE_EVERY_S, cluster_status
-from pipeline.config.sections import WorkersSection
-from pipeline.errors import JobFailedError
+from raycap.pipeline.cluster.capacity import MESSAGE_EVERY_S, cluster_status
+from raycap.pipeline.config.sections import WorkersSection
+from raycap.pipeline.errors import JobFailedError
 
 logger = logging.getLogger(__name__)
 

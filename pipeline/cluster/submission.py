@@ -14,16 +14,16 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.packaging import find_files
-from pipeline.config.load import read_file, referenced_files
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import SYNTHETIC
-from pipeline.config.variables import is_secret, texts_in, variable_names
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import holds_secret, is_secret_name
-from pipeline.storage.path import is_remote
-from pipeline.untrusted.names import expanded_path
-from pipeline.version import COMMIT_FILE, commit
+from raycap.pipeline.cluster.packaging import find_files
+from raycap.pipeline.config.load import read_file, referenced_files
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.config.variables import is_secret, texts_in, variable_names
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import holds_secret, is_secret_name
+from raycap.pipeline.storage.path import is_remote
+from raycap.pipeline.untrusted.names import expanded_path
+from raycap.pipeline.version import COMMIT_FILE, commit
 
 SOURCE_FOLDERS = ("models", "pipeline", "jobs", "raycap")
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
@@ -44,7 +44,7 @@ def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = 
     """
     hint = "is not set on the cluster: give its nodes this variable, for example from a secret"
     checks = [f': "${{{name}:?{hint}}}"' for name in secrets]
-    words = ["python", "-m", "jobs", command, *arguments]
+    words = ["python", "-m", "raycap", command, *arguments]
     return " && ".join([*checks, f"exec {shlex.join(words)}"])
 
 

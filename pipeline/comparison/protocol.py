@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from models.decoding_config import PLAIN, Decoding
-from pipeline.language.languages import ENGLISH, MetricTokenizer
+from raycap.models.decoding_config import PLAIN, Decoding
+from raycap.pipeline.language.languages import ENGLISH, MetricTokenizer
 
 NOT_RECORDED = "not recorded"
 

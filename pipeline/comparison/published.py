@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.comparison.protocol import Protocol, differences
+from raycap.pipeline.comparison.protocol import Protocol, differences
 
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from models.values import NUMBER
-from pipeline.config.load import parse_section
-from pipeline.untrusted.documents import parse_json
+from raycap.models.values import NUMBER
+from raycap.pipeline.config.load import parse_section
+from raycap.pipeline.untrusted.documents import parse_json
 
 FORMAT = 1
 NUM_LOWEST = 4

@@ -6,8 +6,8 @@ import logging
 
 import numpy as np
 
-from pipeline.confidence.confidence import MAX_CIDER, Confidence, Linear
-from pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.confidence.confidence import MAX_CIDER, Confidence, Linear
+from raycap.pipeline.scoring.split_result import SplitResult
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.confidence.confidence import Confidence
-from pipeline.confidence.fit import good_by_image
-from pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.confidence.confidence import Confidence
+from raycap.pipeline.confidence.fit import good_by_image
+from raycap.pipeline.scoring.split_result import SplitResult
 
 NUM_BINS = 10
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))

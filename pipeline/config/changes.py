@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from pipeline.config.run import RunConfig
+from raycap.pipeline.config.run import RunConfig
 
 REQUIRED = PydanticUndefined  # in place of the default of a key that has none
 

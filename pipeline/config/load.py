@@ -17,16 +17,16 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from models.config import MODEL_CONFIGS, BackboneConfig
-from pipeline.config.renamed import new_key
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import long_storage
-from pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
-from pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
-from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import MAX_QUOTED, quoted, shown
+from raycap.models.config import MODEL_CONFIGS, BackboneConfig
+from raycap.pipeline.config.renamed import new_key
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import long_storage
+from raycap.pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
+from raycap.pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
+from raycap.pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.untrusted.names import MAX_QUOTED, quoted, shown
 
 SectionType = TypeVar("SectionType")
 MAX_EXTENDED = 20  # files in a chain of `extends`

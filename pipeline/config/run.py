@@ -11,8 +11,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, field_validator
 
-from models.config import BackboneConfig, Identity
-from pipeline.config.sections import (
+from raycap.models.config import BackboneConfig, Identity
+from raycap.pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
     DistillSection,
@@ -30,9 +30,9 @@ from pipeline.config.sections import (
     WorkersSection,
     long_storage,
 )
-from pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StoragePath, is_remote, storage_path
+from raycap.pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.path import StoragePath, is_remote, storage_path
 
 
 class RunConfig(Section):

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from models import config, decoding_config, views
-from pipeline.config import run, sections
-from pipeline.config.run import RunConfig
+from raycap.models import config, decoding_config, views
+from raycap.pipeline.config import run, sections
+from raycap.pipeline.config.run import RunConfig
 
 
 def config_schema() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _comments(section: type) -> dict[str, str]:
     """The comments of a section's keys in the code: those of the lines above a key, and behind it."""
     texts: dict[str, str] = {}
     for cls in reversed(section.__mro__):
-        if cls in (object, BaseModel) or not cls.__module__.startswith(("models.", "pipeline.")):
+        if cls in (object, BaseModel) or not cls.__module__.startswith("raycap."):
             continue
         source = textwrap.dedent(inspect.getsource(cls))
         behind, alone = dict[int, str](), dict[int, str]()  # by line

@@ -19,19 +19,19 @@ from pydantic import (
     model_validator,
 )
 
-from models.config import MODEL_CONFIGS, Identity, ModelConfig
-from models.decoding_config import Decoding
-from models.values import NUMBER, TEXT, Count, Text, read_number
-from models.views import Augmentation, Views
-from pipeline.config.renamed import refuse_renamed_value
-from pipeline.config.variables import quoted_value
-from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH, code_problem
-from pipeline.language.tokenizers import TOKENIZERS
-from pipeline.runtime.secrets import split_userinfo
-from pipeline.storage.lease import MAX_LEASE_S
-from pipeline.storage.path import StorageOptions
-from pipeline.storage.s3 import RETRY_MINUTES
+from raycap.models.config import MODEL_CONFIGS, Identity, ModelConfig
+from raycap.models.decoding_config import Decoding
+from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
+from raycap.models.views import Augmentation, Views
+from raycap.pipeline.config.renamed import refuse_renamed_value
+from raycap.pipeline.config.variables import quoted_value
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import ENGLISH, code_problem
+from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.runtime.secrets import split_userinfo
+from raycap.pipeline.storage.lease import MAX_LEASE_S
+from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import RETRY_MINUTES
 
 # A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
 _MAY_HOLD_PASSWORD = re.compile(

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import (
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import (
     holds_secret,
     is_secret_option,
     remember_address,
@@ -20,7 +20,7 @@ from pipeline.runtime.secrets import (
     remembered_variables,
     without_secrets,
 )
-from pipeline.untrusted.names import quoted, shown
+from raycap.pipeline.untrusted.names import quoted, shown
 
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
 Location = tuple[str | int, ...]  # keys and indices from the top of a configuration

@@ -27,14 +27,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.annotations.location import PARTS, ImageLocation, forget_pages
-from pipeline.data.dataset import Dataset
-from pipeline.data.images import MAX_BYTES, read_image_file, reason_of
-from pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
-from pipeline.runtime.progress import progress
-from pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from pipeline.storage.s3 import REMOTE, Entry, StorageError
-from pipeline.storage.tables import TableSpill, spilled, spilled_zeros
+from raycap.pipeline.annotations.location import PARTS, ImageLocation, forget_pages
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.images import MAX_BYTES, read_image_file, reason_of
+from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
+from raycap.pipeline.storage.s3 import REMOTE, Entry, StorageError
+from raycap.pipeline.storage.tables import TableSpill, spilled, spilled_zeros
 
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
 _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read

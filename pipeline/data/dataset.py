@@ -19,21 +19,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.annotations.files import find_files
-from pipeline.annotations.formats import read_sources
-from pipeline.annotations.rows import Rows, Source, images_folder
-from pipeline.annotations.splits import Splits, read_split_lists
-from pipeline.config.sections import DataSection, SourceSection
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import DamagedError, UserError
-from pipeline.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
-from pipeline.scoring.result_files import shorten
-from pipeline.storage.atomic import atomic_path
-from pipeline.storage.digests import is_whole
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.storage.tables import TableSpill, spilled
-from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import shown
+from raycap.pipeline.annotations.files import find_files
+from raycap.pipeline.annotations.formats import read_sources
+from raycap.pipeline.annotations.rows import Rows, Source, images_folder
+from raycap.pipeline.annotations.splits import Splits, read_split_lists
+from raycap.pipeline.config.sections import DataSection, SourceSection
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
+from raycap.pipeline.scoring.result_files import shorten
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import is_whole
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.tables import TableSpill, spilled
+from raycap.pipeline.untrusted.files import read_document
+from raycap.pipeline.untrusted.names import shown
 
 SCHEMA = pa.schema(
     [

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
-from pipeline.storage.path import StorageOptions, storage_path
-from pipeline.storage.s3 import StorageError
+from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
+from raycap.pipeline.storage.path import StorageOptions, storage_path
+from raycap.pipeline.storage.s3 import StorageError
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 

@@ -19,14 +19,14 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from models.augmentation import augmented
-from models.transform import ImageTransform
-from models.views import Augmentation, content_key_of, seed_of_key
-from pipeline.annotations.location import ImageLocation, is_remote_image
-from pipeline.runtime.secrets import without_secrets
-from pipeline.storage.path import StorageOptions, StoragePath
-from pipeline.storage.s3 import StorageError
-from pipeline.untrusted.names import one_line
+from raycap.models.augmentation import augmented
+from raycap.models.transform import ImageTransform
+from raycap.models.views import Augmentation, content_key_of, seed_of_key
+from raycap.pipeline.annotations.location import ImageLocation, is_remote_image
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.untrusted.names import one_line
 
 # Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
 # (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common

@@ -11,14 +11,14 @@ import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import SceneConfig
-from pipeline.data.content_keys import HashFiles, take_snapshot
-from pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
-from pipeline.data.synthetic import MARKER, write_annotations, write_dataset
-from pipeline.language.languages import ENGLISH
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SceneConfig
+from raycap.pipeline.data.content_keys import HashFiles, take_snapshot
+from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
+from raycap.pipeline.data.synthetic import MARKER, write_annotations, write_dataset
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import DamagedError
-from pipeline.storage.path import StoragePath
-from pipeline.storage.tables import TableSpill, read_cache, table_batches, write_table
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.tables import TableSpill, read_cache, table_batches, write_table
 
 logger = logging.getLogger(__name__)
 

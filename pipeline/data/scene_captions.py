@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pipeline.language.english import tokenize
-from pipeline.language.words import normalized, unicode_words
+from raycap.pipeline.language.english import tokenize
+from raycap.pipeline.language.words import normalized, unicode_words
 
 if TYPE_CHECKING:
-    from pipeline.data.synthetic import Scene, SceneObject
+    from raycap.pipeline.data.synthetic import Scene, SceneObject
 
 CAPTIONS_PER_IMAGE = 5
 Words = dict[str, str]

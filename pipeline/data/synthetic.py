@@ -18,12 +18,12 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from pipeline.config.sections import SPLIT_CYCLE, SceneConfig
-from pipeline.data.scene_captions import CAPTIONS_PER_IMAGE, main_object, scene_captions
-from pipeline.errors import UserError
-from pipeline.language.languages import suggested_tokenizer
-from pipeline.language.tokenizers import TOKENIZERS
-from pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.config.sections import SPLIT_CYCLE, SceneConfig
+from raycap.pipeline.data.scene_captions import CAPTIONS_PER_IMAGE, main_object, scene_captions
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import suggested_tokenizer
+from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.storage.atomic import atomic_folder
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (214, 30, 38),

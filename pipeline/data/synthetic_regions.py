@@ -14,8 +14,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from pipeline.config.sections import SceneConfig
-from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, SceneObject, make_scene
+from raycap.pipeline.config.sections import SceneConfig
+from raycap.pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, SceneObject, make_scene
 
 NOISE = 0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
 JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from pipeline.data.images import BadImage, read_image_file
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import without_secrets
-from pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
-from pipeline.untrusted.names import printable, relative_name
+from raycap.pipeline.data.images import BadImage, read_image_file
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+from raycap.pipeline.untrusted.names import printable, relative_name
 
 NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.language.subwords import SubwordModel
-from pipeline.language.tokenizers import SUBWORD, TOKENIZERS
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.language.subwords import SubwordModel
+from raycap.pipeline.language.tokenizers import SUBWORD, TOKENIZERS
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.untrusted.names import quoted
 
 MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"

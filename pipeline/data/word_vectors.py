@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.vocabulary import SPECIALS
-from pipeline.errors import UserError
-from pipeline.scoring.result_files import shorten
-from pipeline.untrusted.files import open_regular_file
-from pipeline.untrusted.names import shown
+from raycap.pipeline.data.vocabulary import SPECIALS
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.result_files import shorten
+from raycap.pipeline.untrusted.files import open_regular_file
+from raycap.pipeline.untrusted.names import shown
 
 MAX_LINE = 2**22  # bytes; a vector of the largest width that can be configured
 MAX_LISTED = 8  # a message names at most this many of the words without a vector

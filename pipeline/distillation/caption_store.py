@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.distillation.teacher import Teacher
-from pipeline.feature_store.store import feature_key, shard_name
-from pipeline.features.regions import describe_regions
-from pipeline.storage.path import StoragePath
-from pipeline.storage.tables import read_cache, read_table, write_table
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.distillation.teacher import Teacher
+from raycap.pipeline.feature_store.store import feature_key, shard_name
+from raycap.pipeline.features.regions import describe_regions
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.tables import read_cache, read_table, write_table
 
 # a caption that the teacher did not finish, or that contains UNK, is null
 CHUNK = pa.schema([("key", pa.string()), ("captions", pa.list_(pa.string()))])

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.dataset import Dataset
-from pipeline.data.vocabulary import SPECIALS, Vocabulary
-from pipeline.distillation.caption_store import CHUNK, CaptionStore
-from pipeline.errors import DamagedError
-from pipeline.storage.atomic import atomic_path
-from pipeline.storage.digests import file_digest
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
+from raycap.pipeline.distillation.caption_store import CHUNK, CaptionStore
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import file_digest
 
 ROWS_AT_A_TIME = 4096  # of images whose captions are Python objects
 NOT_FINISHED, NO_WORD = "not finished or with UNK", "without a word"

@@ -13,15 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig
-from pipeline.captioning.bundle import bundle_protocol, read_bundle_config, read_parts
-from pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched, require_intact
-from pipeline.captioning.protocols import SEARCH_KEYS, search_settings
-from pipeline.comparison.protocol import USUAL, WORDS, Protocol
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import DistillSection, EvaluationSection
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.models.config import ModelConfig
+from raycap.pipeline.captioning.bundle import bundle_protocol, read_bundle_config, read_parts
+from raycap.pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched, require_intact
+from raycap.pipeline.captioning.protocols import SEARCH_KEYS, search_settings
+from raycap.pipeline.comparison.protocol import USUAL, WORDS, Protocol
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import DistillSection, EvaluationSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 KEY = "distill.model"
 RECORDED_KEYS = (*SEARCH_KEYS, "precision")  # of the protocol

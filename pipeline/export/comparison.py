@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.export_graphs import EncoderGraph, GraphTensor, StepGraph
+    from raycap.models.export_graphs import EncoderGraph, GraphTensor, StepGraph
 
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 

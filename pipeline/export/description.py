@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.captioning.bundle import Bundle, bundle_protocol
-from pipeline.captioning.protocols import search_settings
-from pipeline.config.sections import EvaluationSection
-from pipeline.data.vocabulary import UNK, Vocabulary
-from pipeline.language.subwords import piece_bytes
-from pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.captioning.bundle import Bundle, bundle_protocol
+from raycap.pipeline.captioning.protocols import search_settings
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.vocabulary import UNK, Vocabulary
+from raycap.pipeline.language.subwords import piece_bytes
+from raycap.pipeline.language.tokenizers import TOKENIZERS
 
 if TYPE_CHECKING:
-    from models.export_graphs import EncoderGraph
+    from raycap.models.export_graphs import EncoderGraph
 
 FORMAT = 1
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
@@ -30,7 +30,7 @@ RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "be
 
 def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, Any]:
     """The content of captioner.json that does not depend on the format of the graphs, as JSON values."""
-    from pipeline.captioning.captioning import score_rules
+    from raycap.pipeline.captioning.captioning import score_rules
 
     sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
     search = search_settings(EvaluationSection(), [bundle_protocol(bundle.config)])

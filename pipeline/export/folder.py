@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.captioning.bundle import Bundle
-from pipeline.errors import JobFailedError, UserError
-from pipeline.export.comparison import Differences, Exported, compare_graphs
-from pipeline.export.description import describe, describe_words, dump
-from pipeline.export.onnx_graphs import DEFAULT_OPSET, OnnxGraph, has_runtime, write_graph
-from pipeline.export.torch_graphs import TorchProgram, write_program
-from pipeline.storage.atomic import atomic_folder
-from pipeline.storage.digests import file_digest
+from raycap.pipeline.captioning.bundle import Bundle
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.export.comparison import Differences, Exported, compare_graphs
+from raycap.pipeline.export.description import describe, describe_words, dump
+from raycap.pipeline.export.onnx_graphs import DEFAULT_OPSET, OnnxGraph, has_runtime, write_graph
+from raycap.pipeline.export.torch_graphs import TorchProgram, write_program
+from raycap.pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.storage.digests import file_digest
 
 if TYPE_CHECKING:
-    from models.export_graphs import EncoderGraph, StepGraph
+    from raycap.models.export_graphs import EncoderGraph, StepGraph
 
 DESCRIPTION, WORDS = "captioner.json", "vocabulary.json"
 ENCODER, DECODER = "encoder", "decoder"
@@ -49,7 +49,7 @@ def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> 
     The result is None if nothing can run the graphs. Raises UserError for a model that cannot be exported,
     JobFailedError for graphs that differ from the model. In both cases nothing is written.
     """
-    from models.export_graphs import EncoderGraph, StepGraph
+    from raycap.models.export_graphs import EncoderGraph, StepGraph
 
     with atomic_folder(folder) as temporary:
         captioner = bundle.captioner

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError
-from pipeline.untrusted.names import one_line
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.names import one_line
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from models.export_graphs import GraphTensor
+    from raycap.models.export_graphs import GraphTensor
 
 OPSETS = range(18, 24)  # that the exporter of PyTorch and onnxruntime know
 DEFAULT_OPSET = 20

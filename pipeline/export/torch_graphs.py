@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from models.export_graphs import GraphTensor
+    from raycap.models.export_graphs import GraphTensor
 
 
 def write_program(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor]) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.feature_store.key_table import KeyTable, key_digests
-from pipeline.feature_store.shards import INDEX, ONE_FILE, ShardInfo
-from pipeline.storage.path import StoragePath
-from pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.feature_store.key_table import KeyTable, key_digests
+from raycap.pipeline.feature_store.shards import INDEX, ONE_FILE, ShardInfo
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.tables import read_cache, write_table
 
 MANIFEST = pa.schema(
     [

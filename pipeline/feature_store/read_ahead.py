@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from pipeline.feature_store.shards import NUM_COPIES, ShardMaps
+from raycap.pipeline.feature_store.shards import NUM_COPIES, ShardMaps
 
 
 class ReadAhead:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.errors import DamagedError
-from pipeline.storage.digests import has_digest
-from pipeline.storage.file_cache import ChangedError, ShardCache
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.digests import has_digest
+from raycap.pipeline.storage.file_cache import ChangedError, ShardCache
+from raycap.pipeline.storage.path import StoragePath
 
 MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024

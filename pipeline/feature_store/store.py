@@ -31,15 +31,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.sections import FeatureSection
-from pipeline.errors import DamagedError
-from pipeline.feature_store.key_table import KeyTable, key_digests
-from pipeline.feature_store.manifests import MANIFEST, ManifestRows, manifest_path
-from pipeline.feature_store.read_ahead import ReadAhead
-from pipeline.feature_store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
-from pipeline.storage.file_cache import shard_cache
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.tables import write_table
+from raycap.pipeline.config.sections import FeatureSection
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.feature_store.key_table import KeyTable, key_digests
+from raycap.pipeline.feature_store.manifests import MANIFEST, ManifestRows, manifest_path
+from raycap.pipeline.feature_store.read_ahead import ReadAhead
+from raycap.pipeline.feature_store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
+from raycap.pipeline.storage.file_cache import shard_cache
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.tables import write_table
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.backbone import Backbone, image_transform
-from pipeline.storage.weights import load_weights
+from raycap.models.backbone import Backbone, image_transform
+from raycap.pipeline.storage.weights import load_weights
 
 if TYPE_CHECKING:
-    from models.config import BackboneConfig
-    from pipeline.config.sections import FeatureSection
+    from raycap.models.config import BackboneConfig
+    from raycap.pipeline.config.sections import FeatureSection
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import ConflictError
-from pipeline.untrusted.documents import parse_json
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import ConflictError
+from raycap.pipeline.untrusted.documents import parse_json
 
 if TYPE_CHECKING:
-    from pipeline.runtime.precision import PrecisionTimes
+    from raycap.pipeline.runtime.precision import PrecisionTimes
 
 logger = logging.getLogger(__name__)
 

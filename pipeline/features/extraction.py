@@ -23,16 +23,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import BackboneConfig
-from models.transform import ImageTransform
-from models.views import content_key_of
-from pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from pipeline.data.content_keys import HashedFiles, HashFiles
-from pipeline.data.dataset import ROUND_ROWS, Dataset
-from pipeline.data.images import UNREADABLE, decode_batch
-from pipeline.feature_store.key_table import KeyTable, first_of_each, key_digests
-from pipeline.feature_store.manifests import write_index
-from pipeline.feature_store.store import (
+from raycap.models.config import BackboneConfig
+from raycap.models.transform import ImageTransform
+from raycap.models.views import content_key_of
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles
+from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
+from raycap.pipeline.feature_store.key_table import KeyTable, first_of_each, key_digests
+from raycap.pipeline.feature_store.manifests import write_index
+from raycap.pipeline.feature_store.store import (
     FeatureStore,
     feature_key,
     has_shard,
@@ -41,11 +41,11 @@ from pipeline.feature_store.store import (
     remove_orphans,
     write_shard,
 )
-from pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from pipeline.runtime.progress import progress
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.storage.tables import read_cache, write_table
-from pipeline.storage.weights import weights_file_digest
+from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Extractor:
     @property
     def transform(self) -> ImageTransform:
         """The transform that belongs to the backbone. It imports torch; tasks that decode images are sent the value."""
-        from models.backbone import image_transform
+        from raycap.models.backbone import image_transform
 
         return image_transform(self.backbone)
 
@@ -309,9 +309,9 @@ class ShardWriter:
         """
         import ray
 
-        from pipeline.features.computation import FeatureComputer
-        from pipeline.runtime.context import device_for
-        from pipeline.runtime.cpu import computing_thread
+        from raycap.pipeline.features.computation import FeatureComputer
+        from raycap.pipeline.runtime.context import device_for
+        from raycap.pipeline.runtime.cpu import computing_thread
 
         self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)

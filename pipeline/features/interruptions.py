@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.errors import JobFailedError
-from pipeline.storage.s3 import OutageError, StorageError
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 
 MAX_INIT_DEATHS = 3  # actors in a row that may die while they start, for example because memory is short
 MAX_STORAGE_RETRIES = 5  # of a task; each attempt repeats its requests for minutes, and pauses follow it

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from models.config import BackboneConfig
-from pipeline.config.sections import ACTOR_CPUS, FeatureSection
-from pipeline.features.decided_precision import decided_precision, recorded_precision
-from pipeline.features.interruptions import one_sentence
-from pipeline.storage.path import StoragePath
+from raycap.models.config import BackboneConfig
+from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
+from raycap.pipeline.features.decided_precision import decided_precision, recorded_precision
+from raycap.pipeline.features.interruptions import one_sentence
+from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
-    from pipeline.runtime.precision import PrecisionTimes
+    from raycap.pipeline.runtime.precision import PrecisionTimes
 
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
@@ -68,8 +68,8 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
     A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
     """
-    from pipeline.runtime.context import device_for
-    from pipeline.runtime.cpu import computing_thread
+    from raycap.pipeline.runtime.context import device_for
+    from raycap.pipeline.runtime.cpu import computing_thread
 
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1
@@ -77,8 +77,8 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
     def measure() -> PrecisionTimes:
         import torch
 
-        from models.backbone import Backbone, with_one_block_per_stage
-        from pipeline.runtime.precision import measure_precisions
+        from raycap.models.backbone import Backbone, with_one_block_per_stage
+        from raycap.pipeline.runtime.precision import measure_precisions
 
         model = Backbone(with_one_block_per_stage(backbone), with_weights=False).eval().to(device)
         images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)

@@ -10,22 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.augmentation import augmented
-from models.base import Features, map_tensors
-from models.transform import ImageTransform
-from models.views import seed_of_key
-from pipeline.annotations.location import ImageLocation, has_remote_image
-from pipeline.data.images import MAX_BYTES, decode_image
-from pipeline.storage.path import StorageOptions
+from raycap.models.augmentation import augmented
+from raycap.models.base import Features, map_tensors
+from raycap.models.transform import ImageTransform
+from raycap.models.views import seed_of_key
+from raycap.pipeline.annotations.location import ImageLocation, has_remote_image
+from raycap.pipeline.data.images import MAX_BYTES, decode_image
+from raycap.pipeline.storage.path import StorageOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from PIL import Image
 
-    from models.views import Views
-    from pipeline.data.dataset import Dataset
-    from pipeline.feature_store.store import FeatureStore
-    from pipeline.storage.file_cache import ImageCache
+    from raycap.models.views import Views
+    from raycap.pipeline.data.dataset import Dataset
+    from raycap.pipeline.feature_store.store import FeatureStore
+    from raycap.pipeline.storage.file_cache import ImageCache
 
 NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 

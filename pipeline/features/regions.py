@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import SYNTHETIC
-from pipeline.data.dataset import Dataset
-from pipeline.errors import UserError
-from pipeline.feature_store.manifests import write_index
-from pipeline.feature_store.store import (
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.feature_store.manifests import write_index
+from raycap.pipeline.feature_store.store import (
     FeatureStore,
     feature_key,
     mark_complete,
@@ -36,10 +36,10 @@ from pipeline.feature_store.store import (
     remove_orphans,
     write_shard,
 )
-from pipeline.features.extraction import write_quarantine
-from pipeline.storage.atomic import atomic_path
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.names import one_line, printable
+from raycap.pipeline.features.extraction import write_quarantine
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.names import one_line, printable
 
 _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
 _MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
@@ -133,7 +133,7 @@ def region_file(config: RunConfig) -> Path:
     """The HDF5 file of a configuration. A missing file of the synthetic data set is written first."""
     if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
-    from pipeline.data.synthetic_regions import file_name, scene_regions
+    from raycap.pipeline.data.synthetic_regions import file_name, scene_regions
 
     path = config.working_path / "data" / file_name(config.data.synthetic)
     if not path.is_file():

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config.run import RunConfig
-from pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
-from pipeline.data.dataset import Dataset
-from pipeline.errors import UserError
-from pipeline.features.extraction import Extractor, StartRay, extract, hashing_extraction
-from pipeline.features.measured_precision import extraction_precision
-from pipeline.features.regions import import_regions
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.extraction import Extractor, StartRay, extract, hashing_extraction
+from raycap.pipeline.features.measured_precision import extraction_precision
+from raycap.pipeline.features.regions import import_regions
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 
 logger = logging.getLogger(__name__)
 

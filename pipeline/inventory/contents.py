@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipeline.errors import JobFailedError, UserError
-from pipeline.inventory.folders import (
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.inventory.folders import (
     Files,
     Scan,
     Size,
@@ -19,10 +19,10 @@ from pipeline.inventory.folders import (
     read_record,
     reason,
 )
-from pipeline.inventory.runs import TEMPORARY, RunEntry, runs
-from pipeline.retrain.champion import LEASE, POINTER, ChampionStore
-from pipeline.search.trials import ENDED
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.inventory.runs import TEMPORARY, RunEntry, runs
+from raycap.pipeline.retrain.champion import LEASE, POINTER, ChampionStore
+from raycap.pipeline.search.trials import ENDED
+from raycap.pipeline.storage.path import StoragePath
 
 # Folders of the storage that are not listed one by one: files that several runs share.
 OTHERS = ("backbones", "data", "distilled", "manifests", "mlflow", "precision")

@@ -11,11 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.storage.lease import LeaseRecord
-from pipeline.storage.path import Entry, StoragePath
-from pipeline.untrusted.documents import parse_json, require_mapping
-from pipeline.untrusted.names import one_line
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.lease import LeaseRecord
+from raycap.pipeline.storage.path import Entry, StoragePath
+from raycap.pipeline.untrusted.documents import parse_json, require_mapping
+from raycap.pipeline.untrusted.names import one_line
 
 MAX_RECORD_BYTES = 2**26  # of a JSON or YAML file; run.json lists unreadable images
 Files = Iterator[tuple[str, Entry]]

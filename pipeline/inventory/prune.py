@@ -20,12 +20,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.errors import JobFailedError, UserError
-from pipeline.inventory.contents import FeatureEntry, Inventory, SearchEntry
-from pipeline.inventory.folders import Scan, Size, folder_names, is_leased
-from pipeline.inventory.runs import STEP, TEMPORARY, TRAINED, RunEntry, backbones, read_run
-from pipeline.runs.folder import try_lock
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.inventory.contents import FeatureEntry, Inventory, SearchEntry
+from raycap.pipeline.inventory.folders import Scan, Size, folder_names, is_leased
+from raycap.pipeline.inventory.runs import STEP, TEMPORARY, TRAINED, RunEntry, backbones, read_run
+from raycap.pipeline.runs.folder import try_lock
+from raycap.pipeline.storage.path import StoragePath
 
 LEAST_DAYS = 1.0  # what was changed later may belong to a process that this one cannot see
 Kind = Literal["checkpoint", "leftover", "features", "run"]

@@ -10,12 +10,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
-from pipeline.errors import JobFailedError, UserError
-from pipeline.inventory.folders import MAX_RECORD_BYTES, Scan, Size, folders, is_leased, is_locked, read_record, reason
-from pipeline.runs.folder import RunMetadata
-from pipeline.storage.digests import DIGESTS, digests_in
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.documents import parse_yaml, require_mapping
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.inventory.folders import (
+    MAX_RECORD_BYTES,
+    Scan,
+    Size,
+    folders,
+    is_leased,
+    is_locked,
+    read_record,
+    reason,
+)
+from raycap.pipeline.runs.folder import RunMetadata
+from raycap.pipeline.storage.digests import DIGESTS, digests_in
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.documents import parse_yaml, require_mapping
 
 RUNS_AT_A_TIME, NUM_READS = 64, 8
 # A run on S3 has no lock. Its workers send the journal every few seconds, but an extraction writes elsewhere for hours.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.untrusted.names import quoted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pipeline.language.words import clusters, is_without_spaces
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.language.words import clusters, is_without_spaces
+from raycap.pipeline.untrusted.names import quoted
 
 NORMALIZING = ("unicode", "characters", "subword")  # tokenizers for which normal forms make no difference
 MAX_SHOWN = 60  # characters of an example

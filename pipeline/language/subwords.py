@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.language.words import normalized
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.language.words import normalized
+from raycap.pipeline.untrusted.names import quoted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from pipeline.errors import DamagedError
-from pipeline.storage.atomic import atomic_path
-from pipeline.storage.digests import DIGESTS, is_recorded, require_whole, write_digests
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import DIGESTS, is_recorded, require_whole, write_digests
 
 DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
 IMAGES_PER_PART = 4096  # whose ids are Python objects at a time

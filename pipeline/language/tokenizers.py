@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.language.english import tokenize, tokenize_like_spacy
-from pipeline.language.words import character_parts, characters, unicode_words, word_parts
+from raycap.pipeline.language.english import tokenize, tokenize_like_spacy
+from raycap.pipeline.language.words import character_parts, characters, unicode_words, word_parts
 
 SUBWORD = "subword"
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from pipeline.reports.fonts import drawable
+from raycap.pipeline.reports.fonts import drawable
 
 if TYPE_CHECKING:  # it imports torch, which no caller of `COLORS` needs
-    from models.cluster_groups import Clusters
+    from raycap.models.cluster_groups import Clusters
 
 SIDE, MARGIN, TITLE = 288, 12, 26  # pixels: side of an image, margin, height of a title
 LINE = 28  # pixels: height of a line of words

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.confidence.quality import Quality
-from pipeline.reports.charts import DOTS_UP_TO, Line, Plot, Ticks, choose_round_values, format_number
+from raycap.pipeline.confidence.quality import Quality
+from raycap.pipeline.reports.charts import DOTS_UP_TO, Line, Plot, Ticks, choose_round_values, format_number
 
 PERCENT_TICKS = tuple(range(0, 101, 25))
 

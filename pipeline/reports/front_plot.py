@@ -6,7 +6,7 @@ import io
 import itertools
 from collections.abc import Sequence
 
-from pipeline.comparison.front import Point, ends, pareto_front
+from raycap.pipeline.comparison.front import Point, ends, pareto_front
 
 INK, MUTED, RULE, ACCENT, BEST = "#14201c", "#52605a", "#d5dcd9", "#0b6b58", "#b5401f"
 OFFSET = 7  # of a label from its point in both directions, in typographic points

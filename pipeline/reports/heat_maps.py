@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.reports.fonts import drawable
+from raycap.pipeline.reports.fonts import drawable
 
 SIDE, MARGIN, LABEL = 224, 8, 26  # pixels: side of an image, margin, height of a label
 COLUMNS = 6

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.confidence.quality import Quality
-from pipeline.data.images import BadImage, decode_image, read_image_file
-from pipeline.language.languages import ENGLISH
-from pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
-from pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
-from pipeline.reports.confidence_charts import reliability_plot, risk_plot
-from pipeline.reports.text_table import UNAVAILABLE
-from pipeline.scoring.metric_words import metric_words
-from pipeline.storage.atomic import write_text
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.confidence.quality import Quality
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.reports.charts import Histogram, Plot, make_histogram, make_plot
+from raycap.pipeline.reports.cluster_pictures import COLORS, LayerColors, text_color
+from raycap.pipeline.reports.confidence_charts import reliability_plot, risk_plot
+from raycap.pipeline.reports.text_table import UNAVAILABLE
+from raycap.pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.storage.atomic import write_text
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder

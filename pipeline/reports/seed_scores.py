@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.reports.text_table import UNAVAILABLE
+from raycap.pipeline.reports.text_table import UNAVAILABLE
 
 MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
 Rows = list[tuple[str, list[str]]]

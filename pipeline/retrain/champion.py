@@ -23,13 +23,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ValidationError
 
-from pipeline.comparison.bootstrap import Difference
-from pipeline.config.sections import Section
-from pipeline.errors import UserError
-from pipeline.retrain.data_listing import Change
-from pipeline.storage.lease import Lease, LostLeaseError
-from pipeline.storage.path import ConflictError, StoragePath
-from pipeline.untrusted.names import relative_name, shown
+from raycap.pipeline.comparison.bootstrap import Difference
+from raycap.pipeline.config.sections import Section
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.data_listing import Change
+from raycap.pipeline.storage.lease import Lease, LostLeaseError
+from raycap.pipeline.storage.path import ConflictError, StoragePath
+from raycap.pipeline.untrusted.names import relative_name, shown
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]

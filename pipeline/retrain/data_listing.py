@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.annotations.location import PARTS
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import Section
-from pipeline.data.dataset import Dataset
-from pipeline.storage.path import Entry, StoragePath, is_remote, join
+from raycap.pipeline.annotations.location import PARTS
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import Section
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.storage.path import Entry, StoragePath, is_remote, join
 
 LISTING = pa.schema(
     [

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.reports.page import Report, ReportImage, write_report
-from pipeline.retrain.champion import Decision
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.reports.page import Report, ReportImage, write_report
+from raycap.pipeline.retrain.champion import Decision
+from raycap.pipeline.storage.path import StoragePath
 
 
 def decision_page(

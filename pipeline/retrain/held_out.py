@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pyarrow.compute as pc
 
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.errors import UserError
-from pipeline.storage.tables import from_bytes, to_bytes
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 
 class HeldOut(NamedTuple):

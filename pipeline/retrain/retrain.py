@@ -15,23 +15,23 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from pipeline.captioning.bundle_files import bundle_digests
-from pipeline.comparison.bootstrap import RESAMPLES, Difference, paired_difference
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.data.loading import data_root, find_data
-from pipeline.errors import UserError
-from pipeline.retrain import held_out
-from pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
-from pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
-from pipeline.retrain.decision_page import decision_page
-from pipeline.retrain.tracking import update_tracker
-from pipeline.runs.check import Reader, check_data
-from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import score_captions
-from pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
-from pipeline.storage.path import StoragePath, try_rights
-from pipeline.storage.tables import from_bytes, to_bytes
+from raycap.pipeline.captioning.bundle_files import bundle_digests
+from raycap.pipeline.comparison.bootstrap import RESAMPLES, Difference, paired_difference
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.loading import data_root, find_data
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain import held_out
+from raycap.pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
+from raycap.pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
+from raycap.pipeline.retrain.decision_page import decision_page
+from raycap.pipeline.retrain.tracking import update_tracker
+from raycap.pipeline.runs.check import Reader, check_data
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
+from raycap.pipeline.storage.path import StoragePath, try_rights
+from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
 

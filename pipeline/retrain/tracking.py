@@ -10,11 +10,11 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.config.run import RunConfig
-from pipeline.retrain.champion import ChampionState, ChampionStore, FileRecord
-from pipeline.runs.folder import RunFolder
-from pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
-from pipeline.tracking.run_tracker import register_run
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, FileRecord
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
+from raycap.pipeline.tracking.run_tracker import register_run
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.data.vocabulary import EOS, Vocabulary
-from pipeline.errors import DamagedError
-from pipeline.language.languages import ENGLISH
-from pipeline.rewards.cider_index import build_index
-from pipeline.rewards.references import References
-from pipeline.scoring.cider import CiderD
-from pipeline.scoring.metric_words import metric_words
-from pipeline.storage.atomic import atomic_folder, file_lock
-from pipeline.storage.cache import REWARD_INDEXES
-from pipeline.storage.digests import require_whole, write_digests
+from raycap.pipeline.data.vocabulary import EOS, Vocabulary
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.rewards.cider_index import build_index
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.scoring.cider import CiderD
+from raycap.pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.storage.atomic import atomic_folder, file_lock
+from raycap.pipeline.storage.cache import REWARD_INDEXES
+from raycap.pipeline.storage.digests import require_whole, write_digests
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class CiderDReward:
         if cache is None:
             scorer = build(None)
         else:
-            from pipeline.runs.identity import code_digest
+            from raycap.pipeline.runs.identity import code_digest
 
             content = [code_digest(), eos, documents.captions, language, vocabulary.to_json()]
             digest = hashlib.sha256(json.dumps(content).encode())

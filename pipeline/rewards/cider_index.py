@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.rewards.spills import Runs, Spill, distinct_keys
-from pipeline.scoring.cider import CiderD
-from pipeline.scoring.ngram_keys import (
+from raycap.pipeline.rewards.spills import Runs, Spill, distinct_keys
+from raycap.pipeline.scoring.cider import CiderD
+from raycap.pipeline.scoring.ngram_keys import (
     N_MAX,
     HashTable,
     Ragged,

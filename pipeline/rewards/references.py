@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.language.tokenizers import text_column
+from raycap.pipeline.language.tokenizers import text_column
 
 if TYPE_CHECKING:
-    from pipeline.data.dataset import Dataset
+    from raycap.pipeline.data.dataset import Dataset
 
 _BATCH = 1024  # images whose captions are Python lists at a time
 

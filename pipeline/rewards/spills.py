@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.scoring.ngram_keys import hashes
+from raycap.pipeline.scoring.ngram_keys import hashes
 
 _STEP = 256  # `Runs` remembers one of this many keys, to find ranges of keys without reading them
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.rewards.cider_d import CiderDReward, sampled_documents
-from pipeline.rewards.weighted import WeightedReward
+from raycap.pipeline.rewards.cider_d import CiderDReward, sampled_documents
+from raycap.pipeline.rewards.weighted import WeightedReward
 
 GROUP_IMAGES = 2**18  # of a group at most: an index of 1.2 GB with five captions per image
 

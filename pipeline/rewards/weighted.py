@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.rewards.cider_d import CiderDReward
-from pipeline.rewards.references import References
-from pipeline.rewards.words import Bleu, Length, Repetition, RougeL, SampledWords, WordReward
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.rewards.cider_d import CiderDReward
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.rewards.words import Bleu, Length, Repetition, RougeL, SampledWords, WordReward
 
 CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that its EOS can count as a word
 WORD_REWARDS: dict[str, WordReward] = {

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.rewards.references import References
-from pipeline.scoring.metric_words import metric_words
-from pipeline.scoring.metrics import CaptionWords
-from pipeline.scoring.ngrams import bleu, rouge_l
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.scoring.metrics import CaptionWords
+from raycap.pipeline.scoring.ngrams import bleu, rouge_l
 
 MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
 

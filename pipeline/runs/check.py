@@ -19,20 +19,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.config.run import RunConfig
-from pipeline.data.content_keys import HashedFiles, hash_with_threads
-from pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, require_splits
-from pipeline.data.images import measure_batch
-from pipeline.data.loading import data_root, snapshot_of
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.feature_store.key_table import first_of_each, key_digests
-from pipeline.features.regions import missing_regions
-from pipeline.language.caption_problems import CaptionProblems
-from pipeline.language.tokenizers import SUBWORD, caption_words
-from pipeline.runtime.progress import progress
-from pipeline.storage.path import StorageOptions
-from pipeline.untrusted.names import quoted, shown
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads
+from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, require_splits
+from raycap.pipeline.data.images import measure_batch
+from raycap.pipeline.data.loading import data_root, snapshot_of
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.feature_store.key_table import first_of_each, key_digests
+from raycap.pipeline.features.regions import missing_regions
+from raycap.pipeline.language.caption_problems import CaptionProblems
+from raycap.pipeline.language.tokenizers import SUBWORD, caption_words
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.untrusted.names import quoted, shown
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
-from pipeline.data.dataset import Dataset
-from pipeline.errors import JobFailedError, UserError
-from pipeline.feature_store.manifests import MANIFEST
-from pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, TOKENS, RunMetadata
-from pipeline.runs.journal import num_damaged_lines
-from pipeline.storage.atomic import decode_json
-from pipeline.storage.digests import DIGESTS, find_damage, stored_digest
-from pipeline.storage.path import StoragePath
-from pipeline.storage.tables import from_bytes, read_table
-from pipeline.untrusted.documents import parse_yaml
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.feature_store.manifests import MANIFEST
+from raycap.pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, TOKENS, RunMetadata
+from raycap.pipeline.runs.journal import num_damaged_lines
+from raycap.pipeline.storage.atomic import decode_json
+from raycap.pipeline.storage.digests import DIGESTS, find_damage, stored_digest
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.tables import from_bytes, read_table
+from raycap.pipeline.untrusted.documents import parse_yaml
 
 NUM_READS = 4  # files read at the same time
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from pipeline.distillation.caption_store import caption_store, images_to_caption
-from pipeline.distillation.taken_captions import Distilled, Taker, count_taken, read_taken
-from pipeline.distillation.teacher import Teacher, find_teacher
-from pipeline.errors import DamagedError, UserError
-from pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, RunFolder
-from pipeline.runtime.secrets import without_secrets
-from pipeline.storage.atomic import write_json
-from pipeline.storage.digests import has_digest
+from raycap.pipeline.distillation.caption_store import caption_store, images_to_caption
+from raycap.pipeline.distillation.taken_captions import Distilled, Taker, count_taken, read_taken
+from raycap.pipeline.distillation.teacher import Teacher, find_teacher
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, RunFolder
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.digests import has_digest
 
 logger = logging.getLogger(__name__)
 

@@ -12,29 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.captioning.protocols import confidence_search, run_protocol
-from pipeline.confidence.confidence import SIGNALS, Confidence
-from pipeline.confidence.fit import fit_split
-from pipeline.confidence.quality import Quality, judged_quality
-from pipeline.data.dataset import Dataset
-from pipeline.data.synthetic import main_object_hits
-from pipeline.errors import DamagedError, UserError
-from pipeline.language.languages import ENGLISH
-from pipeline.runs.folder import RunFolder
-from pipeline.score_inputs.inputs import score_inputs
-from pipeline.scoring.metrics import (
+from raycap.pipeline.captioning.protocols import confidence_search, run_protocol
+from raycap.pipeline.confidence.confidence import SIGNALS, Confidence
+from raycap.pipeline.confidence.fit import fit_split
+from raycap.pipeline.confidence.quality import Quality, judged_quality
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.synthetic import main_object_hits
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.score_inputs.inputs import score_inputs
+from raycap.pipeline.scoring.metrics import (
     JAVA_METRICS,
     has_meaning,
     metrics_of_split,
     score_captions,
     why_unavailable,
 )
-from pipeline.scoring.result_files import N_BEST, read_n_best, read_predictions
-from pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
-from pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.scoring.result_files import N_BEST, read_n_best, read_predictions
+from raycap.pipeline.scoring.split_result import ConstraintCounts, Hypothesis, SplitResult, mean_alignment
+from raycap.pipeline.storage.atomic import read_json, write_json
 
 if TYPE_CHECKING:
-    from models.constraints import ConstraintAutomaton
+    from raycap.models.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 

@@ -24,25 +24,25 @@ from typing import Any, Literal
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from models.config import ModelSizes
-from pipeline.config.load import parse_stored_config
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import StageSection
-from pipeline.config.variables import variable_names
-from pipeline.data.dataset import Dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.distillation.taken_captions import Distilled, captions_of, read_taken
-from pipeline.errors import DamagedError, UserError
-from pipeline.language.token_files import TokenFiles, write_tokens
-from pipeline.runtime.secrets import remember_variable, remembered_variables
-from pipeline.storage.atomic import file_lock, read_json, try_file_lock
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.copies import no_pruning, prune_copies, remove_copy
-from pipeline.storage.digests import has_digest, is_recorded, require_whole
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.untrusted.documents import parse_yaml, require_mapping
-from pipeline.untrusted.names import one_line, printable
+from raycap.models.config import ModelSizes
+from raycap.pipeline.config.load import parse_stored_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.config.variables import variable_names
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.distillation.taken_captions import Distilled, captions_of, read_taken
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.language.token_files import TokenFiles, write_tokens
+from raycap.pipeline.runtime.secrets import remember_variable, remembered_variables
+from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.copies import no_pruning, prune_copies, remove_copy
+from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.untrusted.documents import parse_yaml, require_mapping
+from raycap.pipeline.untrusted.names import one_line, printable
 
 JOURNAL = "log/journal"
 DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns

@@ -11,15 +11,15 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
-from models.config import Identity
-from pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import SYNTHETIC, TextEncoderSection
-from pipeline.distillation.teacher import find_teacher
-from pipeline.features.regions import ends_digest
-from pipeline.storage.path import storage_path
-from pipeline.storage.weights import weights_file_digest
-from pipeline.version import project_root
+from raycap.models.config import Identity
+from raycap.pipeline.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC, TextEncoderSection
+from raycap.pipeline.distillation.teacher import find_teacher
+from raycap.pipeline.features.regions import ends_digest
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.weights import weights_file_digest
+from raycap.pipeline.version import package_folder
 
 # Sources that decide a result. A change in one of them gives new run ids, a change elsewhere (as in reports) does not.
 RESULT_SOURCES = (
@@ -30,6 +30,7 @@ RESULT_SOURCES = (
     "pipeline/config",
     "pipeline/data",
     "pipeline/distillation",
+    "pipeline/feature_store",
     "pipeline/features",
     "pipeline/language",
     "pipeline/rewards",
@@ -52,10 +53,10 @@ def code_digest() -> str:
     """Hash of the paths and contents of RESULT_SOURCES; of a folder, all Python files count."""
     digest = hashlib.sha256()
     for source in RESULT_SOURCES:
-        root = project_root() / source
+        root = package_folder() / source
         files = [root] if root.is_file() else sorted(root.rglob("*.py"))
         for path in files:
-            digest.update(str(path.relative_to(project_root())).encode() + path.read_bytes())
+            digest.update(str(path.relative_to(package_folder())).encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -10,24 +10,24 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.config import ModelSizes
-from pipeline.captioning.bundle import REQUIRED_FILES
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import SYNTHETIC
-from pipeline.config.variables import quoted_value
-from pipeline.data.dataset import build_vocabulary
-from pipeline.data.loading import planned_data
-from pipeline.data.word_vectors import check_word_vectors
-from pipeline.distillation.teacher import check_teacher
-from pipeline.errors import UserError
-from pipeline.score_inputs.inputs import score_inputs
-from pipeline.storage.atomic import require_writable
-from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import StorageError
+from raycap.models.config import ModelSizes
+from raycap.pipeline.captioning.bundle import REQUIRED_FILES
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.config.variables import quoted_value
+from raycap.pipeline.data.dataset import build_vocabulary
+from raycap.pipeline.data.loading import planned_data
+from raycap.pipeline.data.word_vectors import check_word_vectors
+from raycap.pipeline.distillation.teacher import check_teacher
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.score_inputs.inputs import score_inputs
+from raycap.pipeline.storage.atomic import require_writable
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import StorageError
 
 if TYPE_CHECKING:
-    from models.backbone import Backbone
-    from models.base import CaptionModel
+    from raycap.models.backbone import Backbone
+    from raycap.models.base import CaptionModel
 
 MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
 MAX_BATCH_BYTES = 2**44  # 16 TiB on one worker; the largest GPUs have 0.3
@@ -39,7 +39,7 @@ def check_before_writing(config: RunConfig) -> None:
     check_files(config)
     dataset = planned_data(config)
     if dataset is not None:
-        from pipeline.runs.prepare import check_constraints, max_positions
+        from raycap.pipeline.runs.prepare import check_constraints, max_positions
 
         vocabulary = build_vocabulary(dataset, config.data)
         max_positions(config, dataset, vocabulary)
@@ -80,14 +80,14 @@ def check_files(config: RunConfig) -> None:
     if model.word_vectors is not None and model.word_vector_width is not None:
         check_word_vectors(Path(model.word_vectors).expanduser(), model.word_vector_width)
     if features.hdf5 not in (None, SYNTHETIC):
-        from pipeline.features.regions import open_regions, region_file
+        from raycap.pipeline.features.regions import open_regions, region_file
 
         with open_regions(region_file(config)):
             pass
     if config.has_backbone and config.backbone.weights not in ("none", "pretrained"):
         _require_file("backbone.weights", config.backbone.weights)
     if config.evaluation.constraints is not None:
-        from pipeline.captioning.constraints import read_constraints
+        from raycap.pipeline.captioning.constraints import read_constraints
 
         read_constraints(Path(config.evaluation.constraints))
     check_score_inputs(config)
@@ -143,7 +143,7 @@ def require_possible(config: RunConfig) -> None:
         return
     import torch
 
-    from pipeline.runs.prepare import initial_backbone
+    from raycap.pipeline.runs.prepare import initial_backbone
 
     with torch.device("meta"):
         backbone = initial_backbone(config, with_weights=False)
@@ -156,7 +156,7 @@ def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_wid
 
     The data, which are not read yet, may make it larger.
     """
-    from models.macs import model_on_meta
+    from raycap.models.macs import model_on_meta
 
     positions = config.model.max_positions or 74
     sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words
@@ -177,7 +177,7 @@ def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_wid
 
 def _require_trainable(config: RunConfig, model: CaptionModel, backbone: Backbone | None) -> None:
     """Raises UserError if `freeze` or `layer_decay` of a stage does not fit the parameters."""
-    from models.captioner import Captioner
+    from raycap.models.captioner import Captioner
 
     for stage in config.stages:
         trained = backbone if stage.train_backbone else None

@@ -16,32 +16,32 @@ from typing import Literal
 import numpy as np
 import torch
 
-from models.backbone import Backbone, backbone_macs, image_transform
-from models.base import CaptionModel
-from models.config import ModelSizes
-from models.registry import build_model
-from models.token_embeddings import fill_word_vectors
-from pipeline.captioning.constraints import load_automata
-from pipeline.config.load import dump_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
-from pipeline.data.loading import find_data
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.data.word_vectors import describe_missing, read_word_vectors
-from pipeline.distillation.teacher import find_teacher
-from pipeline.errors import DamagedError, JobFailedError, UserError
-from pipeline.features.keeping import DISK_RATE, S3_RATE, computing_seconds, reading_seconds, stores_features
-from pipeline.features.regions import feature_width
-from pipeline.runs.distilled import has_distilled_captions
-from pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
-from pipeline.runs.identity import code_digest, run_identity
-from pipeline.runs.warm_start import warm_start
-from pipeline.storage.atomic import write_json, write_text
-from pipeline.storage.cache import free_bytes
-from pipeline.storage.digests import file_digest, write_digests
-from pipeline.storage.file_cache import shard_cache
-from pipeline.storage.weights import save_weights
-from pipeline.version import commit
+from raycap.models.backbone import Backbone, backbone_macs, image_transform
+from raycap.models.base import CaptionModel
+from raycap.models.config import ModelSizes
+from raycap.models.registry import build_model
+from raycap.models.token_embeddings import fill_word_vectors
+from raycap.pipeline.captioning.constraints import load_automata
+from raycap.pipeline.config.load import dump_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
+from raycap.pipeline.distillation.teacher import find_teacher
+from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.features.keeping import DISK_RATE, S3_RATE, computing_seconds, reading_seconds, stores_features
+from raycap.pipeline.features.regions import feature_width
+from raycap.pipeline.runs.distilled import has_distilled_captions
+from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
+from raycap.pipeline.runs.identity import code_digest, run_identity
+from raycap.pipeline.runs.warm_start import warm_start
+from raycap.pipeline.storage.atomic import write_json, write_text
+from raycap.pipeline.storage.cache import free_bytes
+from raycap.pipeline.storage.digests import file_digest, write_digests
+from raycap.pipeline.storage.file_cache import shard_cache
+from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.version import commit
 
 logger = logging.getLogger(__name__)
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.backbone import Backbone
-from models.captioner import Captioner
-from models.registry import build_model
-from pipeline.captioning.bundle import read_confidences, save_bundle
-from pipeline.captioning.bundle_files import BUNDLE_FILES, require_intact
-from pipeline.captioning.protocols import run_protocol
-from pipeline.confidence.confidence import Confidence
-from pipeline.config.sections import StageSection
-from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.weights import load_weights
+from raycap.models.backbone import Backbone
+from raycap.models.captioner import Captioner
+from raycap.models.registry import build_model
+from raycap.pipeline.captioning.bundle import read_confidences, save_bundle
+from raycap.pipeline.captioning.bundle_files import BUNDLE_FILES, require_intact
+from raycap.pipeline.captioning.protocols import run_protocol
+from raycap.pipeline.confidence.confidence import Confidence
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.weights import load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipeline.captioning.protocols import run_protocol
-from pipeline.comparison.published import FinalRow, published_rows
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.features.source import describe_features
-from pipeline.language.languages import metric_tokenizer
-from pipeline.reports.page import Report, ReportImage, ReportStage, write_report
-from pipeline.runs.evaluation import RunScores
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import read_journal
-from pipeline.scoring.metrics import Score
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.captioning.protocols import run_protocol
+from raycap.pipeline.comparison.published import FinalRow, published_rows
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.features.source import describe_features
+from raycap.pipeline.language.languages import metric_tokenizer
+from raycap.pipeline.reports.page import Report, ReportImage, ReportStage, write_report
+from raycap.pipeline.runs.evaluation import RunScores
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.scoring.metrics import Score
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 
 CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
     ("train", "loss"): "loss",

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from models.backbone import Backbone
-from models.base import CaptionModel
-from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.bundle_files import fetched
-from pipeline.config.run import RunConfig
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.storage.path import storage_path
+from raycap.models.backbone import Backbone
+from raycap.models.base import CaptionModel
+from raycap.pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.captioning.bundle_files import fetched
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import storage_path
 
 MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
 

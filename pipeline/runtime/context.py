@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pipeline.runtime.log import set_rank
+from raycap.pipeline.runtime.log import set_rank
 
 STOP_POLL_S = 1.0
 

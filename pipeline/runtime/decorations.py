@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.errors import UserError, cause_of
-from pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.errors import UserError, cause_of
+from raycap.pipeline.runtime.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 

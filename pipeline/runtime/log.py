@@ -14,11 +14,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import JobFailedError, UserError
-from pipeline.runtime.secrets import without_secrets
-from pipeline.untrusted.names import printable
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.untrusted.names import printable
 
-PACKAGES = ("jobs", "pipeline", "models")
+PACKAGES = ("raycap",)
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from pipeline.runtime.log import is_shown
+from raycap.pipeline.runtime.log import is_shown
 
 if TYPE_CHECKING:
     from rich.progress import Progress

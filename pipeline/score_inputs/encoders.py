@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.dual_encoder import DualEncoder
-from models.tensor_files import read_tensors
-from pipeline.config.sections import EncoderSection
-from pipeline.data.images import BadImage, decode_image, read_image_file
-from pipeline.errors import UserError
-from pipeline.language.subwords import ClipTokenizer
-from pipeline.runtime.context import computes_on_cpus
-from pipeline.scoring.metrics import UnavailableError
-from pipeline.scoring.result_files import read_content
-from pipeline.storage.path import StorageOptions, StoragePath
-from pipeline.storage.weights import weights_file_digest
-from pipeline.untrusted.names import one_line, shown
+from raycap.models.dual_encoder import DualEncoder
+from raycap.models.tensor_files import read_tensors
+from raycap.pipeline.config.sections import EncoderSection
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.subwords import ClipTokenizer
+from raycap.pipeline.runtime.context import computes_on_cpus
+from raycap.pipeline.scoring.metrics import UnavailableError
+from raycap.pipeline.scoring.result_files import read_content
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.weights import weights_file_digest
+from raycap.pipeline.untrusted.names import one_line, shown
 
 IMAGES_PER_BATCH, TEXTS_PER_BATCH = 32, 256
 

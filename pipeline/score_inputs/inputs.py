@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.sections import DataSection, EncoderSection, ScoreInputsSection, TextEncoderSection
-from pipeline.data.scene_captions import shape_names
-from pipeline.score_inputs.objects import read_instances, read_names
-from pipeline.scoring.grounding import Encoder, Objects, TokenEncoder
-from pipeline.scoring.metrics import ScoreInputs
-from pipeline.storage.path import StorageOptions
+from raycap.pipeline.config.sections import DataSection, EncoderSection, ScoreInputsSection, TextEncoderSection
+from raycap.pipeline.data.scene_captions import shape_names
+from raycap.pipeline.score_inputs.objects import read_instances, read_names
+from raycap.pipeline.scoring.grounding import Encoder, Objects, TokenEncoder
+from raycap.pipeline.scoring.metrics import ScoreInputs
+from raycap.pipeline.storage.path import StorageOptions
 
 
 def score_inputs(
@@ -33,7 +33,7 @@ def score_inputs(
     def encoder(files: EncoderSection | None) -> Encoder | None:
         if files is None:
             return None
-        from pipeline.score_inputs.encoders import FileEncoder
+        from raycap.pipeline.score_inputs.encoders import FileEncoder
 
         max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
         return FileEncoder(files, uris or {}, max_pixels, options)
@@ -46,7 +46,7 @@ def score_inputs(
 def _token_encoder(section: TextEncoderSection | None) -> TokenEncoder | None:
     if section is None:
         return None
-    from pipeline.score_inputs.text_encoders import FileTextEncoder
+    from raycap.pipeline.score_inputs.text_encoders import FileTextEncoder
 
     return FileTextEncoder(section)
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.scoring.result_files import ImageId, read_json, shorten
-from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.result_files import ImageId, read_json, shorten
+from raycap.pipeline.untrusted.files import read_document
+from raycap.pipeline.untrusted.names import quoted
 
 MAX_NAME = 200  # characters
 

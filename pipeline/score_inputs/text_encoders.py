@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from models.tensor_files import read_header, read_tensors
-from models.text_encoder import TextEncoder, TextEncoderSizes
-from pipeline.config.sections import TextEncoderSection
-from pipeline.errors import UserError
-from pipeline.language.bert_tokenizer import BertTokenizer
-from pipeline.runtime.context import computes_on_cpus
-from pipeline.scoring.grounding import Ids
-from pipeline.scoring.metrics import UnavailableError
-from pipeline.storage.weights import weights_file_digest
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.files import read_regular_file
-from pipeline.untrusted.names import one_line
+from raycap.models.tensor_files import read_header, read_tensors
+from raycap.models.text_encoder import TextEncoder, TextEncoderSizes
+from raycap.pipeline.config.sections import TextEncoderSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.bert_tokenizer import BertTokenizer
+from raycap.pipeline.runtime.context import computes_on_cpus
+from raycap.pipeline.scoring.grounding import Ids
+from raycap.pipeline.scoring.metrics import UnavailableError
+from raycap.pipeline.storage.weights import weights_file_digest
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.untrusted.names import one_line
 
 TOKENS_PER_BATCH = 4096  # with padding
 MAX_JSON_BYTES = 32 * 2**20  # bert-base-multilingual-cased has 2 MB

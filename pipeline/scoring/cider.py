@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.scoring.ngram_keys import N_MAX, HashTable, by_length, count_ngrams, find_in_buckets, take
+from raycap.pipeline.scoring.ngram_keys import N_MAX, HashTable, by_length, count_ngrams, find_in_buckets, take
 
 SIGMA = 6.0
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pipeline.language.languages import ENGLISH
-from pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.scoring.metric_words import metric_words
 
 # Words that cannot end an English caption: articles, possessives, conjunctions, copulas, and prepositions that need an
 # object. The list omits prepositions that often end a clause, like "on" in "the shelf it stands on".

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.language.languages import ENGLISH
-from pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.scoring.metric_words import metric_words
 
 # English plurals that do not end with s, by the end of the singular
 _PLURALS = {

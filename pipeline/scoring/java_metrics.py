@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.scoring.java import JavaError, finish, java_command, java_process, talk, with_one_restart
+from raycap.pipeline.scoring.java import JavaError, finish, java_command, java_process, talk, with_one_restart
 
 Caption = Sequence[str]  # tokens
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.language.languages import ENGLISH, metric_tokenizer
-from pipeline.language.tokenizers import TOKENIZERS
-from pipeline.scoring import ptb
+from raycap.pipeline.language.languages import ENGLISH, metric_tokenizer
+from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.scoring import ptb
 
 VERSION = 1  # of the tokenizers `unicode` and `characters`; raise it when one of them gives other words
 

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.language.languages import ENGLISH
-from pipeline.scoring import java_metrics, ngrams
-from pipeline.scoring.diagnostics import caption_stats
-from pipeline.scoring.grounding import (
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.scoring import java_metrics, ngrams
+from raycap.pipeline.scoring.diagnostics import caption_stats
+from raycap.pipeline.scoring.grounding import (
     CLIP_WEIGHT,
     PAC_WEIGHT,
     PROMPT,
@@ -30,9 +30,9 @@ from pipeline.scoring.grounding import (
     image_similarity,
     with_references,
 )
-from pipeline.scoring.java import JavaError
-from pipeline.scoring.metric_words import words_of_all, words_signature
-from pipeline.scoring.result_files import shorten
+from raycap.pipeline.scoring.java import JavaError
+from raycap.pipeline.scoring.metric_words import words_of_all, words_signature
+from raycap.pipeline.scoring.result_files import shorten
 
 Input = Literal["objects", "several", "clip", "pac", "bert"]
 _ENCODERS = ("clip", "pac", "bert")  # the inputs that the signature of scores names

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.storage.path import storage_path
-from pipeline.untrusted.documents import gunzip, kind_of, parse_json
-from pipeline.untrusted.files import read_document
-from pipeline.untrusted.names import quoted, relative_name, shown
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.untrusted.documents import gunzip, kind_of, parse_json
+from raycap.pipeline.untrusted.files import read_document
+from raycap.pipeline.untrusted.names import quoted, relative_name, shown
 
 ImageId = int | str
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another

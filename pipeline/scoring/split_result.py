@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pipeline.scoring.metrics import Scores
+from raycap.pipeline.scoring.metrics import Scores
 
 
 class Hypothesis(NamedTuple):

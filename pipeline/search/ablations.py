@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from models.config import ModelConfig
-from models.macs import TABLE_6_IMAGES
-from pipeline.comparison.published import ABLATION_COLUMNS, AblationRow, PrintedRow, ablation, printed_tables
-from pipeline.search.results import (
+from raycap.models.config import ModelConfig
+from raycap.models.macs import TABLE_6_IMAGES
+from raycap.pipeline.comparison.published import ABLATION_COLUMNS, AblationRow, PrintedRow, ablation, printed_tables
+from raycap.pipeline.search.results import (
     SPREAD_TEXT,
     PointResult,
     Rows,
@@ -22,8 +22,8 @@ from pipeline.search.results import (
     mean_of,
     spread_of,
 )
-from pipeline.search.space import show_value
-from pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.space import show_value
+from raycap.pipeline.search.spec import SCORE, Search
 
 COSTS_SHOWN = ("macs_executed", "parameters")  # the costs in the tables of the other two papers
 NOTE = (

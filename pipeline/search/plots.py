@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from models.macs import TABLE_6_IMAGES
-from pipeline.comparison.published import ablation
-from pipeline.search.ablations import printed_label
-from pipeline.search.results import PointResult, heading, unit
-from pipeline.search.space import Dimension, short
-from pipeline.search.spec import COSTS, SCORE, Search
+from raycap.models.macs import TABLE_6_IMAGES
+from raycap.pipeline.comparison.published import ablation
+from raycap.pipeline.search.ablations import printed_label
+from raycap.pipeline.search.results import PointResult, heading, unit
+from raycap.pipeline.search.space import Dimension, short
+from raycap.pipeline.search.spec import COSTS, SCORE, Search
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

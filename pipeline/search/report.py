@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.reports.page import render_template
-from pipeline.search.ablations import comparisons
-from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
-from pipeline.search.results import SPREAD_TEXT, PointResult, heading, leaderboard, objectives_text, selection_note
-from pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
-from pipeline.search.space import short
-from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import TrialLog, TrialRecord
-from pipeline.storage.atomic import write_bytes, write_text
+from raycap.pipeline.reports.page import render_template
+from raycap.pipeline.search.ablations import comparisons
+from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
+from raycap.pipeline.search.results import (
+    SPREAD_TEXT,
+    PointResult,
+    heading,
+    leaderboard,
+    objectives_text,
+    selection_note,
+)
+from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
+from raycap.pipeline.search.space import short
+from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.trials import TrialLog, TrialRecord
+from raycap.pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
 

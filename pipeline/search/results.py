@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from pipeline.captioning.protocols import in_language, searched
-from pipeline.comparison.protocol import Protocol
-from pipeline.config.load import dump_config, parse_config
-from pipeline.reports.text_table import format_table
-from pipeline.search.space import short, show_value
-from pipeline.search.spec import COSTS, SCORE, Search
-from pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
-from pipeline.storage.atomic import atomic_path, write_text
+from raycap.pipeline.captioning.protocols import in_language, searched
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.config.load import dump_config, parse_config
+from raycap.pipeline.reports.text_table import format_table
+from raycap.pipeline.search.space import short, show_value
+from raycap.pipeline.search.spec import COSTS, SCORE, Search
+from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
+from raycap.pipeline.storage.atomic import atomic_path, write_text
 
 Rows = list[tuple[str, list[str]]]  # the rows of a table, each as (label, cells)
 SPREAD_TEXT = "one standard deviation over the seeds (n - 1); within spread: the difference is not larger than it"

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pipeline.search.space import Dimension, Space
-from pipeline.search.spec import Search
+from raycap.pipeline.search.space import Dimension, Space
+from raycap.pipeline.search.spec import Search
 
 MAX_REPEATED_DRAWS = 50  # After Optuna has proposed this many tried points in a row, an untried one is drawn at random.
 MIN_POINTS_FOR_IMPORTANCE = 4

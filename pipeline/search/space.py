@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.values import NUMBER, Groups
-from pipeline.config.sections import Name, Section
-from pipeline.untrusted.names import printable, shown
+from raycap.models.values import NUMBER, Groups
+from raycap.pipeline.config.sections import Name, Section
+from raycap.pipeline.untrusted.names import printable, shown
 
 MAX_CHOICES = 1000  # that a dimension lists; each is built before a search starts
 MAX_NUMBERS = 100_000  # of a range with a step

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from models.config import ExpansionNetConfig
-from models.values import NUMBER, Text
-from pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import (
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.values import NUMBER, Text
+from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import (
     Cpus,
     Epochs,
     FileName,
@@ -33,12 +33,12 @@ from pipeline.config.sections import (
     StorageSection,
     long_storage,
 )
-from pipeline.config.variables import remember_secrets
-from pipeline.errors import UserError
-from pipeline.runs.identity import config_identity
-from pipeline.scoring.metrics import METRICS
-from pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
-from pipeline.untrusted.names import shown
+from raycap.pipeline.config.variables import remember_secrets
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.scoring.metrics import METRICS
+from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
+from raycap.pipeline.untrusted.names import shown
 
 Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
 MAX_SEEDS = 1000
@@ -397,7 +397,7 @@ class Search:
 
     def check_teacher(self) -> None:
         """Raises UserError for a choice of `distill` that the teacher's search cannot give. A remote one is fetched."""
-        from pipeline.runs.preflight import check_distill
+        from raycap.pipeline.runs.preflight import check_distill
 
         for name, point in self._end_points():
             config = self.trial_config(point, self.config.seeds[0])
@@ -454,7 +454,7 @@ class Search:
 
     def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
-        from pipeline.runs.preflight import require_possible_model
+        from raycap.pipeline.runs.preflight import require_possible_model
 
         try:
             config = self.trial_config(point, self.config.seeds[0])

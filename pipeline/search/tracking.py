@@ -11,10 +11,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pipeline.search.spec import SCORE
-from pipeline.search.trials import ENDED, TrialLog, TrialRecord
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import (
+from raycap.pipeline.search.spec import SCORE
+from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord
+from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.tracking.mlflow_client import (
     experiment_of,
     get_or_create_run,
     log_params,

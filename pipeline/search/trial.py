@@ -20,34 +20,34 @@ from typing import Any
 
 import torch
 
-from models.base import Features
-from models.decoding import beam_search
-from models.macs import TABLE_6_CAPTION_TOKENS, cost
-from models.registry import build_model
-from pipeline.config.run import RunConfig, total_steps
-from pipeline.data.dataset import Dataset
-from pipeline.data.loading import find_data
-from pipeline.errors import UserError
-from pipeline.runs.distilled import with_distilled_captions
-from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
-from pipeline.runs.journal import read_journal
-from pipeline.runs.prepare import prepare
-from pipeline.runtime.context import Context, LocalContext, device_for
-from pipeline.runtime.secrets import without_secrets
-from pipeline.score_inputs.inputs import score_inputs
-from pipeline.scoring.metrics import score_captions
-from pipeline.scoring.result_files import ImageId, read_predictions
-from pipeline.search.spec import SCORE, Search
-from pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
-from pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.digests import write_digests
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.s3 import OutageError
-from pipeline.storage.weights import load_weights, weights_file_digest
-from pipeline.training.batches import num_samples
-from pipeline.training.loop import StageJob, train_stages
+from raycap.models.base import Features
+from raycap.models.decoding import beam_search
+from raycap.models.macs import TABLE_6_CAPTION_TOKENS, cost
+from raycap.models.registry import build_model
+from raycap.pipeline.config.run import RunConfig, total_steps
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.distilled import with_distilled_captions
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runtime.context import Context, LocalContext, device_for
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.score_inputs.inputs import score_inputs
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.scoring.result_files import ImageId, read_predictions
+from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
+from raycap.pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.digests import write_digests
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import OutageError
+from raycap.pipeline.storage.weights import load_weights, weights_file_digest
+from raycap.pipeline.training.batches import num_samples
+from raycap.pipeline.training.loop import StageJob, train_stages
 
 # sends the run's folder, or a validation, to the search; raises SystemExit to stop the trial
 Report = Callable[[dict[str, Any]], None]

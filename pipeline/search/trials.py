@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.errors import DamagedError
-from pipeline.search.samplers import Proposal, make_sampler, point_key
-from pipeline.search.spec import COSTS, SCORE, Search
-from pipeline.storage.atomic import decode_json, write_json
-from pipeline.storage.lease import Lease
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.untrusted.names import one_line
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.search.samplers import Proposal, make_sampler, point_key
+from raycap.pipeline.search.spec import COSTS, SCORE, Search
+from raycap.pipeline.storage.atomic import decode_json, write_json
+from raycap.pipeline.storage.lease import Lease
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.untrusted.names import one_line
 
 TrialState = Literal["running", "finished", "stopped", "failed"]
 ENDED: tuple[TrialState, ...] = ("finished", "stopped", "failed")

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.captioning.bundle_files import bundle_digests, fetched
-from pipeline.captioning.model_sources import SentBundle, StoredBundle
-from pipeline.errors import UserError
-from pipeline.retrain.champion import ChampionStore
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.untrusted.names import shown
+from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.captioning.model_sources import SentBundle, StoredBundle
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.champion import ChampionStore
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.untrusted.names import shown
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
 WEIGHTS = "model.safetensors"

@@ -12,11 +12,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 
-from pipeline.confidence.image_caption import Explanation, ImageCaption
-from pipeline.data.uri_roots import UriRoots
-from pipeline.reports.caption_page import content_security_policy, page
-from pipeline.serving.bodies import Options, Source, parse_body, read_body
-from pipeline.serving.forms import (
+from raycap.pipeline.confidence.image_caption import Explanation, ImageCaption
+from raycap.pipeline.data.uri_roots import UriRoots
+from raycap.pipeline.reports.caption_page import content_security_policy, page
+from raycap.pipeline.serving.bodies import Options, Source, parse_body, read_body
+from raycap.pipeline.serving.forms import (
     CaptionAnswer,
     CaptionBody,
     CaptionEntry,
@@ -28,11 +28,11 @@ from pipeline.serving.forms import (
     ModelEntry,
     ModelsAnswer,
 )
-from pipeline.serving.guard import FAILED, Access, Guard, error_parts
-from pipeline.serving.limits import Limits, RefusedError
-from pipeline.serving.metrics import Metrics
-from pipeline.serving.served_models import Decoder, ImageFile, Made, Search, ServedModel, ServedModels
-from pipeline.storage.path import StorageOptions
+from raycap.pipeline.serving.guard import FAILED, Access, Guard, error_parts
+from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.metrics import Metrics
+from raycap.pipeline.serving.served_models import Decoder, ImageFile, Made, Search, ServedModel, ServedModels
+from raycap.pipeline.storage.path import StorageOptions
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 500, 503)

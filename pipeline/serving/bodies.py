@@ -12,13 +12,13 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from pipeline.data.images import BadImage
-from pipeline.data.uri_roots import UriRoots
-from pipeline.errors import UserError
-from pipeline.serving.limits import Limits, RefusedError
-from pipeline.serving.served_models import Decoder, ImageFile
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.names import one_line, quoted, shown
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.data.uri_roots import UriRoots
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.served_models import Decoder, ImageFile
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.names import one_line, quoted, shown
 
 MAX_FIELDS = 20  # of a multipart body, besides its files
 MAX_FIELD_BYTES = 10_000

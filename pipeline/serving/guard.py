@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.runtime.secrets import without_secrets
-from pipeline.serving.limits import Limits, RefusedError
-from pipeline.serving.metrics import Metrics
-from pipeline.untrusted.names import one_line
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.metrics import Metrics
+from raycap.pipeline.untrusted.names import one_line
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.transform import ImageTransform
-from pipeline.captioning.service import CaptionService
-from pipeline.confidence.image_caption import ImageCaption
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import without_secrets
-from pipeline.serving.guard import FAILED
-from pipeline.serving.limits import RefusedError
-from pipeline.serving.loading import LoadedModel
-from pipeline.serving.served_models import (
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.confidence.image_caption import ImageCaption
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.serving.guard import FAILED
+from raycap.pipeline.serving.limits import RefusedError
+from raycap.pipeline.serving.loading import LoadedModel
+from raycap.pipeline.serving.served_models import (
     Answer,
     ExplainJob,
     ImageJob,
@@ -26,7 +26,7 @@ from pipeline.serving.served_models import (
     StaleTransform,
     transform_key,
 )
-from pipeline.untrusted.names import one_line
+from raycap.pipeline.untrusted.names import one_line
 
 logger = logging.getLogger(__name__)
 

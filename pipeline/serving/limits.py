@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from pipeline.errors import UserError
+from raycap.pipeline.errors import UserError
 
 
 @dataclass(frozen=True)

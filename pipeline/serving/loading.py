@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.captioning.model_sources import ModelSource
-from pipeline.captioning.service import CaptionService
-from pipeline.errors import UserError
-from pipeline.serving.address import ModelAddress, parse_address, weights_digest
-from pipeline.storage.path import StorageOptions
+from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.serving.address import ModelAddress, parse_address, weights_digest
+from raycap.pipeline.storage.path import StorageOptions
 
 
 @dataclass(frozen=True)

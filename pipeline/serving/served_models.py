@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from models.transform import ImageTransform
-from pipeline.confidence.image_caption import Explanation, ImageCaption
-from pipeline.data.image_sources import load_image
-from pipeline.data.images import BadImage, OversizedError, UnknownFormatError
-from pipeline.runtime.secrets import without_secrets
-from pipeline.serving.comparison import ComparisonLog
-from pipeline.serving.limits import RefusedError
-from pipeline.serving.metrics import Metrics
-from pipeline.untrusted.names import one_line, quoted
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.confidence.image_caption import Explanation, ImageCaption
+from raycap.pipeline.data.image_sources import load_image
+from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatError
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.serving.comparison import ComparisonLog
+from raycap.pipeline.serving.limits import RefusedError
+from raycap.pipeline.serving.metrics import Metrics
+from raycap.pipeline.untrusted.names import one_line, quoted
 
 MAX_ATTEMPTS = 3  # of a request whose model is replaced meanwhile
 MAX_COMPARED = 8  # requests to the challenger at a time; more are left out

@@ -6,12 +6,12 @@ import logging
 import threading
 from collections.abc import Callable
 
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.runtime.secrets import without_secrets
-from pipeline.serving.address import ModelAddress
-from pipeline.serving.host import ModelHost
-from pipeline.serving.loading import LoadedModel
-from pipeline.untrusted.names import one_line
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.serving.address import ModelAddress
+from raycap.pipeline.serving.host import ModelHost
+from raycap.pipeline.serving.loading import LoadedModel
+from raycap.pipeline.untrusted.names import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from pipeline.annotations.files import is_image, matches, opened
-from pipeline.annotations.rows import COLUMNS
-from pipeline.annotations.table import TABLE_ENDINGS
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted.documents import parse_json
-from pipeline.untrusted.names import one_line, printable, shown
-from pipeline.untrusted.parquet_files import ParquetFile
+from raycap.pipeline.annotations.files import is_image, matches, opened
+from raycap.pipeline.annotations.rows import COLUMNS
+from raycap.pipeline.annotations.table import TABLE_ENDINGS
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted.documents import parse_json
+from raycap.pipeline.untrusted.names import one_line, printable, shown
+from raycap.pipeline.untrusted.parquet_files import ParquetFile
 
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # of annotation files with the same ending that are tried

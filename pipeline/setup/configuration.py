@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.setup.language import Language
+from raycap.pipeline.setup.language import Language
 
 SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
 

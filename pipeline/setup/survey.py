@@ -14,14 +14,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.annotations.files import is_image
-from pipeline.annotations.rows import COLUMNS
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import Dataset, read_annotations
-from pipeline.errors import UserError
-from pipeline.setup.candidates import SPLIT_WORDS, Candidate, Reading, find_candidates, read_names
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.untrusted.names import one_line, printable, quoted, shown
+from raycap.pipeline.annotations.files import is_image
+from raycap.pipeline.annotations.rows import COLUMNS
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import Dataset, read_annotations
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.setup.candidates import SPLIT_WORDS, Candidate, Reading, find_candidates, read_names
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.untrusted.names import one_line, printable, quoted, shown
 
 MAX_LISTED = 2_000_000  # files of a folder
 MAX_FOLDERS = 20  # that are tried as the images' folder

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DamagedError, UserError
+from raycap.pipeline.errors import DamagedError, UserError
 
 
 @contextmanager

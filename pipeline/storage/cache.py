@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.untrusted.names import expanded_path
+from raycap.pipeline.untrusted.names import expanded_path
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.

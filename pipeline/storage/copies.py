@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.storage.atomic import file_lock, try_file_lock
-from pipeline.storage.cache import cache_folder, usable_bytes
-from pipeline.storage.mirror import RECORD_SUFFIX, Mirror
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.atomic import file_lock, try_file_lock
+from raycap.pipeline.storage.cache import cache_folder, usable_bytes
+from raycap.pipeline.storage.mirror import RECORD_SUFFIX, Mirror
+from raycap.pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DamagedError, UserError
-from pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.path import StoragePath
 
 DIGESTS = "digests.json"
 FORMAT = 1

@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.storage.atomic import file_lock, write_bytes
-from pipeline.storage.cache import cache_folder, cache_limit, cached_files, free_bytes, used_bytes
-from pipeline.storage.digests import has_digest
-from pipeline.storage.path import StorageError, StoragePath
-from pipeline.untrusted.names import printable
+from raycap.pipeline.storage.atomic import file_lock, write_bytes
+from raycap.pipeline.storage.cache import cache_folder, cache_limit, cached_files, free_bytes, used_bytes
+from raycap.pipeline.storage.digests import has_digest
+from raycap.pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.untrusted.names import printable
 
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
 COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache

@@ -21,9 +21,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from pipeline.errors import UserError
-from pipeline.storage.path import ConflictError, StoragePath
-from pipeline.untrusted.names import printable
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import ConflictError, StoragePath
+from raycap.pipeline.untrusted.names import printable
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
-from pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath, join
-from pipeline.untrusted.names import relative_name
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
+from raycap.pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath, join
+from raycap.pipeline.untrusted.names import relative_name
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"

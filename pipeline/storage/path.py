@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from pipeline.errors import UserError
-from pipeline.storage.atomic import file_lock, write_bytes
-from pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
-from pipeline.untrusted.files import open_regular_file, read_regular_file
-from pipeline.untrusted.names import expanded_path
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.atomic import file_lock, write_bytes
+from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
+from raycap.pipeline.untrusted.files import open_regular_file, read_regular_file
+from raycap.pipeline.untrusted.names import expanded_path
 
 REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3: a request takes as long as the transfer of about so much
 MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from pipeline.storage.retries import Retries
+from raycap.pipeline.storage.retries import Retries
 
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts

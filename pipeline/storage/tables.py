@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import DamagedError
-from pipeline.storage.cache import cache_folder
-from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import StorageError
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import DamagedError
-from pipeline.storage.atomic import atomic_path
-from pipeline.storage.digests import file_digest
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import file_digest
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
     import torch

@@ -12,7 +12,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from pipeline.storage.atomic import atomic_path, file_lock
+from raycap.pipeline.storage.atomic import atomic_path, file_lock
 
 logger = logging.getLogger(__name__)
 

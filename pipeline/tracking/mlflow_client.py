@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.run import RunConfig
-from pipeline.runtime.secrets import split_userinfo, without_secrets
-from pipeline.storage.path import StorageOptions, is_remote
-from pipeline.tracking.local_database import ensure_database
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
+from raycap.pipeline.storage.path import StorageOptions, is_remote
+from raycap.pipeline.tracking.local_database import ensure_database
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import BATCH_SIZE, CaptionService
-from pipeline.confidence.image_caption import ImageCaption
-from pipeline.data.images import BadImage
-from pipeline.data.uri_roots import NOT_READABLE, UriRoots
-from pipeline.version import project_root
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.service import BATCH_SIZE, CaptionService
+from raycap.pipeline.confidence.image_caption import ImageCaption
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.data.uri_roots import NOT_READABLE, UriRoots
+from raycap.pipeline.version import package_folder
 
 MAX_IMAGE_BYTES = 32 * 2**20  # in column `image`; a decoder may take a microsecond for each byte of a hostile file
 MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time
@@ -117,19 +117,19 @@ def serving_sources() -> list[Path]:
 
     Imports inside functions count, because the model may call these functions.
     """
-    root = project_root()
+    root = package_folder()
     sources: set[Path] = set()
-    waiting = [Path(__file__).resolve()]
+    waiting = [Path(__file__)]
     while waiting:
         path = waiting.pop()
         if path in sources or not path.is_file():
             continue
         sources.add(path)
-        waiting += [folder / "__init__.py" for folder in path.parents if root in folder.parents]
+        waiting += [folder / "__init__.py" for folder in path.parents if folder.is_relative_to(root)]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                waiting += [root / f"{name.replace('.', '/')}.py" for name in names]
+                waiting += [root.parent / f"{name.replace('.', '/')}.py" for name in names]
     return sorted(sources)
 
 

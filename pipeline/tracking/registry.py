@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder
-from pipeline.storage.path import is_remote
-from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
-from pipeline.tracking.run_sync import SentRecord
-from pipeline.version import project_root
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.storage.path import is_remote
+from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
+from raycap.pipeline.tracking.run_sync import SentRecord
+from raycap.pipeline.version import package_folder
 
 SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
 TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
@@ -48,7 +48,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
     ):
         logged = mlflow.pyfunc.log_model(
             name="model",
-            loader_module="pipeline.tracking.pyfunc",  # the module reads the bundle, so nothing is pickled
+            loader_module="raycap.pipeline.tracking.pyfunc",  # the module reads the bundle, so nothing is pickled
             data_path=str(bundle),
             code_paths=code,
             # package indexes name versions without a build's suffix (+cpu)
@@ -79,11 +79,11 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _serving_code() -> Iterator[list[str]]:
     """Yields folders with copies of the part of raycap that serving needs, which are stored with a model."""
-    from pipeline.tracking.pyfunc import serving_sources
+    from raycap.pipeline.tracking.pyfunc import serving_sources
 
     with tempfile.TemporaryDirectory() as temporary:
         for source in serving_sources():
-            target = Path(temporary) / source.relative_to(project_root())
+            target = Path(temporary) / source.relative_to(package_folder().parent)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
         yield [str(folder) for folder in sorted(Path(temporary).iterdir())]

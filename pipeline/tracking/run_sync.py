@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.run import RunConfig
-from pipeline.errors import DamagedError
-from pipeline.reports.curves import write_curves
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import Entry, read_journal
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import experiment_of, get_or_create_run, log_params, public_uri
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.reports.curves import write_curves
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import Entry, read_journal
+from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.tracking.mlflow_client import experiment_of, get_or_create_run, log_params, public_uri
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _get_or_create_child(client: Any, folder: RunFolder, config: RunConfig, firs
     section = config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
     if section.objective == "scst":
-        from pipeline.training.objectives import scst_signature
+        from raycap.pipeline.training.objectives import scst_signature
 
         tags["raycap.signature"] = scst_signature(section.sampling)
     match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}

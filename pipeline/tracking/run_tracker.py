@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.config.run import RunConfig
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import journal_bytes
-from pipeline.storage.atomic import write_json
-from pipeline.tracking.mlflow_client import (
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import journal_bytes
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.tracking.mlflow_client import (
     BoundedClient,
     ClientStopped,
     public_uri,
@@ -24,8 +24,8 @@ from pipeline.tracking.mlflow_client import (
     tracking_client,
     warn_of_local_file,
 )
-from pipeline.tracking.registry import register_model
-from pipeline.tracking.run_sync import SentRecord, log_plots, log_results, sync
+from raycap.pipeline.tracking.registry import register_model
+from raycap.pipeline.tracking.run_sync import SentRecord, log_plots, log_results, sync
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
 
     Returns the registered name/version; None when the tracker does not accept everything now.
     """
-    from pipeline.runs.run_bundle import local_bundle
+    from raycap.pipeline.runs.run_bundle import local_bundle
 
     summary = folder.summary
     if summary is None:

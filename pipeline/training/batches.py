@@ -20,20 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.base import Features, map_tensors
-from pipeline.data.images import BadImage
-from pipeline.features.model_inputs import on_device
-from pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
-from pipeline.untrusted.names import shown
+from raycap.models.base import Features, map_tensors
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.features.model_inputs import on_device
+from raycap.pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
+from raycap.pipeline.untrusted.names import shown
 
 if TYPE_CHECKING:
-    from models.transform import ImageTransform
-    from pipeline.config.sections import StageSection
-    from pipeline.data.dataset import Dataset
-    from pipeline.feature_store.read_ahead import ReadAhead
-    from pipeline.language.token_files import TokenFiles
-    from pipeline.runs.folder import RunFolder
-from pipeline.features.model_inputs import Images
+    from raycap.models.transform import ImageTransform
+    from raycap.pipeline.config.sections import StageSection
+    from raycap.pipeline.data.dataset import Dataset
+    from raycap.pipeline.feature_store.read_ahead import ReadAhead
+    from raycap.pipeline.language.token_files import TokenFiles
+    from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 _CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from models.backbone import image_transform
-from models.base import Features
-from pipeline.config.sections import StageSection
-from pipeline.data.dataset import Dataset
-from pipeline.rewards.stage_reward import Groups
-from pipeline.runs.folder import RunFolder
-from pipeline.runtime.context import device_for
-from pipeline.runtime.cpu import memory_mb, prepare_processor
-from pipeline.runtime.precision import float32_products
-from pipeline.training.batches import Batch, CaptionTokens, target_positions
-from pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
-from pipeline.training.objectives import check_reward, make_objective
-from pipeline.training.optimizer import make_optimizer
-from pipeline.training.weight_average import WeightAverage
-from pipeline.untrusted.names import one_line
+from raycap.models.backbone import image_transform
+from raycap.models.base import Features
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.rewards.stage_reward import Groups
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.context import device_for
+from raycap.pipeline.runtime.cpu import memory_mb, prepare_processor
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
+from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
+from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.optimizer import make_optimizer
+from raycap.pipeline.training.weight_average import WeightAverage
+from raycap.pipeline.untrusted.names import one_line
 
 NUM_STEPS = 2  # on a GPU
 MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest

@@ -20,36 +20,36 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
-from models.backbone import Backbone, set_drop_path
-from models.base import Features
-from models.captioner import Captioner
-from models.layers import set_dropout
-from models.registry import build_model
-from pipeline.captioning.captioning import caption_images
-from pipeline.config.run import total_steps
-from pipeline.config.sections import StageSection
-from pipeline.feature_store.store import open_store
-from pipeline.features.computation import FeatureComputer
-from pipeline.features.measured_precision import known_precision
-from pipeline.rewards.cider_d import CiderDReward
-from pipeline.rewards.references import References
-from pipeline.rewards.stage_reward import GROUP_IMAGES, Groups
-from pipeline.runs.folder import RunFolder, StageResult
-from pipeline.runtime.context import Context, any_rank, gather_objects
-from pipeline.runtime.cpu import prepare_processor
-from pipeline.runtime.precision import float32_products
-from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import load_weights
-from pipeline.training.batches import Batch, Batches, CaptionTokens
-from pipeline.training.finite import FiniteCheck
-from pipeline.training.objectives import check_reward, make_objective
-from pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
-from pipeline.training.sample_order import seed_of
-from pipeline.training.split_captions import caption_split, model_inputs
-from pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
-from pipeline.training.step_metrics import StepMetrics, summed
-from pipeline.training.weight_average import WeightAverage
+from raycap.models.backbone import Backbone, set_drop_path
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.layers import set_dropout
+from raycap.models.registry import build_model
+from raycap.pipeline.captioning.captioning import caption_images
+from raycap.pipeline.config.run import total_steps
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.features.computation import FeatureComputer
+from raycap.pipeline.features.measured_precision import known_precision
+from raycap.pipeline.rewards.cider_d import CiderDReward
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.rewards.stage_reward import GROUP_IMAGES, Groups
+from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.scoring.split_result import Hypothesis
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import load_weights
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens
+from raycap.pipeline.training.finite import FiniteCheck
+from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
+from raycap.pipeline.training.sample_order import seed_of
+from raycap.pipeline.training.split_captions import caption_split, model_inputs
+from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
+from raycap.pipeline.training.step_metrics import StepMetrics, summed
+from raycap.pipeline.training.weight_average import WeightAverage
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"

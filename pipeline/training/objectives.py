@@ -32,25 +32,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.base import CaptionModel, Memory, evaluating
-from models.caption_masks import CaptionMasks, new_masks
-from models.captioner import Captioner
-from models.decoding import Beams, Decoder, greedy, sample, search
-from models.decoding_config import Decoding
-from models.score_rules import ScoreRules
-from pipeline.language.languages import ENGLISH
-from pipeline.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
-from pipeline.rewards.references import References
-from pipeline.rewards.stage_reward import Groups, StageReward
-from pipeline.rewards.weighted import CIDER_D, WeightedReward
-from pipeline.scoring.diagnostics import OPEN_ENDINGS
-from pipeline.storage.cache import cache_folder
-from pipeline.training.batches import Batch
+from raycap.models.base import CaptionModel, Memory, evaluating
+from raycap.models.caption_masks import CaptionMasks, new_masks
+from raycap.models.captioner import Captioner
+from raycap.models.decoding import Beams, Decoder, greedy, sample, search
+from raycap.models.decoding_config import Decoding
+from raycap.models.score_rules import ScoreRules
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.rewards.stage_reward import Groups, StageReward
+from raycap.pipeline.rewards.weighted import CIDER_D, WeightedReward
+from raycap.pipeline.scoring.diagnostics import OPEN_ENDINGS
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.training.batches import Batch
 
 if TYPE_CHECKING:
-    from pipeline.config.sections import ScstSection, StageSection
-    from pipeline.data.dataset import Dataset
-    from pipeline.data.vocabulary import Vocabulary
+    from raycap.pipeline.config.sections import ScstSection, StageSection
+    from raycap.pipeline.data.dataset import Dataset
+    from raycap.pipeline.data.vocabulary import Vocabulary
 
 DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
 MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from models.captioner import Captioner
+from raycap.models.captioner import Captioner
 
 if TYPE_CHECKING:
-    from pipeline.config.sections import OptimizerSection, ScheduleSection
+    from raycap.pipeline.config.sections import OptimizerSection, ScheduleSection
 
 
 def learning_rate(

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import torch
 
-from models.backbone import Backbone, image_transform
-from models.captioner import Captioner
-from models.registry import build_model
-from models.views import Views
-from pipeline.captioning.captioning import caption_images
-from pipeline.captioning.protocols import run_protocol
-from pipeline.data.dataset import Dataset
-from pipeline.feature_store.store import FeatureStore, open_store
-from pipeline.features.model_inputs import AugmentedImages, Images, StoredViews
-from pipeline.runs.folder import RunFolder
-from pipeline.runtime.context import Context
-from pipeline.runtime.cpu import prepare_processor
-from pipeline.scoring.result_files import write_predictions
-from pipeline.storage.file_cache import image_cache
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import load_weights
-from pipeline.training.stage_output import StageOutput
+from raycap.models.backbone import Backbone, image_transform
+from raycap.models.captioner import Captioner
+from raycap.models.registry import build_model
+from raycap.models.views import Views
+from raycap.pipeline.captioning.captioning import caption_images
+from raycap.pipeline.captioning.protocols import run_protocol
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.feature_store.store import FeatureStore, open_store
+from raycap.pipeline.features.model_inputs import AugmentedImages, Images, StoredViews
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.context import Context
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.scoring.result_files import write_predictions
+from raycap.pipeline.storage.file_cache import image_cache
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import load_weights
+from raycap.pipeline.training.stage_output import StageOutput
 
 REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
 

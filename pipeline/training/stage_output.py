@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from models.captioner import Captioner
-from pipeline.errors import DamagedError
-from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
-from pipeline.runs.journal import JOURNAL_EVERY_S, Journal
-from pipeline.storage.atomic import atomic_folder, read_json, write_json
-from pipeline.storage.digests import DIGESTS, require_whole, write_digests
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import save_weights
-from pipeline.training.weight_average import WeightAverage
+from raycap.models.captioner import Captioner
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
+from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Journal
+from raycap.pipeline.storage.atomic import atomic_folder, read_json, write_json
+from raycap.pipeline.storage.digests import DIGESTS, require_whole, write_digests
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.training.weight_average import WeightAverage
 
 NUM_CHECKPOINTS = 2  # per stage
 CLOSE_S = 20.0  # how long a stage that ends waits for its background threads

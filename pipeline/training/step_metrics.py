@@ -11,9 +11,9 @@ import time
 import torch
 from torch import Tensor
 
-from pipeline.runtime.context import Context, sum_over_ranks
-from pipeline.runtime.cpu import memory_mb
-from pipeline.runtime.system_metrics import system_metrics
+from raycap.pipeline.runtime.context import Context, sum_over_ranks
+from raycap.pipeline.runtime.cpu import memory_mb
+from raycap.pipeline.runtime.system_metrics import system_metrics
 
 
 def summed(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from models.captioner import Captioner
+from raycap.models.captioner import Captioner
 
 WARM_UP_STEPS = 10
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError
-from pipeline.untrusted.names import one_line, printable, quoted
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.names import one_line, printable, quoted
 
 if TYPE_CHECKING:
     import yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from pipeline.errors import UserError
+from raycap.pipeline.errors import UserError
 
 MAX_QUOTED = 200
 MAX_ERROR = 500

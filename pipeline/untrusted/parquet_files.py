@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from pipeline.errors import UserError
-from pipeline.untrusted.documents import MAX_RATIO, MIN_LIMIT_BYTES
-from pipeline.untrusted.names import one_line, printable
-from pipeline.untrusted.parquet_footer import file_size, read_row_groups
-from pipeline.untrusted.parquet_pages import DICTIONARY_PAGE, OTHER_PAGE, read_pages, sum_pages
-from pipeline.untrusted.parquet_values import PageValue
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.documents import MAX_RATIO, MIN_LIMIT_BYTES
+from raycap.pipeline.untrusted.names import one_line, printable
+from raycap.pipeline.untrusted.parquet_footer import file_size, read_row_groups
+from raycap.pipeline.untrusted.parquet_pages import DICTIONARY_PAGE, OTHER_PAGE, read_pages, sum_pages
+from raycap.pipeline.untrusted.parquet_values import PageValue
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import BinaryIO, NamedTuple
 
-from pipeline.untrusted.thrift import I32, I64, LIST, STRUCT, Fields, Items, Struct, parse_struct
+from raycap.pipeline.untrusted.thrift import I32, I64, LIST, STRUCT, Fields, Items, Struct, parse_struct
 
 MAX_FOOTER_BYTES = 2**26  # a footer has some 100 bytes per column and row group
 CODECS = ("uncompressed", "snappy", "gzip", "lzo", "brotli", "lz4", "zstd", "lz4_raw")

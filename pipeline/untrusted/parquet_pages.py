@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from pipeline.untrusted.parquet_footer import ColumnChunk, RowGroup, file_size
-from pipeline.untrusted.thrift import FALSE, I32, STRUCT, Fields, Struct, parse_struct
+from raycap.pipeline.untrusted.parquet_footer import ColumnChunk, RowGroup, file_size
+from raycap.pipeline.untrusted.thrift import FALSE, I32, STRUCT, Fields, Struct, parse_struct
 
 PAGE_BYTES = 256  # counted for each page, so that very many empty pages are too large
 UNCOMPRESSED_SIZE, COMPRESSED_SIZE = (I32, 2), (I32, 3)  # fields of a page header

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.untrusted.parquet_pages import (
+from raycap.pipeline.untrusted.parquet_pages import (
     DATA_PAGE,
     DATA_PAGE_V2,
     DICTIONARY_PAGE,
@@ -24,7 +24,7 @@ from pipeline.untrusted.parquet_pages import (
     Page,
     parse_page,
 )
-from pipeline.untrusted.thrift import varint
+from raycap.pipeline.untrusted.thrift import varint
 
 MAX_PAGE_BYTES = 2**30  # Arrow writes pages of up to 1,024 values, whatever their size
 MAX_PAGE_VALUES = 2**22  # Arrow writes row groups of up to 2**20 rows

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from pipeline.errors import UserError
-from pipeline.untrusted.names import quoted
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.names import quoted
 
 BLOCK = 512  # bytes; each header and the begin of each file fill whole blocks
 MAX_EXTENDED_BYTES = 2**16  # of a header that holds a long name or other values

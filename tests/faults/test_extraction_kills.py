@@ -19,9 +19,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.feature_store.manifests import read_manifests
-from pipeline.feature_store.store import FeatureStore
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.feature_store.manifests import read_manifests
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config
 from tests.support.features import gather
 from tests.support.s3_server import CREDENTIALS, s3_server
@@ -64,7 +64,7 @@ class Extraction:
 
     def start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, **CREDENTIALS, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-u", "-m", "jobs", "extract", str(self.config), "--verify"]
+        command = [sys.executable, "-u", "-m", "raycap", "extract", str(self.config), "--verify"]
         with self.log.open("w") as log:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.scoring import java as java_module
-from pipeline.scoring import java_metrics
-from pipeline.scoring.metrics import Score, score_captions
+from raycap.pipeline.scoring import java as java_module
+from raycap.pipeline.scoring import java_metrics
+from raycap.pipeline.scoring.metrics import Score, score_captions
 
 REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
 PREDICTIONS = {n: f"a dog runs {n}" for n in range(20)}
@@ -299,7 +299,7 @@ def test_the_process_of_raycap_score_ends(java, tmp_path: Path, program: str | N
     results = [{"image_id": n, "caption": text} for n, text in PREDICTIONS.items()]
     (tmp_path / "res.json").write_text(json.dumps(results))
     script = (
-        "from pathlib import Path; from jobs.score import score; "
+        "from pathlib import Path; from raycap.jobs.score import score; "
         "score(Path('refs.json'), Path('res.json'), java_deadline_s=2)"
     )
     environment = os.environ | {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(Path(__file__).parents[2])}

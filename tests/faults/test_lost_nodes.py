@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.config.load import parse_config
-from pipeline.runs.folder import JOURNAL
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.runs.folder import JOURNAL
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
@@ -59,7 +59,7 @@ class World:
         return str(path)
 
     def start(self, command: str, config: str, node: str = HEAD, **variables: str) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "jobs", command, config, "--address", self.cluster.address]
+        words = [sys.executable, "-m", "raycap", command, config, "--address", self.cluster.address]
         return self.cluster.start(node, words, self.log, **variables)
 
     def finish(self, program: subprocess.Popen[bytes]) -> str:
@@ -206,7 +206,7 @@ def test_the_clock_of_a_driver_is_five_minutes_ahead(world: World) -> None:
     config = world.write(values | {"retrain": {"lease_seconds": 60}})
     right = world.start("retrain", config)
     world.wait_until(lambda: "xe_frozen  2/" in world.output)
-    words = [sys.executable, "-m", "jobs", "retrain", config, "--address", world.cluster.address]
+    words = [sys.executable, "-m", "raycap", "retrain", config, "--address", world.cluster.address]
     log = world.cluster.folder / "fast.txt"
     assert world.cluster.start(HEAD, words, log, **fast).wait(TIMEOUT_S) == 0, log.read_text()[-6000:]
     assert "clock 300 s ahead" in log.read_text()

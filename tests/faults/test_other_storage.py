@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.storage.path import StorageOptions, StoragePath, try_rights
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, try_rights
 from tests.conftest import ROOT, small_config
 from tests.support.s3_server import CREDENTIALS
 from tests.support.versity_server import BUCKET, build_gateway, versity_server
@@ -32,7 +32,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def raycap(tmp_path: Path, *words: str) -> str:
     """The output of a command that must succeed. Each has a cache of its own, so that it reads the storage."""
     variables = [f"RAYCAP_CACHE={tmp_path / 'caches' / words[0]}", f"PYTHONPATH={ROOT}"]
-    command = ["env", *variables, sys.executable, "-m", "jobs", *words]
+    command = ["env", *variables, sys.executable, "-m", "raycap", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.training.loop import NOTICE
+from raycap.pipeline.training.loop import NOTICE
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, processes, ray_cluster
 from tests.support.s3_server import CREDENTIALS
@@ -53,7 +53,7 @@ def write(cluster: Cluster, name: str, values: dict[str, Any]) -> str:
 def raycap(cluster: Cluster, *words: str, node: str = HEAD, meanwhile: Callable[[Path], None] | None = None) -> str:
     """The output of a command that must succeed. `meanwhile` is called with its log while it runs."""
     log = cluster.folder / "command.txt"
-    program = cluster.start(node, [sys.executable, "-m", "jobs", *words], log)
+    program = cluster.start(node, [sys.executable, "-m", "raycap", *words], log)
     if meanwhile is not None:
         meanwhile(log)
     assert program.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
@@ -104,7 +104,7 @@ def test_doctor_without_workers(growing: Cluster, s3: str) -> None:
     assert "training asks for 2 x (1 CPU), and the autoscaler can start 2 x (1 CPU)" in output
     large = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
     log = growing.folder / "command.txt"
-    program = growing.start(HEAD, [sys.executable, "-m", "jobs", "doctor", large, "--address", growing.address], log)
+    program = growing.start(HEAD, [sys.executable, "-m", "raycap", "doctor", large, "--address", growing.address], log)
     assert program.wait(TIMEOUT_S) == 1
     assert "training asks for 2 x (8 CPU), and the autoscaler can start only 2 x (1 CPU)" in log.read_text()
     assert growing.num_alive() == 1
@@ -113,7 +113,7 @@ def test_doctor_without_workers(growing: Cluster, s3: str) -> None:
 def test_a_request_that_no_node_can_serve_is_refused(growing: Cluster, s3: str) -> None:
     run = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
     log = growing.folder / "command.txt"
-    program = growing.start(HEAD, [sys.executable, "-m", "jobs", "run", run, "--address", growing.address], log)
+    program = growing.start(HEAD, [sys.executable, "-m", "raycap", "run", run, "--address", growing.address], log)
     assert program.wait(TIMEOUT_S) == 2
     assert "asks for 1 x (8 CPU), which no node type of this cluster can serve" in log.read_text()
 
@@ -158,7 +158,7 @@ def test_a_search_continues_on_another_machine(pair: Cluster, s3: str) -> None:
     """Its driver is killed on one node; the same command continues it on another when the lease has expired."""
     write(pair, "run.yaml", settings(s3))
     trials = write(pair, "search.yaml", search(name="moved", trial={"stages": ["xe_frozen"], "epochs": 20}))
-    log, words = pair.folder / "first.txt", [sys.executable, "-m", "jobs", "tune", trials, "--address", pair.address]
+    log, words = pair.folder / "first.txt", [sys.executable, "-m", "raycap", "tune", trials, "--address", pair.address]
     first = pair.start("1", words, log)
     wait_until(log, lambda text: "epoch 2:" in text)
     pair.kill(first)

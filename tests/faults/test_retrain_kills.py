@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.sections import SceneConfig
-from pipeline.data.synthetic import write_dataset
-from pipeline.retrain.champion import ChampionStore
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.config.sections import SceneConfig
+from raycap.pipeline.data.synthetic import write_dataset
+from raycap.pipeline.retrain.champion import ChampionStore
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT
 from tests.support.champion_check import decisions, errors_of
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
@@ -95,7 +95,7 @@ class Scenes:
         """A call's process and the file of its output."""
         self.num_calls += 1
         log = self.folder / f"call-{self.num_calls}.txt"
-        words = [sys.executable, "-u", "-m", "jobs", "retrain", str(self.config), *options]
+        words = [sys.executable, "-u", "-m", "raycap", "retrain", str(self.config), *options]
         return self.machine.start([*words, *self.machine.address], log), log
 
     def call(self, *options: str) -> str:

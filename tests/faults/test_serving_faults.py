@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, write_images
 from tests.support.hostile_requests import exchange
@@ -50,7 +50,7 @@ class Service:
         words = ["serve", "--address", cluster.address, "--port", str(self.port), "--poll-s", "1"]
         words += ["--model", "champion:demo", "--model", f"local={cluster.disk}/bundle", "--replicas", "2"]
         words += ["--storage", str(self.storage), "--endpoint-url", url, "--threads", "1"]
-        self.program = cluster.start(HEAD, [sys.executable, "-m", "jobs", *words], self.log)
+        self.program = cluster.start(HEAD, [sys.executable, "-m", "raycap", *words], self.log)
         deadline = time.monotonic() + DEADLINE_S
         while "Ctrl-C stops it" not in self.log.read_text():
             assert self.program.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]

@@ -55,7 +55,7 @@ class Server:
         self.captions = captions_by_digest(self.bundles, write_images(folder / "images", 12))
         crown(self.storage, "demo", self.bundles[1], 1)
         self.port, log = free_port(), folder / "log.txt"
-        words = ["jobs", "serve", "--model", "champion:demo", "--model", f"one={self.bundles[0]}", "--poll-s", "1"]
+        words = ["raycap", "serve", "--model", "champion:demo", "--model", f"one={self.bundles[0]}", "--poll-s", "1"]
         words += ["--storage", str(self.storage), "--port", str(self.port), "--threads", "1"]
         words += ["--max-body-mib", "8", "--max-body-s", "10"]
         self.command = start(words, log, {"HOME": str(folder), "PYTHONPATH": str(ROOT)})

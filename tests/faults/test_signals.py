@@ -23,8 +23,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from pipeline.runtime.stopping import STOPPED
-from pipeline.training.loop import STOPPING
+from raycap.pipeline.runtime.stopping import STOPPED
+from raycap.pipeline.training.loop import STOPPING
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import make_bundle
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
@@ -42,7 +42,7 @@ class Command:
     def __init__(self, folder: Path, *words: str) -> None:
         self.log = folder / "output.txt"
         with self.log.open("wb") as output:
-            command = [sys.executable, "-u", "-m", "jobs", *words]
+            command = [sys.executable, "-u", "-m", "raycap", *words]
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -255,12 +255,12 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
         program, log = start(cluster, how)
         wait_until(log, r"xe_finetune  10/")
         if how == "SIGTERM":
-            (driver,) = [each for each in below(program) if "jobs" in each.cmdline()]
+            (driver,) = [each for each in below(program) if "raycap" in each.cmdline()]
             driver.send_signal(signal.SIGTERM)
             assert program.wait(90) == 143 and log.read_text().rstrip().endswith(STOPPED), log.read_text()[-3000:]
         else:
             job = re.findall(r"job       (\S+):", log.read_text())[0]
-            stop = [sys.executable, "-m", "jobs", "submit", "stop", job, "--address", cluster.dashboard]
+            stop = [sys.executable, "-m", "raycap", "submit", "stop", job, "--address", cluster.dashboard]
             assert cluster.start("laptop", stop, cluster.folder / "stop.txt").wait(TIMEOUT_S) == 0
             assert program.wait(90) == 1 and STOPPED in log.read_text(), log.read_text()[-3000:]
         assert STOPPING in log.read_text()
@@ -274,7 +274,16 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
 def start(cluster: Cluster, how: str) -> tuple[subprocess.Popen[bytes], Path]:
     """The run as a program on the head, or submitted as a job."""
     log = cluster.folder / f"run-{len(cluster.programs)}.txt"
-    words = [sys.executable, "-u", "-m", "jobs", "run", str(cluster.folder / "run.yaml"), "--address", cluster.address]
+    words = [
+        sys.executable,
+        "-u",
+        "-m",
+        "raycap",
+        "run",
+        str(cluster.folder / "run.yaml"),
+        "--address",
+        cluster.address,
+    ]
     if how == "SIGTERM":
         return cluster.start(HEAD, words, log), log
     words[4:4] = ["submit"]

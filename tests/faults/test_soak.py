@@ -30,8 +30,8 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.retrain.champion import FileRecord
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.retrain.champion import FileRecord
+from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
 from tests.support.champion_check import decisions, errors_of

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pytest
 import ray.data
 
-import jobs.caption
-from jobs.caption import caption
-from jobs.cli import main
-from models.transform import ImageTransform
-from pipeline.captioning import ray_data
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.captioning.ray_data import CaptionPool, caption_stream
-from pipeline.cluster.stalls import StalledError
-from pipeline.features import interruptions
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.s3 import OutageError, StorageError
+import raycap.jobs.caption
+from raycap.jobs.caption import caption
+from raycap.jobs.cli import main
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning import ray_data
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.captioning.ray_data import CaptionPool, caption_stream
+from raycap.pipeline.cluster.stalls import StalledError
+from raycap.pipeline.features import interruptions
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import make_bundle, write_images
 
 
@@ -40,7 +40,7 @@ def test_ray_data_gives_what_one_process_gives(
     monkeypatch.setattr(ray.data, "from_blocks", lambda blocks: recorded(executions, blocks) or from_blocks(blocks))
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     assert caption(names, bundle, out=str(here), num_results=2) == 1
-    monkeypatch.setattr(jobs.caption, "MIN_IMAGES_FOR_RAY", 70)
+    monkeypatch.setattr(raycap.jobs.caption, "MIN_IMAGES_FOR_RAY", 70)
     assert caption(names, bundle, out=str(there), num_results=2) == 1
     for ours, theirs in zip(here.read_text().splitlines(), there.read_text().splitlines(), strict=True):
         one, other = json.loads(ours), json.loads(theirs)
@@ -63,7 +63,7 @@ def test_a_cluster_that_captions_nothing_ends_the_command(
     """The tasks ask for more CPUs than there are, as after the loss of all nodes. The next call continues."""
     names, out = write_images(tmp_path / "images", 3), tmp_path / "captions.jsonl"
     words = ["caption", *names, "--model", str(make_bundle(tmp_path / "bundle")), "--out", str(out)]
-    monkeypatch.setattr(jobs.caption, "MIN_IMAGES_FOR_RAY", 3)
+    monkeypatch.setattr(raycap.jobs.caption, "MIN_IMAGES_FOR_RAY", 3)
     with monkeypatch.context() as lost:
         lost.setattr(CaptionPool, "cpus", 100)
         with pytest.raises(StalledError) as raised:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.backbone import Backbone
-from models.base import Features, map_tensors
-from models.captioner import Captioner
-from models.config import (
+from raycap.models.backbone import Backbone
+from raycap.models.base import Features, map_tensors
+from raycap.models.captioner import Captioner
+from raycap.models.config import (
     BackboneConfig,
     ClustFormerConfig,
     ExpansionNetConfig,
@@ -23,24 +23,24 @@ from models.config import (
     ModelConfig,
     ModelSizes,
 )
-from models.decoding import beam_search
-from models.graphed_search import GraphedSearch
-from models.registry import build_model
-from pipeline.captioning import captioning
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import caption_images
-from pipeline.captioning.service import CaptionService
-from pipeline.config.sections import EvaluationSection, FeatureSection
-from pipeline.feature_store.store import open_store
-from pipeline.features.extraction import Extractor, ShardWriter
-from pipeline.features.model_inputs import Images, on_device
-from pipeline.runs.journal import read_journal
-from pipeline.runtime.context import LocalContext, any_rank
-from pipeline.runtime.precision import float32_products
-from pipeline.storage.path import storage_path
-from pipeline.storage.weights import save_weights
-from pipeline.training.finite import DivergedError
-from pipeline.training.loop import StageJob, StageRun, data_parallel, train_stages
+from raycap.models.decoding import beam_search
+from raycap.models.graphed_search import GraphedSearch
+from raycap.models.registry import build_model
+from raycap.pipeline.captioning import captioning
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.captioning import caption_images
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.config.sections import EvaluationSection, FeatureSection
+from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.features.extraction import Extractor, ShardWriter
+from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runtime.context import LocalContext, any_rank
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.training.finite import DivergedError
+from raycap.pipeline.training.loop import StageJob, StageRun, data_parallel, train_stages
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, write_images
 from tests.support.golden import EXPANSIONNET as GOLDEN

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.journal import read_journal
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, train_stages
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 from tests.support.runs import prepare_run
 

@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from jobs.cli import main
-from pipeline.config.load import dump_config
-from pipeline.errors import DamagedError
-from pipeline.feature_store.store import FeatureStore
-from pipeline.runs.damage import find_damaged_files
-from pipeline.runs.folder import RunFolder, StageResult
-from pipeline.runs.journal import read_journal
-from pipeline.runs.prepare import prepare
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.cache import REWARD_INDEXES, cache_folder
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.training.batches import Batch
-from pipeline.training.loop import StageJob, StageRun, stage_captioner, train_stages
-from pipeline.training.objectives import make_objective
-from pipeline.training.optimizer import make_optimizer
-from pipeline.training.stage_output import Progress, StageOutput
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import dump_config
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.runs.damage import find_damaged_files
+from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.training.batches import Batch
+from raycap.pipeline.training.loop import StageJob, StageRun, stage_captioner, train_stages
+from raycap.pipeline.training.objectives import make_objective
+from raycap.pipeline.training.optimizer import make_optimizer
+from raycap.pipeline.training.stage_output import Progress, StageOutput
 from tests.conftest import small_config
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.runs import Killed, assert_same_weights, best_weights, prepare_run
@@ -159,7 +159,7 @@ def test_workers_resume_from_a_checkpoint_that_is_whole_on_every_machine(
 
     run = StageRun(LocalContext("cpu"), folder, folder.config.stage(STAGE), StageJob(folder, (STAGE,), world.store))
     before = {name: tensor.clone() for name, tensor in run.captioner.state_dict().items()}
-    monkeypatch.setattr("pipeline.training.loop.gather_objects", gather)
+    monkeypatch.setattr("raycap.pipeline.training.loop.gather_objects", gather)
     assert run._resume().step == other and found == [last, other]
     after = run.captioner.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before) == (other == 0), "nothing else is restored"

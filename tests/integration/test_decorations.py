@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import jobs.run
-from jobs.run import run
-from pipeline.captioning.bundle import store_confidence
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.run_bundle import bundle_place, stored_confidences
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, train_stages
+import raycap.jobs.run
+from raycap.jobs.run import run
+from raycap.pipeline.captioning.bundle import store_confidence
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.run_bundle import bundle_place, stored_confidences
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.support.confidence import make_confidence
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
 
@@ -34,9 +34,9 @@ def spice(predictions: list[Any], *_: Any) -> tuple[list[float], dict[str, float
 @pytest.fixture
 def trained(tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run with trained stages, which lacks its evaluation."""
-    monkeypatch.setattr("pipeline.scoring.java_metrics.meteor", meteor)
-    monkeypatch.setattr("pipeline.scoring.java_metrics.spice", spice)
-    monkeypatch.setattr("jobs.run.why_unavailable", lambda name: None)  # as where Java is installed
+    monkeypatch.setattr("raycap.pipeline.scoring.java_metrics.meteor", meteor)
+    monkeypatch.setattr("raycap.pipeline.scoring.java_metrics.spice", spice)
+    monkeypatch.setattr("raycap.jobs.run.why_unavailable", lambda name: None)  # as where Java is installed
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, tracking={"enabled": True})
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     return folder
@@ -51,12 +51,12 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     trained: RunFolder, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     config, report = trained.config, trained.path / "report.html"
-    monkeypatch.setattr("pipeline.runs.evaluation.fit_split", lambda result, search, _: make_confidence(search))
+    monkeypatch.setattr("raycap.pipeline.runs.evaluation.fit_split", lambda result, search, _: make_confidence(search))
     with monkeypatch.context() as failing:
-        failing.setattr("jobs.gallery.add_maps", broken)
-        failing.setattr("pipeline.runs.summary.make_report", broken)
-        failing.setattr("pipeline.tracking.run_tracker.register_model", broken)
-        failing.setattr("pipeline.scoring.java_metrics.meteor", broken)
+        failing.setattr("raycap.jobs.gallery.add_maps", broken)
+        failing.setattr("raycap.pipeline.runs.summary.make_report", broken)
+        failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
+        failing.setattr("raycap.pipeline.scoring.java_metrics.meteor", broken)
         run(config)
     reason = "RuntimeError: broken on purpose"
     assert summary(trained)["missing"] == {"METEOR": reason, "the heat maps": reason, "the report": reason}
@@ -70,9 +70,9 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     evaluated = make_confidence("a search of raycap evaluate")
     store_confidence(bundle_place(trained), evaluated)
 
-    monkeypatch.setattr(jobs.run, "caption_on_cluster", broken)  # the captions are there
+    monkeypatch.setattr(raycap.jobs.run, "caption_on_cluster", broken)  # the captions are there
     with monkeypatch.context() as failing:
-        failing.setattr("pipeline.tracking.run_tracker.log_plots", broken)
+        failing.setattr("raycap.pipeline.tracking.run_tracker.log_plots", broken)
         run(config)
     assert any("complete except for METEOR, the heat maps, the report" in line for line in log_lines)
     assert summary(trained)["missing"] == {} and "data-attribution=" in report.read_text()
@@ -94,8 +94,8 @@ def test_ctrl_c_in_a_decoration_ends_the_run(trained: RunFolder, monkeypatch: py
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.runs.summary.make_report", interrupted)
-    monkeypatch.setattr("jobs.gallery.add_maps", broken)
+    monkeypatch.setattr("raycap.pipeline.runs.summary.make_report", interrupted)
+    monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
     with pytest.raises(KeyboardInterrupt):
         run(trained.config)
     assert not (trained.path / "COMPLETE.json").exists() and (trained.path / "scores.json").is_file()

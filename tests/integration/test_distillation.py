@@ -15,18 +15,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.caption_tasks import NOT_READ, caption_to_store
-from jobs.cli import main
-from jobs.distillation import caption_training_images
-from jobs.run import train
-from pipeline.captioning.model_sources import bundle_source
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.data.loading import find_data
-from pipeline.distillation import caption_store as caption_store_module
-from pipeline.distillation.caption_store import CaptionStore, images_to_caption
-from pipeline.distillation.teacher import find_teacher
-from pipeline.runs.folder import RunFolder
+from raycap.jobs.caption_tasks import NOT_READ, caption_to_store
+from raycap.jobs.cli import main
+from raycap.jobs.distillation import caption_training_images
+from raycap.jobs.run import train
+from raycap.pipeline.captioning.model_sources import bundle_source
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.distillation import caption_store as caption_store_module
+from raycap.pipeline.distillation.caption_store import CaptionStore, images_to_caption
+from raycap.pipeline.distillation.teacher import find_teacher
+from raycap.pipeline.runs.folder import RunFolder
 from tests.conftest import small_config, write_karpathy
 from tests.support.distillation import make_teacher, stored_captions
 from tests.support.runs import (
@@ -103,7 +103,7 @@ def few_per_chunk(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     def store(*arguments: Any) -> CaptionStore:
         return replace(original(*arguments), images_per_chunk=count)
 
-    monkeypatch.setattr("jobs.distillation.caption_store", store)
+    monkeypatch.setattr("raycap.jobs.distillation.caption_store", store)
 
 
 @pytest.mark.ray

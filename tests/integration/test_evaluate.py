@@ -15,17 +15,17 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from jobs.caption_tasks import SplitTask, caption_on_cluster
-from jobs.evaluate import evaluate
-from models.decoding_config import PLAIN
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.comparison.protocol import Protocol
-from pipeline.config.load import load_config
-from pipeline.config.sections import EvaluationSection
-from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.errors import UserError
-from pipeline.feature_store.store import mark_complete, write_shard
-from pipeline.storage.path import storage_path
+from raycap.jobs.caption_tasks import SplitTask, caption_on_cluster
+from raycap.jobs.evaluate import evaluate
+from raycap.models.decoding_config import PLAIN
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.feature_store.store import mark_complete, write_shard
+from raycap.pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle
 from tests.support.clip import MERGES, clip_tensors
@@ -142,7 +142,7 @@ def test_the_file_for_cocos_server_holds_both_splits(
     splits = json.loads((out / "scores.json").read_text())["splits"]
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
     log_lines.clear()
-    monkeypatch.setattr("jobs.evaluation.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
+    monkeypatch.setattr("raycap.jobs.evaluation.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
     assert evaluate(config, models=[model], data=data, server="raycap") == 0, "to the folder of the storage"
     assert not any("server takes" in line for line in log_lines)
     (folder,) = (tmp_path / "results" / "evaluations").iterdir()
@@ -219,9 +219,9 @@ def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
 
     config, model, out = configuration(tmp_path), str(make_bundle(tmp_path / "a")), tmp_path / "out"
     page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
-    monkeypatch.setattr("jobs.gallery.add_maps", broken)
+    monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
     with monkeypatch.context() as failing:
-        failing.setattr("pipeline.reports.page.write_report", broken)
+        failing.setattr("raycap.pipeline.reports.page.write_report", broken)
         assert evaluate(config, models=[model], out=str(out)) == 0
     missing = json.loads((out / "scores.json").read_text())["missing"]
     assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()

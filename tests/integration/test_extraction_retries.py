@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.backbone import Backbone
-from models.config import BackboneConfig
-from pipeline.config.sections import DataSection, FeatureSection
-from pipeline.data.content_keys import take_snapshot
-from pipeline.data.dataset import Dataset, read_dataset
-from pipeline.data.images import decode_batch
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features import extraction, interruptions
-from pipeline.features.extraction import Extractor, ShardWriter, extract
-from pipeline.storage.path import StorageOptions, StoragePath
-from pipeline.storage.s3 import StorageError
-from pipeline.storage.weights import save_weights
+from raycap.models.backbone import Backbone
+from raycap.models.config import BackboneConfig
+from raycap.pipeline.config.sections import DataSection, FeatureSection
+from raycap.pipeline.data.content_keys import take_snapshot
+from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features import extraction, interruptions
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import write_karpathy
 from tests.support.logs import on_message
 

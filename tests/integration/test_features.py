@@ -18,21 +18,21 @@ import torch
 import yaml
 from PIL import Image
 
-from jobs.cli import main
-from jobs.image_tasks import ImageTasks
-from models.backbone import Backbone
-from models.config import BackboneConfig
-from models.transform import ImageTransform
-from pipeline.config.load import parse_config
-from pipeline.config.sections import DataSection, FeatureSection
-from pipeline.data.content_keys import HashedFiles, take_snapshot
-from pipeline.data.dataset import read_dataset
-from pipeline.data.images import decode_image
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.extraction import Extractor, extract, hashing_extraction
-from pipeline.runs.check import check_data
-from pipeline.storage.path import StorageOptions
-from pipeline.storage.weights import save_weights
+from raycap.jobs.cli import main
+from raycap.jobs.image_tasks import ImageTasks
+from raycap.models.backbone import Backbone
+from raycap.models.config import BackboneConfig
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.sections import DataSection, FeatureSection
+from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
+from raycap.pipeline.data.dataset import read_dataset
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
+from raycap.pipeline.runs.check import check_data
+from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
 from tests.support.damage import flip_any
 from tests.support.features import contains, gather
@@ -200,8 +200,8 @@ def test_a_check_by_tasks_finds_what_threads_find(
     data = {"root": str(root), "train_splits": ["train"], "test_splits": ["test"], "min_count": 1}
     settings = [parse_config(small_config(tmp_path / name, data=data)) for name in ("threads", "tasks")]
     expected = check_data(settings[0])
-    monkeypatch.setattr("jobs.image_tasks.IMAGES_PER_TASK", 7)
-    for module in ("pipeline.data.dataset", "jobs.image_tasks"):
+    monkeypatch.setattr("raycap.jobs.image_tasks.IMAGES_PER_TASK", 7)
+    for module in ("raycap.pipeline.data.dataset", "raycap.jobs.image_tasks"):
         monkeypatch.setattr(f"{module}.ROUND_ROWS", 16)
     tasks = ImageTasks(settings[1], None)
     found = check_data(settings[1], reader=tasks)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, train_stages
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 from tests.support.forms import FORMS, scenes
 from tests.support.runs import assert_same_weights, best_weights, prepare_run

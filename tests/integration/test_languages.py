@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from jobs.gallery import compute_maps
-from pipeline.captioning.bundle import bundle_protocol, load_bundle
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.data.vocabulary import UNK
-from pipeline.runs.evaluation import score_run, split_result
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.runs.summary import make_report, report_images, score_table
-from pipeline.runtime.context import LocalContext
-from pipeline.scoring.metrics import score_captions
-from pipeline.scoring.result_files import read_predictions
-from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.path import StorageOptions, storage_path
-from pipeline.training.loop import StageJob, StageRun, train_stages
-from pipeline.training.split_captions import caption_split
-from pipeline.training.stage_output import StageOutput
+from raycap.jobs.gallery import compute_maps
+from raycap.pipeline.captioning.bundle import bundle_protocol, load_bundle
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.data.vocabulary import UNK
+from raycap.pipeline.runs.evaluation import score_run, split_result
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.summary import make_report, report_images, score_table
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.scoring.result_files import read_predictions
+from raycap.pipeline.scoring.split_result import Hypothesis
+from raycap.pipeline.storage.path import StorageOptions, storage_path
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.training.split_captions import caption_split
+from raycap.pipeline.training.stage_output import StageOutput
 from tests.support.runs import FROZEN_STAGES, prepare_run
 
 SCENES = {"num_images": 60, "image_size": 32, "seed": 3}

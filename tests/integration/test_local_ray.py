@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 SCRIPT = """
 import json, os, sys, time
 import psutil, ray
-from jobs.cluster import connect
+from raycap.jobs.cluster import connect
 
 connect(None)
 sockets = {}

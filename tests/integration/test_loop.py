@@ -14,19 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.captioner import Captioner
-from pipeline.config.sections import StageSection
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import Follower, Journal, read_journal
-from pipeline.runtime.context import LocalContext
-from pipeline.scoring.split_result import Hypothesis
-from pipeline.storage.path import StoragePath
-from pipeline.training import dry_run as dry_run_module
-from pipeline.training.batches import Batch
-from pipeline.training.dry_run import dry_run
-from pipeline.training.finite import DivergedError
-from pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, stage_captioner, train_stages
-from pipeline.training.stage_output import StageOutput
+from raycap.models.captioner import Captioner
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import Follower, Journal, read_journal
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.scoring.split_result import Hypothesis
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.training import dry_run as dry_run_module
+from raycap.pipeline.training.batches import Batch
+from raycap.pipeline.training.dry_run import dry_run
+from raycap.pipeline.training.finite import DivergedError
+from raycap.pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, stage_captioner, train_stages
+from raycap.pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
 
@@ -133,7 +133,7 @@ def test_a_slow_disk_loses_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_long_validation_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.training.loop.REPORT_VALIDATION_EVERY_S", 0.0)
+    monkeypatch.setattr("raycap.pipeline.training.loop.REPORT_VALIDATION_EVERY_S", 0.0)
     stages = small_config(tmp_path)["stages"][:1]
     folder, store = prepare_run(tmp_path, stages=stages, evaluation__batch_size=1)
     train_stages(LocalContext("cpu"), StageJob(folder, ("xe_frozen",), store))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jobs.cli import main
-from pipeline.config.load import load_config
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, train_stages
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import ROOT
 from tests.support.runs import with_features
 

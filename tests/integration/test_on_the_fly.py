@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.cli import main
-from pipeline.config.load import parse_config
-from pipeline.data.dataset import Dataset
-from pipeline.data.images import decode_batch
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.extraction import Extractor, ShardWriter, feature_key
-from pipeline.features.source import with_views
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import prepare
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import StoragePath
-from pipeline.training.dry_run import dry_run
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, feature_key
+from raycap.pipeline.features.source import with_views
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.training.dry_run import dry_run
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, write_config
 
@@ -152,6 +152,6 @@ def test_a_dry_run_needs_the_memory_of_the_backbone(tmp_path: Path, monkeypatch:
         raise torch.OutOfMemoryError("no memory for features")
 
     folder = prepare_run(tmp_path, store="never")
-    monkeypatch.setattr("pipeline.features.computation.FeatureComputer.features", without_memory)
+    monkeypatch.setattr("raycap.pipeline.features.computation.FeatureComputer.features", without_memory)
     errors = {result.stage: result.error for result in dry_run(folder)}
     assert errors == {stage: "no memory for features" if stage in FROZEN_STAGES else None for stage in STAGES}

@@ -11,16 +11,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.feature_store.manifests import read_manifests
-from pipeline.feature_store.shards import _Shard
-from pipeline.feature_store.store import FeatureStore, write_shard
-from pipeline.runs.folder import RunFolder
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.cache import cache_folder, used_bytes
-from pipeline.storage.file_cache import ShardCache
-from pipeline.storage.path import StoragePath
-from pipeline.training.batches import Batches
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.feature_store.manifests import read_manifests
+from raycap.pipeline.feature_store.shards import _Shard
+from raycap.pipeline.feature_store.store import FeatureStore, write_shard
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.cache import cache_folder, used_bytes
+from raycap.pipeline.storage.file_cache import ShardCache
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.training.batches import Batches
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.support.features import gather
 from tests.support.runs import FROZEN_STAGES, Killed, assert_same_weights, best_weights, prepare_run
@@ -61,7 +61,7 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
 
     The reward has groups of four steps, whose scores are those of larger groups.
     """
-    monkeypatch.setattr("pipeline.training.loop.GROUP_IMAGES", 28)
+    monkeypatch.setattr("raycap.pipeline.training.loop.GROUP_IMAGES", 28)
     folder, store = prepare_many_shards(tmp_path)
     original, broken = StageRun.step, set()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
 from tests.support.mlflow_server import mlflow_server
 from tests.support.postgres import postgres

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import make_bundle, write_images
 from tests.support.distillation import make_teacher
@@ -61,7 +61,7 @@ class World:
     def raycap(self, *words: str, node: str = HEAD, exit_code: int = 0) -> str:
         """The output of a raycap command, which runs on a node's disk and must end with `exit_code`."""
         log = self.cluster.folder / "command.txt"
-        program = self.cluster.start(node, [sys.executable, "-m", "jobs", *words], log)
+        program = self.cluster.start(node, [sys.executable, "-m", "raycap", *words], log)
         try:
             code = program.wait(TIMEOUT_S)
         finally:

@@ -41,7 +41,7 @@ def test_a_command_that_cannot_be_meant_leaves_nothing_behind(tmp_path: Path, wo
     write_search(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     result = subprocess.run(
-        [sys.executable, "-m", "jobs", *words],
+        [sys.executable, "-m", "raycap", *words],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.caption_tasks import Captioned
-from jobs.cli import main
-from models.base import Features
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.bundle_files import bundle_digests
-from pipeline.captioning.captioning import caption_images
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.model_inputs import Images
-from pipeline.features.regions import import_regions
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import storage_path
-from pipeline.training.batches import Batches, CaptionTokens
-from pipeline.training.dry_run import dry_run
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.jobs.caption_tasks import Captioned
+from raycap.jobs.cli import main
+from raycap.models.base import Features
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.bundle_files import bundle_digests
+from raycap.pipeline.captioning.captioning import caption_images
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.features.regions import import_regions
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.training.batches import Batches, CaptionTokens
+from raycap.pipeline.training.dry_run import dry_run
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.support.features import positions
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, SMALL_MODEL, prepare_region_run
@@ -130,7 +130,7 @@ def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pyt
 
 
 def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs import caption_tasks, retrain
+    from raycap.jobs import caption_tasks, retrain
 
     def here(models: Any, splits: Any, config: Any, *, store: Any, with_alignment: bool) -> dict[str, Captioned]:
         rows = list(caption_tasks._caption_shard(0, models, splits, config, store, with_alignment, True))
@@ -146,11 +146,11 @@ def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: p
 
 def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     """A search on region features has no backbone; its trials read the store that the import filled."""
-    from jobs.tune.features import extract_once, find_backbone
-    from pipeline.data.loading import find_data
-    from pipeline.search.spec import Search, SearchConfig
-    from pipeline.search.trial import TrialTask, run_trial
-    from pipeline.search.trials import SearchPlan
+    from raycap.jobs.tune.features import extract_once, find_backbone
+    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.search.spec import Search, SearchConfig
+    from raycap.pipeline.search.trial import TrialTask, run_trial
+    from raycap.pipeline.search.trials import SearchPlan
 
     values = small_config(tmp_path, model=SMALL_MODEL | MESHED_MEMORY)
     values["features"] = {"hdf5": "synthetic", "max_regions": 3}

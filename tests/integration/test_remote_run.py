@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.load import read_values
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import read_journal
-from pipeline.runs.prepare import prepare
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StorageOptions, StoragePath
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.config.load import read_values
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import ROOT, small_config
 from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights, prepare_run, run_with_own_cache
 from tests.support.s3_server import s3_server

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 from pycocoevalcap.cider.cider import Cider
 
-from jobs.cli import main
-from jobs.reproduce import PUBLISHED
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.protocols import collapsed
-from pipeline.captioning.service import CaptionService
-from pipeline.captioning.upstream import read_expansionnet_vocabulary
+from raycap.jobs.cli import main
+from raycap.jobs.reproduce import PUBLISHED
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.protocols import collapsed
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.captioning.upstream import read_expansionnet_vocabulary
 from tests.support.golden import EXPANSIONNET, write_published_form
 from tests.support.golden import MESHED_MEMORY as MESHED
 from tests.support.golden import MESHED_WORDS as WORDS

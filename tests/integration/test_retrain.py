@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import S3Object, StorageError
+from raycap.jobs.cli import main
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import S3Object, StorageError
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
@@ -233,7 +233,7 @@ def test_a_page_that_fails_changes_no_decision_and_is_made_by_the_next_call(
 
     page = world.store.folder / "decisions/000001-t000001.html"
     with monkeypatch.context() as failing:
-        failing.setattr("pipeline.retrain.retrain.decision_page", broken)
+        failing.setattr("raycap.pipeline.retrain.retrain.decision_page", broken)
         code, said = world.call()
         assert code == 0 and "decision  first: there was no champion" in said
         assert "the decision's page could not be made (RuntimeError: broken on purpose)" in said

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.retrain import retrain as retrain_module
-from pipeline.storage.lease import Lease
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.retrain import retrain as retrain_module
+from raycap.pipeline.storage.lease import Lease
+from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
@@ -89,7 +89,7 @@ def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:
     """The expected verdict, and an iterator over equal worlds with a champion and new data."""
-    monkeypatch.setattr("pipeline.retrain.retrain.try_rights", lambda folder: None)  # its writes do not count
+    monkeypatch.setattr("raycap.pipeline.retrain.retrain.try_rights", lambda folder: None)  # its writes do not count
     where, verdict = request.param
     # rendering the page takes longer than all other steps
     monkeypatch.setattr(retrain_module, "decision_page", lambda *arguments: "a page")

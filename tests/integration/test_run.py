@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from jobs.run import RunDriver
-from pipeline.config.load import parse_config
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import prepare
-from pipeline.training.dry_run import DryRunResult
+from raycap.jobs.cli import main
+from raycap.jobs.run import RunDriver
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.training.dry_run import DryRunResult
 from tests.conftest import small_config, write_karpathy
 from tests.support.runs import output_of, start_raycap, write_config
 
@@ -38,7 +38,7 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     assert driver.config.evaluation.precision == driver.folder.config.evaluation.precision == decided
     assert driver.tracker.config.evaluation.precision == decided
     record.unlink()  # a later attempt asks neither the storage nor Ray
-    monkeypatch.setattr("jobs.run.with_precision", lambda config, _: config)
+    monkeypatch.setattr("raycap.jobs.run.with_precision", lambda config, _: config)
     later = RunDriver(config, prepare(config), address=None)
     assert later.folder.run_id == folder.run_id and later.config.evaluation.precision == decided
 
@@ -46,8 +46,8 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     stages = [stage.name for stage in config.stages if stage.train_backbone]
     workers = config.workers.model_copy(update={"gpus_per_worker": 1.0})
     results = [DryRunResult(name, 1.0, 1.0, checkpointing=name == stages[-1]) for name in stages]
-    monkeypatch.setattr("jobs.run.start_ray", lambda *_: None)
-    monkeypatch.setattr("jobs.run.StallWatch.results", lambda *_: iter(results))
+    monkeypatch.setattr("raycap.jobs.run.start_ray", lambda *_: None)
+    monkeypatch.setattr("raycap.jobs.run.StallWatch.results", lambda *_: iter(results))
     for expected in (True, False):
         on_gpus = RunDriver(config.model_copy(update={"workers": workers}), RunFolder(folder.path), address=None)
         assert on_gpus.folder.config.backbone.gradient_checkpointing == "auto", "inherited from another attempt"

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from pipeline.runtime.secrets import without_secrets
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.jobs.cli import main
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT, small_config
 from tests.support.mlflow_server import MlflowServer
 from tests.support.s3_server import s3_server
@@ -86,7 +86,7 @@ def test_marked_credentials_are_found_nowhere(tmp_path: Path, ray_folder: Path) 
 
         def raycap(command: str) -> tuple[int, str]:
             done = subprocess.run(
-                [sys.executable, "-m", "jobs", command, str(config)],
+                [sys.executable, "-m", "raycap", command, str(config)],
                 cwd=ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 import raycap
-from pipeline.serving.app import AppSettings
-from pipeline.serving.guard import Access
+from raycap.pipeline.serving.app import AppSettings
+from raycap.pipeline.serving.guard import Access
 from tests.support.bundles import make_bundle, with_confidence
 from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
 from tests.support.serving import LocalCaptioners, host_of, local_client

@@ -22,14 +22,14 @@ import pytest
 from PIL import Image
 
 import raycap
-from jobs.cli import main
-from jobs.serve import deployments
-from jobs.serve.arguments import ServeArguments
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import CaptionService
-from pipeline.errors import UserError
-from pipeline.serving.limits import Limits
-from pipeline.tracking.pyfunc import PyfuncModel
+from raycap.jobs.cli import main
+from raycap.jobs.serve import deployments
+from raycap.jobs.serve.arguments import ServeArguments
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.serving.limits import Limits
+from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import as_files, captions_by_digest, crown, is_right
@@ -233,7 +233,7 @@ def test_the_command_listens_on_the_loopback_and_ends_with_ctrl_c(served: Served
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     port = free_port()
-    command = [sys.executable, "-m", "jobs", "serve", "--model", str(served.bundles[0]), "--port", str(port)]
+    command = [sys.executable, "-m", "raycap", "serve", "--model", str(served.bundles[0]), "--port", str(port)]
     log = tmp_path / "log"
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)

@@ -20,15 +20,15 @@ from typing import Any
 import pandas
 import pytest
 
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import CaptionService
-from pipeline.data.uri_roots import NOT_READABLE
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.storage.path import StoragePath
-from pipeline.tracking.mlflow_client import tracking_client, tracking_uri
-from pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel
-from pipeline.tracking.registry import register_model
-from pipeline.tracking.run_sync import sync
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.data.uri_roots import NOT_READABLE
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
+from raycap.pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel
+from raycap.pipeline.tracking.registry import register_model
+from raycap.pipeline.tracking.run_sync import sync
 from tests.support.runs import prepare_run
 
 BLOCKED = ("ray", "boto3", "botocore", "jobs", "tests")
@@ -77,10 +77,10 @@ import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
 images = json.loads(sys.argv[2])
 model = mlflow.pyfunc.load_model("models:/demo/1", model_config={"uri_roots": [images[0].rpartition("/")[0]]})
-import pipeline.captioning.service, pipeline.tracking.pyfunc
+import raycap.pipeline.captioning.service, raycap.pipeline.tracking.pyfunc
 files = [open(path, "rb").read() for path in images]
 print(json.dumps({
-    "code": pipeline.captioning.service.__file__,
+    "code": raycap.pipeline.captioning.service.__file__,
     "requirements": open(mlflow.pyfunc.get_model_dependencies("models:/demo/1")).read().split(),
     "bytes": model.predict(pandas.DataFrame({"image": files})),
     "uris": model.predict(pandas.DataFrame({"uri": ["file://" + images[0], images[1]]})),

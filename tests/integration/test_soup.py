@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.soup import soup
-from models.captioner import Captioner
-from pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.jobs.soup import soup
+from raycap.models.captioner import Captioner
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import make_bundle
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from jobs.cluster import start_ray
-from pipeline.cluster.stalls import StalledError, StallWatch
-from pipeline.config.load import parse_config
-from pipeline.config.sections import WorkersSection
-from pipeline.errors import JobFailedError, UserError
+from raycap.jobs.cluster import start_ray
+from raycap.pipeline.cluster.stalls import StalledError, StallWatch
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.sections import WorkersSection
+from raycap.pipeline.errors import JobFailedError, UserError
 from tests.conftest import small_config
 
 pytestmark = pytest.mark.ray

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.cli import main
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import read_journal
-from pipeline.runtime.context import LocalContext
-from pipeline.tracking.run_tracker import Tracker
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.jobs.cli import main
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.tracking.run_tracker import Tracker
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.support.logs import on_message
 from tests.support.runs import (
@@ -40,7 +40,7 @@ def trained(
         stage |= {"schedule": {"name": "hyperbolic"}} | settings
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, stages=stages)
     given = iter(scores)
-    monkeypatch.setattr("pipeline.training.loop.caption_images", lambda *_: {})  # nobody looks at them
+    monkeypatch.setattr("raycap.pipeline.training.loop.caption_images", lambda *_: {})  # nobody looks at them
     monkeypatch.setattr(StageRun, "_score", lambda self, captions: next(given))
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
     assert next(given, None) is None, "as many validations as expected"
@@ -97,7 +97,7 @@ def test_a_signal_during_training_saves_a_checkpoint(
     statuses: list[str | None] = []
     monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
     # Ray Data warns of its own deprecated options when it is imported, which another test may have done
-    monkeypatch.setattr("jobs.cli._print_warning", lambda *_, **__: None)
+    monkeypatch.setattr("raycap.jobs.cli._print_warning", lambda *_, **__: None)
     stage = small_config(tmp_path)["stages"][1] | {"epochs": 100, "validate_every_epochs": 50}
     stage |= {"checkpoint_every_steps": 10**6}
     settings = {"stages": [stage], "workers__dry_run": False}

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.transform import ImageTransform
-from pipeline.config.sections import DataSection
-from pipeline.data.content_keys import take_snapshot
-from pipeline.data.dataset import read_dataset
-from pipeline.data.images import UNREADABLE, decode_batch
-from pipeline.feature_store.store import FeatureStore, write_shard
-from pipeline.features.model_inputs import Images
-from pipeline.storage import s3
-from pipeline.storage.file_cache import ImageCache, ShardCache
-from pipeline.storage.path import StorageError, StorageOptions, StoragePath
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.content_keys import take_snapshot
+from raycap.pipeline.data.dataset import read_dataset
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
+from raycap.pipeline.feature_store.store import FeatureStore, write_shard
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.storage import s3
+from raycap.pipeline.storage.file_cache import ImageCache, ShardCache
+from raycap.pipeline.storage.path import StorageError, StorageOptions, StoragePath
 from tests.conftest import write_karpathy
 from tests.support.features import gather
 from tests.support.s3_server import s3_server

@@ -20,12 +20,12 @@ import pytest
 import yaml
 from aiohttp import web
 
-from jobs.cli import main
-from jobs.submit import follow
-from pipeline.cluster.jobs_api import JobsServer, UnreachableError
-from pipeline.cluster.packaging import pack
-from pipeline.errors import UserError
-from pipeline.version import commit
+from raycap.jobs.cli import main
+from raycap.jobs.submit import follow
+from raycap.pipeline.cluster.jobs_api import JobsServer, UnreachableError
+from raycap.pipeline.cluster.packaging import pack
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.version import commit
 from tests.conftest import ROOT, small_config
 from tests.support.logs import on_message
 from tests.support.ray_cluster import Cluster, free_port, ray_cluster
@@ -131,7 +131,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert started.wait(20)
-    monkeypatch.setattr("jobs.submit.POLL_S", 0.05)
+    monkeypatch.setattr("raycap.jobs.submit.POLL_S", 0.05)
     yield server
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
@@ -156,7 +156,7 @@ def test_a_log_cut_twice_is_printed_once_and_the_exit_code_is_the_jobs(
 
 
 def test_a_log_that_falls_silent_is_completed_when_the_job_is_over(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.cluster.jobs_api.SILENCE_S", 0.2)
+    monkeypatch.setattr("raycap.pipeline.cluster.jobs_api.SILENCE_S", 0.2)
     stub.dead, said = True, list[str]()
     code, text = followed(stub, said)
     assert code == 0 and text == "".join(LINES) and not any("trying again" in line for line in said)
@@ -171,7 +171,7 @@ def test_a_stopped_job_and_one_that_never_started_are_failures(stub: Stub) -> No
 
 
 def test_a_cluster_out_of_reach_for_too_long_is_given_up(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.submit.GIVE_UP_AFTER_S", 0.2)
+    monkeypatch.setattr("raycap.jobs.submit.GIVE_UP_AFTER_S", 0.2)
     server = JobsServer(stub.address)
     server.address = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(UnreachableError, match="submit logs job-1 --address .* --follow"):
@@ -188,7 +188,7 @@ def test_a_submission_whose_answer_is_lost_starts_one_job(
     assert main(words) == 0
     out = capsys.readouterr().out
     assert {body["submission_id"] for body in stub.submitted} == {stub.submitted[0]["submission_id"]}
-    assert stub.submitted[0]["entrypoint"] == "exec python -m jobs run submitted/run.yaml --set seed=5"
+    assert stub.submitted[0]["entrypoint"] == "exec python -m raycap run submitted/run.yaml --set seed=5"
     assert stub.submitted[0]["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "INFO", "RAY_JOB_STOP_WAIT_TIME_S": "90"}
     assert "line 39" in out and "packed; the largest: " in out and "succeeded" in out
 
@@ -199,7 +199,7 @@ def test_nothing_is_sent_above_the_limit(
     def small(files: dict[str, Path | bytes], target: Path) -> Any:
         return pack(files, target, limit=10_000)
 
-    monkeypatch.setattr("jobs.submit.pack", small)
+    monkeypatch.setattr("raycap.jobs.submit.pack", small)
     words = [
         "submit",
         "run",
@@ -268,7 +268,7 @@ def raycap(cluster: Cluster, *words: str, token: str | None = None) -> subproces
     """The command line in a process of its own, without a terminal."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
     environment |= {"RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    command = [sys.executable, "-m", "jobs", "submit", *words, "--address", cluster.dashboard]
+    command = [sys.executable, "-m", "raycap", "submit", *words, "--address", cluster.dashboard]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)
 
 
@@ -316,7 +316,7 @@ def test_a_node_killed_in_the_middle_of_training_does_not_end_the_job(tmp_path: 
     with ray_cluster(token) as cluster:
         node = cluster.add_node()
         environment = os.environ | ({"RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"})
-        command = [sys.executable, "-u", "-m", "jobs", "submit", "run", str(config), "--address", cluster.dashboard]
+        command = [sys.executable, "-u", "-m", "raycap", "submit", "run", str(config), "--address", cluster.dashboard]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -344,7 +344,7 @@ def test_following_is_left_and_taken_up_and_a_job_is_stopped(tmp_path: Path) -> 
     config.write_text(yaml.safe_dump(small_config(storage, stages=stages, workers__dry_run=False)))
     with ray_cluster(cpus=2) as cluster:
         environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
-        command = [sys.executable, "-u", "-m", "jobs", "submit", "run", str(config), "--address", cluster.dashboard]
+        command = [sys.executable, "-u", "-m", "raycap", "submit", "run", str(config), "--address", cluster.dashboard]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             stdin=subprocess.DEVNULL,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.base import Features
-from models.config import ExpansionNetConfig, ModelSizes
-from models.decoding import CHECK_EVERY, Decoder, beam_search
-from models.registry import build_model
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, StageRun
+from raycap.models.base import Features
+from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.decoding import CHECK_EVERY, Decoder, beam_search
+from raycap.models.registry import build_model
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config
 from tests.support.operations import Operations, counted
 from tests.support.runs import STAGES, prepare_run

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from pipeline.retrain.retrain import Trained, rollback
-from pipeline.retrain.tracking import update_tracker
-from pipeline.runs.prepare import prepare
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking.mlflow_client import experiment_of, tracking_client
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
+from raycap.pipeline.retrain.retrain import Trained, rollback
+from raycap.pipeline.retrain.tracking import update_tracker
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.conftest import small_config
 from tests.support.champion_check import errors_of
 from tests.support.logs import on_message

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.journal import Journal, read_journal
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.atomic import read_json, write_json
-from pipeline.tracking import mlflow_client, run_tracker
-from pipeline.tracking.run_sync import FIRST_METRIC, NOT_METRICS, SENT_FILE
-from pipeline.tracking.run_tracker import Tracker
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.jobs.cli import main
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import Journal, read_journal
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.tracking import mlflow_client, run_tracker
+from raycap.pipeline.tracking.run_sync import FIRST_METRIC, NOT_METRICS, SENT_FILE
+from raycap.pipeline.tracking.run_tracker import Tracker
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.support.mlflow_server import MlflowServer, mlflow_server
 from tests.support.runs import STAGES, Killed, prepare_run
 
@@ -162,7 +162,7 @@ def test_stopped_in_the_middle_everything_is_there_once(
 
 
 def _tracking(server: MlflowServer) -> Any:
-    from pipeline.config.sections import TrackingSection
+    from raycap.pipeline.config.sections import TrackingSection
 
     return TrackingSection(uri=server.url)
 

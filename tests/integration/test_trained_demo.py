@@ -13,11 +13,11 @@ import yaml
 from PIL import Image
 from torch import Tensor
 
-from models.base import Features
-from models.captioner import Captioner
-from models.decoding import beam_search
-from pipeline.captioning.bundle import load_bundle
-from pipeline.config.load import read_values
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.decoding import beam_search
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.config.load import read_values
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "demo.yaml"
     values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": str(folder / "results")}
     config.write_text(yaml.safe_dump(values))
-    subprocess.run([sys.executable, "-m", "jobs", "run", str(config)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "raycap", "run", str(config)], cwd=ROOT, check=True)
     return folder / "results"
 
 

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from jobs.cli import main
-from pipeline.config.load import load_config
-from pipeline.scoring.result_files import read_predictions
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.scoring.result_files import read_predictions
 from tests.support.searches import LR, G, small_search, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
@@ -94,13 +94,13 @@ def test_a_failed_trial_leaves_nothing_to_the_next(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a CUDA error, the process of the trial that failed would fail every trial that it gets."""
-    from jobs.tune import workers
+    from raycap.jobs.tune import workers
 
     def train_with_an_error_that_stays(config: dict[str, Any], **arguments: Any) -> None:
         import sys
 
-        from jobs.tune import workers
-        from pipeline.search.trials import TrialOutcome
+        from raycap.jobs.tune import workers
+        from raycap.pipeline.search.trials import TrialOutcome
 
         def run_trial(task: Any, report: Any, train: Any) -> TrialOutcome:
             changes = task.plan.search.space.changes(task.point)
@@ -184,8 +184,8 @@ def test_an_objective_that_needs_java_is_refused_without_it(
 
 def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
     """Two attempts of 5 and 3 s with a long pause between them, and a second stage of 2 s."""
-    from pipeline.runs.folder import RunFolder
-    from pipeline.search.trial import trained_seconds
+    from raycap.pipeline.runs.folder import RunFolder
+    from raycap.pipeline.search.trial import trained_seconds
 
     entries = [("event", 100), ("train", 104), ("validation", 105), ("event", 90_000), ("train", 90_003)]
     entries += [("event", 90_010), ("train", 90_012)]
@@ -197,7 +197,7 @@ def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
 
 
 def test_concurrency_is_what_the_cluster_can_place(tmp_path: Path) -> None:
-    from jobs.tune.adapter import concurrency
+    from raycap.jobs.tune.adapter import concurrency
 
     search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 1}, set={"stages.xe_frozen.lr": 1})
     assert concurrency(search, {"CPU": 16, "GPU": 7}) == 3
@@ -206,7 +206,7 @@ def test_concurrency_is_what_the_cluster_can_place(tmp_path: Path) -> None:
 
 
 def test_running_out_of_memory_is_named_first() -> None:
-    from pipeline.search.trial import reason_of
+    from raycap.pipeline.search.trial import reason_of
 
     assert reason_of(MemoryError()) == "out of memory: MemoryError"
     assert reason_of(torch.OutOfMemoryError("CUDA out of memory.")) == "out of memory: CUDA out of memory."

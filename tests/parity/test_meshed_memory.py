@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.cli import main
-from jobs.import_ import import_checkpoint
-from models.base import CaptionModel, Features
-from models.decoding import beam_search
-from models.score_rules import ScoreRules
-from models.tensor_files import read_tensors
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
+from raycap.jobs.cli import main
+from raycap.jobs.import_ import import_checkpoint
+from raycap.models.base import CaptionModel, Features
+from raycap.models.decoding import beam_search
+from raycap.models.score_rules import ScoreRules
+from raycap.models.tensor_files import read_tensors
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
 from tests.support.golden import MESHED_MEMORY as GOLDEN
 from tests.support.golden import MESHED_WORDS as WORDS
 from tests.support.golden import write_published_form

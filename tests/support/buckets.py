@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import Entry
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import Entry
 
 
 class Bucket:

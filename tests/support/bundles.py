@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from models.backbone import Backbone
-from models.base import ModelSizes
-from models.captioner import Captioner
-from models.config import BackboneConfig, ExpansionNetConfig
-from models.registry import build_model
-from pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
-from pipeline.captioning.protocols import confidence_search
-from pipeline.comparison.protocol import Protocol
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.storage.path import storage_path
+from raycap.models.backbone import Backbone
+from raycap.models.base import ModelSizes
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.registry import build_model
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
+from raycap.pipeline.captioning.protocols import confidence_search
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.storage.path import storage_path
 from tests.support.confidence import make_confidence
 
 SWIN = BackboneConfig(image_size=32, embed_dim=8, depths=(1, 2), num_heads=(1, 2), window_size=4)

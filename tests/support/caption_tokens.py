@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.data.dataset import Dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.language.token_files import TokenFiles, write_tokens
-from pipeline.language.tokenizers import text_column
-from pipeline.training.batches import CaptionTokens
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.language.token_files import TokenFiles, write_tokens
+from raycap.pipeline.language.tokenizers import text_column
+from raycap.pipeline.training.batches import CaptionTokens
 
 
 def open_tokens(by_image: list[list[list[int]]]) -> TokenFiles:

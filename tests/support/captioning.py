@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from jobs.caption_tasks import Captioned, SplitTask
-from pipeline.captioning.captioning import CaptionSearch, caption_batches
-from pipeline.captioning.model_sources import ModelSource
-from pipeline.config.run import RunConfig
-from pipeline.feature_store.store import open_store
-from pipeline.features.model_inputs import Images
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import StoragePath
+from raycap.jobs.caption_tasks import Captioned, SplitTask
+from raycap.pipeline.captioning.captioning import CaptionSearch, caption_batches
+from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.path import StoragePath
 
 
 class Captioning:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.errors import UserError
-from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore, Decision
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore, Decision
 
 
 def decisions(store: ChampionStore, state: ChampionState) -> list[Decision]:

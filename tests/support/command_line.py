@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from jobs.cli import root_command
+from raycap.jobs.cli import root_command
 
 
 def parse(words: list[str]) -> Any:

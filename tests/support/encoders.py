@@ -9,13 +9,13 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from pipeline.config.sections import EncoderSection, TextEncoderSection
-from pipeline.errors import UserError
-from pipeline.score_inputs.encoders import FileEncoder
-from pipeline.score_inputs.text_encoders import FileTextEncoder
-from pipeline.scoring.grounding import bert_score
-from pipeline.scoring.metrics import UnavailableError
-from pipeline.storage.path import StorageOptions
+from raycap.pipeline.config.sections import EncoderSection, TextEncoderSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.score_inputs.encoders import FileEncoder
+from raycap.pipeline.score_inputs.text_encoders import FileTextEncoder
+from raycap.pipeline.scoring.grounding import bert_score
+from raycap.pipeline.scoring.metrics import UnavailableError
+from raycap.pipeline.storage.path import StorageOptions
 from tests.support.clip import MERGES, clip_tensors
 from tests.support.fuzz_models import mutated_safetensors
 from tests.support.fuzzing import Case

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.base import Features
-from pipeline.captioning.captioning import caption_batches
-from pipeline.data.images import BadImage
-from pipeline.features.model_inputs import Images
-from pipeline.runtime.context import LocalContext
-from pipeline.scoring.split_result import Hypothesis
+from raycap.models.base import Features
+from raycap.pipeline.captioning.captioning import caption_batches
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.scoring.split_result import Hypothesis
 
 
 def half(rank: int) -> LocalContext:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.sections import SceneConfig
-from pipeline.data.synthetic import write_dataset
+from raycap.pipeline.config.sections import SceneConfig
+from raycap.pipeline.data.synthetic import write_dataset
 
 
 class Captioned(NamedTuple):

@@ -22,20 +22,27 @@ import pyarrow.csv
 import pyarrow.parquet
 import yaml
 
-from jobs.constraints import constraints
-from jobs.score import score
-from pipeline.annotations.location import forget_pages
-from pipeline.captioning.constraints import load_automata
-from pipeline.config.load import dump_config, load_config, parse_config, parse_section, read_file, referenced_files
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
-from pipeline.data.images import read_image_file
-from pipeline.data.word_vectors import read_word_vectors
-from pipeline.errors import JobFailedError, UserError
-from pipeline.runs.check import check_data
-from pipeline.search.spec import load_search
-from pipeline.setup.survey import survey
-from pipeline.storage.path import StoragePath
+from raycap.jobs.constraints import constraints
+from raycap.jobs.score import score
+from raycap.pipeline.annotations.location import forget_pages
+from raycap.pipeline.captioning.constraints import load_automata
+from raycap.pipeline.config.load import (
+    dump_config,
+    load_config,
+    parse_config,
+    parse_section,
+    read_file,
+    referenced_files,
+)
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
+from raycap.pipeline.data.images import read_image_file
+from raycap.pipeline.data.word_vectors import read_word_vectors
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runs.check import check_data
+from raycap.pipeline.search.spec import load_search
+from raycap.pipeline.setup.survey import survey
+from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.forms import scenes, write_parquet_shards, write_tars
@@ -176,7 +183,7 @@ def command_line(inputs: Small, case: Case) -> Callable[[], object]:
 
 def run_words(words: list[str]) -> None:
     """Runs `raycap`. A failure is raised as the error that gives its exit code; AssertionError for wrong output."""
-    command = [sys.executable, "-m", "jobs", *words]
+    command = [sys.executable, "-m", "raycap", *words]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1"})
     output, errors = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     strange = [line for line in (output + errors).split("\n") if not line.isprintable()]

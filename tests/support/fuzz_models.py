@@ -20,25 +20,25 @@ import pandas as pd
 import yaml
 from PIL import Image
 
-from jobs.import_ import import_checkpoint
-from jobs.named_files import open_bundle
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import CaptionService
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset, read_dataset
-from pipeline.data.image_sources import MAX_PIXELS
-from pipeline.data.images import decode_image
-from pipeline.data.vocabulary import SPECIALS
-from pipeline.features.regions import import_regions, write_regions
-from pipeline.retrain.champion import ChampionState, ChampionStore
-from pipeline.runs.journal import read_journal
-from pipeline.runs.prepare import prepare
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.lease import LeaseRecord, take_lease
-from pipeline.storage.path import StoragePath
-from pipeline.tracking.pyfunc import PyfuncModel
-from pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.jobs.import_ import import_checkpoint
+from raycap.jobs.named_files import open_bundle
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.data.image_sources import MAX_PIXELS
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.data.vocabulary import SPECIALS
+from raycap.pipeline.features.regions import import_regions, write_regions
+from raycap.pipeline.retrain.champion import ChampionState, ChampionStore
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.lease import LeaseRecord, take_lease
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.tracking.pyfunc import PyfuncModel
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle, with_confidence, write_images
 from tests.support.features import write_bomb

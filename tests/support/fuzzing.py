@@ -29,9 +29,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.data.images import BadImage
-from pipeline.errors import JobFailedError, UserError
-from pipeline.storage.s3 import StorageError
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.storage.s3 import StorageError
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 20.0
@@ -40,7 +40,6 @@ MAX_DEATHS = 6  # a target ends after so many cases that hung or killed their pr
 MAX_MESSAGE = 2_000  # characters
 ADDRESS_SPACE = 4 * 2**30  # bytes that a child may map in addition, so that a failing test does not fill the machine
 BAIT, RESULTS = "bait", "results.jsonl"
-ROOMS = ("pipeline", "models", "jobs")
 STRANGERS = (UnicodeError, json.JSONDecodeError, ValidationError)  # are ValueErrors, which some targets may raise
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty")
 FORBIDDEN = dict.fromkeys(PROGRAMS, "starts a program") | {
@@ -284,8 +283,8 @@ def _judge(error: BaseException, target: Target, case: Case) -> tuple[str, str, 
 def _place(error: BaseException) -> str:
     """The innermost place of a traceback that is in raycap's code."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = [code for code in codes if code.co_filename.startswith(tuple(f"{ROOT}/{room}/" for room in ROOMS))]
-    return f"{Path(ours[-1].co_filename).relative_to(ROOT)}:{ours[-1].co_name}" if ours else ""
+    ours = [code for code in codes if code.co_filename.startswith(f"{ROOT}/raycap/")]
+    return f"{Path(ours[-1].co_filename).relative_to(ROOT / 'raycap')}:{ours[-1].co_name}" if ours else ""
 
 
 class Watch:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jobs.import_ import import_checkpoint
-from pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.jobs.import_ import import_checkpoint
+from raycap.pipeline.captioning.bundle import Bundle, load_bundle
 
 GOLDEN = Path(__file__).resolve().parents[1] / "parity" / "golden"
 EXPANSIONNET = GOLDEN / "expansionnet_v2"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pipeline.runtime.log import PACKAGES
+from raycap.pipeline.runtime.log import PACKAGES
 
 
 @contextmanager

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.backbone import Backbone
-from models.base import CaptionModel, Features, Memory, ModelSizes
-from models.captioner import Captioner
-from models.clusters import ClusterMaps
-from models.config import BackboneConfig, ExpansionNetConfig
-from models.constraints import ConstraintAutomaton
-from models.decoding import Captions
-from models.expansionnet import ExpansionNet
-from models.registry import build_model
-from pipeline.data.vocabulary import Vocabulary
+from raycap.models.backbone import Backbone
+from raycap.models.base import CaptionModel, Features, Memory, ModelSizes
+from raycap.models.captioner import Captioner
+from raycap.models.clusters import ClusterMaps
+from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.constraints import ConstraintAutomaton
+from raycap.models.decoding import Captions
+from raycap.models.expansionnet import ExpansionNet
+from raycap.models.registry import build_model
+from raycap.pipeline.data.vocabulary import Vocabulary
 
 SIZES = ModelSizes(feature_width=7, vocabulary_size=11, max_positions=12, sos=0, eos=1, pad=2)
 MIXERS = (

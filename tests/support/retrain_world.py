@@ -22,18 +22,18 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.captioning.bundle_files import bundle_digests, fetched
-from pipeline.config.load import load_config, parse_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.data.loading import find_data
-from pipeline.errors import UserError
-from pipeline.retrain.champion import ChampionStore
-from pipeline.retrain.retrain import Trained, retrain
-from pipeline.runs.check import Reader, Threads
-from pipeline.runs.identity import config_identity
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.champion import ChampionStore
+from raycap.pipeline.retrain.retrain import Trained, retrain
+from raycap.pipeline.runs.check import Reader, Threads
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
 from tests.support.champion_check import decisions, errors_of
 from tests.support.logs import on_message

@@ -14,20 +14,20 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from models.augmentation import augmented
-from models.backbone import Backbone
-from models.views import seed_of_key
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.data.images import decode_image, read_image_file
-from pipeline.feature_store.store import write_shard
-from pipeline.features.extraction import Extractor, feature_key
-from pipeline.features.regions import import_regions
-from pipeline.features.source import with_views
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import prepare
-from pipeline.storage.path import StoragePath
-from pipeline.storage.weights import load_weights
+from raycap.models.augmentation import augmented
+from raycap.models.backbone import Backbone
+from raycap.models.views import seed_of_key
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.images import decode_image, read_image_file
+from raycap.pipeline.feature_store.store import write_shard
+from raycap.pipeline.features.extraction import Extractor, feature_key
+from raycap.pipeline.features.regions import import_regions
+from raycap.pipeline.features.source import with_views
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import load_weights
 from tests.conftest import ROOT, small_config
 from tests.support.s3_server import CREDENTIALS
 
@@ -114,7 +114,7 @@ def write_config(path: Path, values: dict[str, Any]) -> Path:
 
 def start_raycap(*arguments: str) -> subprocess.Popen[str]:
     """`raycap` with these arguments in a process of its own, its output unbuffered and in one stream."""
-    command = [sys.executable, "-u", "-m", "jobs", *arguments]
+    command = [sys.executable, "-u", "-m", "raycap", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -130,7 +130,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 def run_with_own_cache(config: Path, cache: Path) -> str:
     """What `raycap run` prints in a process with its own cache, as on a machine of its own."""
     environment = {**os.environ, **CREDENTIALS, "RAYCAP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "jobs", "run", str(config)]
+    command = [sys.executable, "-m", "raycap", "run", str(config)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.search.spec import Search, load_search
-from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
+from raycap.pipeline.search.spec import Search, load_search
+from raycap.pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from tests.conftest import small_config
 
 G, N_E, LR = "model.static_expansion", "model.dynamic_expansion", "stages.xe_frozen.lr"

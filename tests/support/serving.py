@@ -11,15 +11,15 @@ from typing import Any
 from starlette.testclient import TestClient
 
 import raycap
-from models.transform import ImageTransform
-from pipeline.captioning.bundle_files import bundle_digests
-from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from pipeline.serving.app import AppSettings, make_app
-from pipeline.serving.host import ModelHost
-from pipeline.serving.loading import load_address
-from pipeline.serving.metrics import Metrics
-from pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.bundle_files import bundle_digests
+from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
+from raycap.pipeline.serving.app import AppSettings, make_app
+from raycap.pipeline.serving.host import ModelHost
+from raycap.pipeline.serving.loading import load_address
+from raycap.pipeline.serving.metrics import Metrics
+from raycap.pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 LOCAL = "http://127.0.0.1:8000"
 

@@ -138,10 +138,10 @@ class SmallDisk:
 
 def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
     """Captions images of a folder on S3 for ever. In between it is sent damaged images and wrong columns."""
-    from pipeline.captioning.bundle import load_bundle
-    from pipeline.captioning.service import CaptionService
-    from pipeline.storage.path import StorageOptions, StoragePath
-    from pipeline.tracking.pyfunc import PyfuncModel
+    from raycap.pipeline.captioning.bundle import load_bundle
+    from raycap.pipeline.captioning.service import CaptionService
+    from raycap.pipeline.storage.path import StorageOptions, StoragePath
+    from raycap.pipeline.tracking.pyfunc import PyfuncModel
 
     model = PyfuncModel(CaptionService(load_bundle(Path(bundle)), beam_size=2, max_length=8))
     place = StoragePath(images, StorageOptions(endpoint, retry_minutes=0.05))
@@ -160,10 +160,10 @@ def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
 
 def tune(words: Sequence[str]) -> int:
     """`raycap tune` with a short lease, so that a killed search can continue soon."""
-    import jobs.tune.command
-    from jobs.cli import main
+    import raycap.jobs.tune.command
+    from raycap.jobs.cli import main
 
-    jobs.tune.command.LEASE_S = LEASE_S
+    raycap.jobs.tune.command.LEASE_S = LEASE_S
     return main(["tune", *words])
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from models.config import ModelSizes
-from pipeline.retrain.champion import BundleRecord, ChampionStore
-from pipeline.runs.folder import RunMetadata
-from pipeline.storage.lease import Lease, take_lease
-from pipeline.storage.path import StoragePath
+from raycap.models.config import ModelSizes
+from raycap.pipeline.retrain.champion import BundleRecord, ChampionStore
+from raycap.pipeline.runs.folder import RunMetadata
+from raycap.pipeline.storage.lease import Lease, take_lease
+from raycap.pipeline.storage.path import StoragePath
 
 STAGES = ("xe", "scst")
 

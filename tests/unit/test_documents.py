@@ -18,8 +18,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.config.run import RunConfig
-from pipeline.search.spec import SearchConfig
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.search.spec import SearchConfig
 from tests.conftest import ROOT
 from tests.support.command_line import parse
 

@@ -15,14 +15,14 @@ import jsonschema
 import pytest
 import yaml
 
-from jobs.serve import deployments, proxy
-from jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
-from jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
-from pipeline.cluster.submission import STOP_WAIT_S
-from pipeline.config.load import load_config
-from pipeline.runtime.stopping import SAVE_LIMIT_S
-from pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
-from pipeline.storage.copies import COPIES_SHARE
+from raycap.jobs.serve import deployments, proxy
+from raycap.jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
+from raycap.jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
+from raycap.pipeline.cluster.submission import STOP_WAIT_S
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
+from raycap.pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
+from raycap.pipeline.storage.copies import COPIES_SHARE
 from tests.conftest import ROOT
 from tests.support.command_line import parse
 

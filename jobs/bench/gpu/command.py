@@ -15,12 +15,12 @@ from typing import Annotated
 import torch
 import typer
 
-from jobs.bench.gpu.device import FACTS, GpuFacts, facts_of, profile, waits
-from jobs.bench.gpu.estimate import estimate_lines
-from jobs.bench.gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
-from jobs.bench.gpu.training_step import training_step
-from pipeline.errors import UserError
-from pipeline.runtime.cpu import prepare_processor
+from raycap.jobs.bench.gpu.device import FACTS, GpuFacts, facts_of, profile, waits
+from raycap.jobs.bench.gpu.estimate import estimate_lines
+from raycap.jobs.bench.gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
+from raycap.jobs.bench.gpu.training_step import training_step
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.cpu import prepare_processor
 
 A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
 BY_NAME = {part.__name__: part for part in PARTS}

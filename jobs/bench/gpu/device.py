@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from jobs.bench.measuring import timed
-from pipeline.runtime.cpu import memory_mb
+from raycap.jobs.bench.measuring import timed
+from raycap.pipeline.runtime.cpu import memory_mb
 
 GROUPS = 3  # of calls, whose median counts
 GROUP_S = 0.5  # roughly the seconds of a group

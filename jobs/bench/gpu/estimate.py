@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from jobs.bench.gpu.device import GpuFacts
-from jobs.bench.gpu.parts import Plan
-from jobs.bench.gpu.training_step import Case, training_step
-from models import layers
+from raycap.jobs.bench.gpu.device import GpuFacts
+from raycap.jobs.bench.gpu.parts import Plan
+from raycap.jobs.bench.gpu.training_step import Case, training_step
+from raycap.models import layers
 
 EFFICIENCY = 0.4  # assumed share of a GPU's peak for the large products of these models
 LAUNCH_S = 8e-6  # assumed seconds that the processor needs for each operation that it queues

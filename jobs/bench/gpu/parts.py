@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from jobs.bench.gpu.device import Measured, measure
-from jobs.bench.gpu.training_step import Case, Scale, training_step
-from jobs.bench.measuring import noise_jpegs
-from models.backbone import Backbone, image_transform
-from models.base import CaptionModel, Features
-from models.captioner import Captioner
-from models.config import BackboneConfig, ExpansionNetConfig
-from models.decoding import beam_search, sample
-from models.graphed_search import GraphedSearch
-from models.registry import build_model
-from pipeline.data.images import decode_image
-from pipeline.runtime.precision import float32_products
+from raycap.jobs.bench.gpu.device import Measured, measure
+from raycap.jobs.bench.gpu.training_step import Case, Scale, training_step
+from raycap.jobs.bench.measuring import noise_jpegs
+from raycap.models.backbone import Backbone, image_transform
+from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.decoding import beam_search, sample
+from raycap.models.graphed_search import GraphedSearch
+from raycap.models.registry import build_model
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.runtime.precision import float32_products
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20

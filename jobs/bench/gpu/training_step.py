@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.backbone import Backbone, image_transform
-from models.base import Features
-from models.captioner import Captioner
-from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
-from models.layers import set_dropout
-from models.registry import build_model
-from pipeline.data.vocabulary import SPECIALS, Vocabulary
-from pipeline.language.languages import ENGLISH
-from pipeline.rewards.cider_d import CiderDReward
-from pipeline.rewards.references import References
-from pipeline.rewards.weighted import WeightedReward
-from pipeline.runtime.precision import float32_products
-from pipeline.training.batches import Batch, target_positions
-from pipeline.training.finite import FiniteCheck
-from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
-from pipeline.training.optimizer import make_optimizer
+from raycap.models.backbone import Backbone, image_transform
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.layers import set_dropout
+from raycap.models.registry import build_model
+from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
+from raycap.pipeline.language.languages import ENGLISH
+from raycap.pipeline.rewards.cider_d import CiderDReward
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.rewards.weighted import WeightedReward
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.training.batches import Batch, target_positions
+from raycap.pipeline.training.finite import FiniteCheck
+from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
+from raycap.pipeline.training.optimizer import make_optimizer
 
 # the settings that objectives and optimizers read, with the configuration's defaults
 OPTIMIZER: Any = SimpleNamespace(

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from jobs.bench.scale.data import measure_data
-from jobs.bench.scale.keys import measure_keys
-from jobs.bench.scale.measured import HEADER, Measurement
-from jobs.bench.scale.model import Cluster, report
-from jobs.bench.scale.order import measure_order
-from jobs.bench.scale.reward import measure_reward
-from jobs.options import Folder
-from pipeline.errors import UserError
+from raycap.jobs.bench.scale.data import measure_data
+from raycap.jobs.bench.scale.keys import measure_keys
+from raycap.jobs.bench.scale.measured import HEADER, Measurement
+from raycap.jobs.bench.scale.model import Cluster, report
+from raycap.jobs.bench.scale.order import measure_order
+from raycap.jobs.bench.scale.reward import measure_reward
+from raycap.jobs.options import Folder
+from raycap.pipeline.errors import UserError
 
 # Each part yields its rows of the table, and may write to the folder.
 PARTS: Mapping[str, Callable[[int, Path], Iterator[Measurement]]] = {

@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from jobs.bench.measuring import in_new_process
-from jobs.bench.scale.measured import Measurement, measured
-from models.transform import ImageTransform
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.features.model_inputs import Images
-from pipeline.language.token_files import TokenFiles, write_tokens
-from pipeline.training.batches import CaptionTokens
+from raycap.jobs.bench.measuring import in_new_process
+from raycap.jobs.bench.scale.measured import Measurement, measured
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.language.token_files import TokenFiles, write_tokens
+from raycap.pipeline.training.batches import CaptionTokens
 
 CAPTIONS_PER_IMAGE = 5
 NUM_TEXTS, NUM_WORDS = 100_000, 10_000  # distinct captions of a synthetic data set, and their distinct words

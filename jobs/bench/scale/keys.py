@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.bench.measuring import in_new_process
-from jobs.bench.scale.measured import Measurement, measured
-from pipeline.data.content_keys import HashedFiles, take_snapshot
-from pipeline.data.dataset import CHUNK_ROWS, SCHEMA, Dataset
-from pipeline.feature_store.manifests import MANIFEST, SHARDS_PER_PART, read_manifests
-from pipeline.feature_store.shards import INDEX
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.extraction import plan_extraction
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.storage.s3 import Entry
-from pipeline.storage.tables import spilled, write_table
+from raycap.jobs.bench.measuring import in_new_process
+from raycap.jobs.bench.scale.measured import Measurement, measured
+from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
+from raycap.pipeline.data.dataset import CHUNK_ROWS, SCHEMA, Dataset
+from raycap.pipeline.feature_store.manifests import MANIFEST, SHARDS_PER_PART, read_manifests
+from raycap.pipeline.feature_store.shards import INDEX
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.extraction import plan_extraction
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.s3 import Entry
+from raycap.pipeline.storage.tables import spilled, write_table
 
 PER_LISTING = 1000  # objects that S3 lists per request
 PER_FOLDER = 100_000

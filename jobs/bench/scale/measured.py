@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.measuring import in_new_process
+from raycap.jobs.bench.measuring import in_new_process
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jobs.bench.scale.keys import ROWS_PER_SHARD
-from jobs.bench.scale.measured import Measurement
+from raycap.jobs.bench.scale.keys import ROWS_PER_SHARD
+from raycap.jobs.bench.scale.measured import Measurement
 
 IMAGE_MB = 0.18  # of a JPEG file of COCO
 REQUESTS_AT_A_TIME = 8  # per node

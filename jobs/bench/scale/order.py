@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.bench.scale.data import CAPTIONS_PER_IMAGE
-from jobs.bench.scale.keys import ROWS_PER_SHARD
-from jobs.bench.scale.measured import Measurement, measured
-from pipeline.training.sample_order import ShardOrder
+from raycap.jobs.bench.scale.data import CAPTIONS_PER_IMAGE
+from raycap.jobs.bench.scale.keys import ROWS_PER_SHARD
+from raycap.jobs.bench.scale.measured import Measurement, measured
+from raycap.pipeline.training.sample_order import ShardOrder
 
 BATCH_SIZE, WORLD_SIZE = 1024, 64
 

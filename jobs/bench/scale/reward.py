@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.bench.reward import generated_captions
-from jobs.bench.scale.measured import Measurement, measured
-from pipeline.rewards.cider_index import build_index
-from pipeline.runtime.cpu import prepare_processor
+from raycap.jobs.bench.reward import generated_captions
+from raycap.jobs.bench.scale.measured import Measurement, measured
+from raycap.pipeline.rewards.cider_index import build_index
+from raycap.pipeline.runtime.cpu import prepare_processor
 
 
 def measure_reward(rows: int, folder: Path) -> Iterator[Measurement]:

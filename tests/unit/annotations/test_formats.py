@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.annotations.formats import FORMATS
-from pipeline.annotations.rows import as_list
-from pipeline.annotations.splits import id_of_name
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, read_dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.language.english import tokenize_like_spacy
+from raycap.pipeline.annotations.formats import FORMATS
+from raycap.pipeline.annotations.rows import as_list
+from raycap.pipeline.annotations.splits import id_of_name
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, read_dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.english import tokenize_like_spacy
 
 ROWS: list[dict[str, Any]] = [
     {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.annotations import name_index as module
-from pipeline.annotations.name_index import NameIndex
+from raycap.pipeline.annotations import name_index as module
+from raycap.pipeline.annotations.name_index import NameIndex
 
 
 @pytest.mark.parametrize("limit", [0, 2**20])
 def test_it_gives_what_a_dict_gives(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
+    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     monkeypatch.setattr(module, "FIRST_SLOTS", 4)
     monkeypatch.setattr(module, "_REHASHED", 16)
     index, expected = NameIndex(), dict[str, int]()

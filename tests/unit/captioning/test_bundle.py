@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.base import Features
-from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.data.vocabulary import Vocabulary
+from raycap.models.base import Features
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.data.vocabulary import Vocabulary
 from tests.support.bundles import without_digests
 from tests.support.models import (
     one_thread,  # noqa: F401

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.caption import caption
-from jobs.cli import main
-from models.decoding_config import PLAIN, Decoding
-from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.captioning import CaptionSearch, score_rules
-from pipeline.captioning.constraints import ImageConstraints, build_automata
-from pipeline.captioning.protocols import ensemble_protocol, run_protocol, searched
-from pipeline.captioning.service import CaptionService
-from pipeline.comparison.protocol import Protocol
-from pipeline.comparison.published import published_rows
-from pipeline.config.load import load_config, parse_config
-from pipeline.config.sections import EvaluationSection
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.runs.identity import config_identity
-from pipeline.runtime.context import LocalContext
+from raycap.jobs.caption import caption
+from raycap.jobs.cli import main
+from raycap.models.decoding_config import PLAIN, Decoding
+from raycap.pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.captioning.captioning import CaptionSearch, score_rules
+from raycap.pipeline.captioning.constraints import ImageConstraints, build_automata
+from raycap.pipeline.captioning.protocols import ensemble_protocol, run_protocol, searched
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.comparison.published import published_rows
+from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runtime.context import LocalContext
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import WORDS, make_bundle, write_images
 from tests.support.few_images import FewImages, caption_split, half

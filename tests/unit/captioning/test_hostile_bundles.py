@@ -17,12 +17,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from models.transform import ImageTransform
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.bundle_files import seal
-from pipeline.confidence.confidence import dump_confidences
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import without_secrets
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.bundle_files import seal
+from raycap.pipeline.confidence.confidence import dump_confidences
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import without_secrets
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
 from tests.support.models import (

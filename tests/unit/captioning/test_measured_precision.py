@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.captioning import measured_precision
-from pipeline.captioning.measured_precision import measure_search, with_kept_precision, with_search_precision
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.runtime.precision import PrecisionTimes
+from raycap.pipeline.captioning import measured_precision
+from raycap.pipeline.captioning.measured_precision import measure_search, with_kept_precision, with_search_precision
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runtime.precision import PrecisionTimes
 from tests.conftest import small_config
 
 SYSTEMS: list[dict[str, Any]] = [

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.cli import main
-from jobs.constraints import constraints as make_constraints
-from models.decoding_config import PLAIN
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import CaptionSearch
-from pipeline.captioning.constraints import ImageConstraints, build_automata, read_constraints, write_constraints
-from pipeline.captioning.detections import (
+from raycap.jobs.cli import main
+from raycap.jobs.constraints import constraints as make_constraints
+from raycap.models.decoding_config import PLAIN
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.captioning import CaptionSearch
+from raycap.pipeline.captioning.constraints import ImageConstraints, build_automata, read_constraints, write_constraints
+from raycap.pipeline.captioning.detections import (
     EXCLUDED,
     Detection,
     choose_constraints,
@@ -23,14 +23,14 @@ from pipeline.captioning.detections import (
     read_detections,
     read_hierarchy,
 )
-from pipeline.config.sections import EvaluationSection
-from pipeline.data.images import BadImage
-from pipeline.errors import UserError
-from pipeline.runs.evaluation import split_result
-from pipeline.runtime.context import LocalContext
-from pipeline.scoring.split_result import ConstraintCounts, SplitResult
-from pipeline.storage.file_cache import ChangedError
-from pipeline.storage.s3 import OutageError, StorageError
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.evaluation import split_result
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.scoring.split_result import ConstraintCounts, SplitResult
+from raycap.pipeline.storage.file_cache import ChangedError
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half
 from tests.support.logs import on_message

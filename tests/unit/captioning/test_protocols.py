@@ -11,15 +11,15 @@ import pytest
 import torch
 import yaml
 
-from jobs.import_ import import_checkpoint
-from models.decoding_config import PLAIN, Decoding
-from pipeline.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
-from pipeline.captioning.protocols import ensemble_protocol, run_protocol, search_settings
-from pipeline.captioning.service import CaptionService
-from pipeline.comparison.protocol import USUAL, WORDS, Protocol, differences
-from pipeline.config.load import parse_config, with_data
-from pipeline.config.sections import EvaluationSection
-from pipeline.errors import UserError
+from raycap.jobs.import_ import import_checkpoint
+from raycap.models.decoding_config import PLAIN, Decoding
+from raycap.pipeline.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
+from raycap.pipeline.captioning.protocols import ensemble_protocol, run_protocol, search_settings
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.comparison.protocol import USUAL, WORDS, Protocol, differences
+from raycap.pipeline.config.load import parse_config, with_data
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.errors import UserError
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, without_digests
 from tests.support.models import one_thread  # noqa: F401

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from models.base import Features
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.captioning import CaptionSearch, caption_images
-from pipeline.captioning.constraints import ImageConstraints, build_automata
-from pipeline.captioning.service import CaptionService
-from pipeline.confidence.confidence import SIGNALS, Linear
-from pipeline.config.sections import EvaluationSection
-from pipeline.runtime.context import LocalContext
+from raycap.models.base import Features
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.captioning import CaptionSearch, caption_images
+from raycap.pipeline.captioning.constraints import ImageConstraints, build_automata
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.confidence.confidence import SIGNALS, Linear
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle, with_confidence
 from tests.support.few_images import FewImages, caption_split, half
 

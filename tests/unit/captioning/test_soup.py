@@ -14,15 +14,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.config import ExpansionNetConfig
-from models.decoding_config import PLAIN, Decoding
-from pipeline.captioning.bundle import Bundle, load_bundle
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
-from pipeline.comparison.protocol import Protocol
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.storage.path import storage_path
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.decoding_config import PLAIN, Decoding
+from raycap.pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import storage_path
 from tests.support.bundles import make_bundle, without_digests
 from tests.support.confidence import make_confidence
 from tests.support.models import (

@@ -10,19 +10,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from jobs.evaluation import Evaluation
-from models.decoding_config import Decoding
-from pipeline.captioning.bundle import load_bundle, read_confidences, store_confidence
-from pipeline.captioning.bundle_files import fetched
-from pipeline.captioning.protocols import confidence_search
-from pipeline.config.load import parse_config
-from pipeline.config.sections import EvaluationSection
-from pipeline.errors import UserError
-from pipeline.runtime.decorations import Decorations
-from pipeline.scoring.metrics import Score, Scores
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import storage_path
+from raycap.jobs.evaluation import Evaluation
+from raycap.models.decoding_config import Decoding
+from raycap.pipeline.captioning.bundle import load_bundle, read_confidences, store_confidence
+from raycap.pipeline.captioning.bundle_files import fetched
+from raycap.pipeline.captioning.protocols import confidence_search
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.scoring.metrics import Score, Scores
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, with_confidence, without_digests
 from tests.support.confidence import make_confidence

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray  # noqa: F401
 
-from pipeline.cluster import capacity
-from pipeline.cluster.capacity import ClusterStatus
-from pipeline.errors import UserError
+from raycap.pipeline.cluster import capacity
+from raycap.pipeline.cluster.capacity import ClusterStatus
+from raycap.pipeline.errors import UserError
 
 
 def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import doctor
-from jobs.cli import main
-from pipeline.cluster import cluster_checks, node_facts
-from pipeline.cluster.capacity import ClusterStatus, Resources
-from pipeline.cluster.cluster_facts import ClusterFacts
-from pipeline.cluster.finding import Finding
-from pipeline.cluster.node_facts import NodeFacts, Probe, collect, look
-from pipeline.cluster.submission import used_variables
-from pipeline.config.load import parse_config
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.jobs import doctor
+from raycap.jobs.cli import main
+from raycap.pipeline.cluster import cluster_checks, node_facts
+from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
+from raycap.pipeline.cluster.cluster_facts import ClusterFacts
+from raycap.pipeline.cluster.finding import Finding
+from raycap.pipeline.cluster.node_facts import NodeFacts, Probe, collect, look
+from raycap.pipeline.cluster.submission import used_variables
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER
 
-from pipeline.cluster.jobs_api import JobsServer
-from pipeline.errors import UserError
-from pipeline.runtime.secrets import forget_all, without_secrets
+from raycap.pipeline.cluster.jobs_api import JobsServer
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import forget_all, without_secrets
 
 TOKEN = "marked-token-8c1d"
 
@@ -118,11 +118,11 @@ def test_the_warning_precedes_the_token(head: Any, caplog: pytest.LogCaptureFixt
             warnings.append(list(head.seen))
 
     note = Note()
-    logging.getLogger("pipeline.cluster.jobs_api").addHandler(note)
+    logging.getLogger("raycap.pipeline.cluster.jobs_api").addHandler(note)
     try:
         server.version()
     finally:
-        logging.getLogger("pipeline.cluster.jobs_api").removeHandler(note)
+        logging.getLogger("raycap.pipeline.cluster.jobs_api").removeHandler(note)
     assert warnings == [[("/api/version", None)]] and head.seen[-1][1] == f"Bearer {TOKEN}"
     assert "the token is sent over http" in caplog.text
 

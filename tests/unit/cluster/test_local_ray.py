@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.cluster.local_ray import ending_children, private_folder, protect_token
-from pipeline.errors import UserError
+from raycap.pipeline.cluster.local_ray import ending_children, private_folder, protect_token
+from raycap.pipeline.errors import UserError
 
 
 def mode(path: Path) -> int:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.cluster import stalls
-from pipeline.cluster.capacity import ClusterStatus
-from pipeline.cluster.stalls import SIGNAL, StalledError, StallWatch
-from pipeline.config.sections import WorkersSection
+from raycap.pipeline.cluster import stalls
+from raycap.pipeline.cluster.capacity import ClusterStatus
+from raycap.pipeline.cluster.stalls import SIGNAL, StalledError, StallWatch
+from raycap.pipeline.config.sections import WorkersSection
 
 WORKERS = WorkersSection(max_stall_minutes=10)
 PENDING = ClusterStatus(nodes=[{"CPU": 1}], used=1.0, pending=[{"CPU": 8}], num_starting=0, has_autoscaler=False)

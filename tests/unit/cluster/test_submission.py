@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.submit import parse_arguments
-from pipeline.cluster.packaging import find_files, pack
-from pipeline.cluster.submission import (
+from raycap.jobs.cli import main
+from raycap.jobs.submit import parse_arguments
+from raycap.pipeline.cluster.packaging import find_files, pack
+from raycap.pipeline.cluster.submission import (
     check_local_paths,
     check_options,
     check_texts,
@@ -24,8 +24,8 @@ from pipeline.cluster.submission import (
     secret_names,
     variables,
 )
-from pipeline.config.load import load_config
-from pipeline.errors import UserError
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.errors import UserError
 from tests.conftest import ROOT, small_config
 
 SECRET = "marked-credential-7f3a"
@@ -155,7 +155,7 @@ def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: P
 
 def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None:
     command = entrypoint("run", ["configs/a b.yaml", "--set", "name=x y"], ["S3_KEY"])
-    assert command.endswith("exec python -m jobs run 'configs/a b.yaml' --set 'name=x y'")
+    assert command.endswith("exec python -m raycap run 'configs/a b.yaml' --set 'name=x y'")
     assert "S3_KEY:?is not set on the cluster" in command
     environment = runtime_env("gcs://_ray_pkg_x.zip", {"A": "1"}, ["six==1.17.0"])
     waits = {"RAY_JOB_STOP_WAIT_TIME_S": "90"}

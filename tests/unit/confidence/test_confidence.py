@@ -14,8 +14,8 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from pipeline.confidence import quality
-from pipeline.confidence.confidence import (
+from raycap.pipeline.confidence import quality
+from raycap.pipeline.confidence.confidence import (
     MAX_FITS,
     NUM_FIRST,
     NUM_LOWEST,
@@ -28,8 +28,8 @@ from pipeline.confidence.confidence import (
     parse_confidences,
     with_fit,
 )
-from pipeline.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
-from pipeline.confidence.quality import (
+from raycap.pipeline.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
+from raycap.pipeline.confidence.quality import (
     COVERAGES,
     Risk,
     auroc,
@@ -38,9 +38,9 @@ from pipeline.confidence.quality import (
     reliability,
     risk_coverage,
 )
-from pipeline.errors import UserError
-from pipeline.scoring.metrics import Score, Scores
-from pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.metrics import Score, Scores
+from raycap.pipeline.scoring.split_result import SplitResult
 from tests.support.confidence import make_confidence
 
 WIDTH = len(SIGNALS)

@@ -16,11 +16,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from models.config import MODEL_CONFIGS
-from models.values import read_number
-from pipeline.config.load import load_config, parse_config, parse_given, set_value
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
+from raycap.models.config import MODEL_CONFIGS
+from raycap.models.values import read_number
+from raycap.pipeline.config.load import load_config, parse_config, parse_given, set_value
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
 from tests.conftest import ROOT, small_config
 
 DEMO = ROOT / "configs" / "demo.yaml"

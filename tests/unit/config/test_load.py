@@ -10,18 +10,18 @@ import pytest
 import torch
 import yaml
 
-from jobs.import_ import import_checkpoint
-from models.base import ModelSizes
-from models.captioner import Captioner
-from models.config import MODEL_CONFIGS, ExpansionNetConfig
-from models.registry import build_model
-from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.config.load import load_config, merge, parse_given, read_file, read_values, referenced_files
-from pipeline.config.renamed import RENAMED_KEYS, RENAMED_VALUES, new_key
-from pipeline.config.run import RunConfig
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.search.spec import load_search
+from raycap.jobs.import_ import import_checkpoint
+from raycap.models.base import ModelSizes
+from raycap.models.captioner import Captioner
+from raycap.models.config import MODEL_CONFIGS, ExpansionNetConfig
+from raycap.models.registry import build_model
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.config.load import load_config, merge, parse_given, read_file, read_values, referenced_files
+from raycap.pipeline.config.renamed import RENAMED_KEYS, RENAMED_VALUES, new_key
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.search.spec import load_search
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import without_digests
 

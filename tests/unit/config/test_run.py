@@ -8,14 +8,21 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values, with_data
-from pipeline.config.run import RunConfig, total_steps
-from pipeline.config.sections import DataSection, FeatureSection, FurtherMetrics
-from pipeline.errors import UserError
-from pipeline.language.tokenizers import TOKENIZERS
-from pipeline.runs.identity import config_identity
-from pipeline.scoring.metrics import FURTHER_METRICS
-from pipeline.search.spec import ResourceSection
+from raycap.pipeline.config.load import (
+    dump_config,
+    load_config,
+    parse_config,
+    parse_stored_config,
+    read_values,
+    with_data,
+)
+from raycap.pipeline.config.run import RunConfig, total_steps
+from raycap.pipeline.config.sections import DataSection, FeatureSection, FurtherMetrics
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.scoring.metrics import FURTHER_METRICS
+from raycap.pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 
 DATA_FILES = sorted((ROOT / "configs" / "data").glob("*.yaml"))
@@ -35,8 +42,8 @@ def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.Monke
 def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from models.config import ModelSizes
-    from models.registry import build_model
+    from raycap.models.config import ModelSizes
+    from raycap.models.registry import build_model
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     config = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml")
@@ -71,8 +78,8 @@ def test_the_other_systems_build_on_the_meta_device(
 ) -> None:
     import torch
 
-    from models.config import ModelSizes
-    from models.registry import build_model
+    from raycap.models.config import ModelSizes
+    from raycap.models.registry import build_model
 
     for variable in ("COCO", "REGIONS", "GLOVE", "CLASSES"):
         monkeypatch.setenv(f"RAYCAP_{variable}", "/somewhere")

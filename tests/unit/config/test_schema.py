@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 import yaml
 
-from pipeline.config.changes import REQUIRED, changes
-from pipeline.config.load import load_config, read_values, shown_values
-from pipeline.config.run import RunConfig
-from pipeline.config.schema import config_schema
-from pipeline.config.variables import variable_names
+from raycap.pipeline.config.changes import REQUIRED, changes
+from raycap.pipeline.config.load import load_config, read_values, shown_values
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.schema import config_schema
+from raycap.pipeline.config.variables import variable_names
 from tests.conftest import ROOT, small_config
 
 SEARCH_KEYS = {"base", "space", "rows"}

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.identity import config_identity
-from pipeline.runtime.secrets import forget_all
-from pipeline.search.spec import load_search
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import dump_config, load_config, parse_config, parse_stored_config, read_values
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runtime.secrets import forget_all
+from raycap.pipeline.search.spec import load_search
 from tests.conftest import ROOT, small_config
 
 VALUES = {

@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.annotations.location import ImageLocation
-from pipeline.data import manifests
-from pipeline.data.content_keys import HashedFiles, hash_with_threads, take_snapshot
-from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.data.images import read_image_file
-from pipeline.data.manifests import Manifest
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from pipeline.storage.s3 import Entry
-from pipeline.storage.tables import write_table
+from raycap.pipeline.annotations.location import ImageLocation
+from raycap.pipeline.data import manifests
+from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads, take_snapshot
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.images import read_image_file
+from raycap.pipeline.data.manifests import Manifest
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.s3 import Entry
+from raycap.pipeline.storage.tables import write_table
 from tests.support.buckets import Bucket
 from tests.support.damage import cut
 from tests.support.plain_data import Stored, plain_snapshot
@@ -60,9 +60,9 @@ class Noted:
 
 def limit(monkeypatch: pytest.MonkeyPatch, images_per_part: int, spilled: int) -> None:
     monkeypatch.setattr(manifests, "PART_IMAGES", images_per_part)
-    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", spilled)
-    monkeypatch.setattr("pipeline.data.content_keys._ROWS_AT_A_TIME", 16)
-    monkeypatch.setattr("pipeline.data.content_keys._URIS_PER_TASK", 8)
+    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", spilled)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys._ROWS_AT_A_TIME", 16)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys._URIS_PER_TASK", 8)
 
 
 def change(root: Path, rng: np.random.Generator) -> None:
@@ -101,7 +101,7 @@ def any_uris(root: Path, rng: np.random.Generator) -> list[str]:
 @pytest.mark.parametrize("spilled", [0, 2**25])
 def test_snapshots_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spilled: int) -> None:
     """Files change between the snapshots, and so do the images and the number of parts."""
-    monkeypatch.setattr("pipeline.data.content_keys.MAX_BYTES", 4)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys.MAX_BYTES", 4)
     rng, stored, path = np.random.default_rng(spilled), Stored(), tmp_path / "manifest.parquet"
     root = tmp_path / "images"
     root.mkdir()
@@ -128,7 +128,7 @@ def test_snapshots_of_a_bucket_are_those_of_a_plain_loop(
 ) -> None:
     """Some folders have so many other objects that their listings end early."""
     limit(monkeypatch, images_per_part, 0)
-    monkeypatch.setattr("pipeline.data.content_keys._LISTED_OBJECTS", 20)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys._LISTED_OBJECTS", 20)
     rng, stored, asked = np.random.default_rng(0), Stored(), 0
     names = [f"{folder}/{number}.png" for folder in ("a", "a/b", "c", "d") for number in range(40)] + ["a/x.tar"]
     bucket = Bucket([*[f"c/other/{number}" for number in range(2000)], *names])
@@ -172,7 +172,7 @@ def test_a_kill_keeps_what_was_written_and_only_changed_parts_are_written(
     folder = Path(f"{path}.parts")
     limit(monkeypatch, 16, 0)
     for name, value in (("_URIS_PER_SLICE", 10), ("_WRITE_EVERY_S", 0), ("_WRITE_SHARE", 1e9)):
-        monkeypatch.setattr(f"pipeline.data.content_keys.{name}", value)
+        monkeypatch.setattr(f"raycap.pipeline.data.content_keys.{name}", value)
 
     def hash_some(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         for number, part in enumerate(hash_with_threads(uris, options)):

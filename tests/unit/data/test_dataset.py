@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.config.sections import DataSection
-from pipeline.data import dataset as module
-from pipeline.data.content_keys import take_snapshot
-from pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from pipeline.data.vocabulary import SPECIALS, Vocabulary
-from pipeline.errors import DamagedError, UserError
-from pipeline.language.english import tokenize
-from pipeline.storage.path import StoragePath
-from pipeline.storage.s3 import OutageError, StorageError
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data import dataset as module
+from raycap.pipeline.data.content_keys import take_snapshot
+from raycap.pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
+from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.language.english import tokenize
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import write_karpathy
 from tests.support.buckets import Bucket
 from tests.support.caption_tokens import caption_tokens
@@ -235,7 +235,7 @@ def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypa
                 raise error
             return b"x"
 
-        monkeypatch.setattr("pipeline.data.content_keys.read_image_file", read)
+        monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", read)
 
     for kind in (OutageError, StorageError):
         fail_with(kind("s3://bucket/y.png: storage failed"))
@@ -256,9 +256,9 @@ def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
     dataset = Dataset(pa.table(columns, schema=SCHEMA))
     whole = take_snapshot(dataset, tmp_path / "whole.parquet")[0]
     for name, value in (("content_keys._URIS_PER_SLICE", 2), ("content_keys._WRITE_EVERY_S", 0)):
-        monkeypatch.setattr(f"pipeline.data.{name}", value)
-    monkeypatch.setattr("pipeline.data.content_keys._WRITE_SHARE", 1e9)
-    monkeypatch.setattr("pipeline.runtime.progress.LINE_EVERY_S", -1)
+        monkeypatch.setattr(f"raycap.pipeline.data.{name}", value)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys._WRITE_SHARE", 1e9)
+    monkeypatch.setattr("raycap.pipeline.runtime.progress.LINE_EVERY_S", -1)
     read: list[str] = []
 
     def read_until(path: StoragePath, last: str = "5.png") -> bytes:
@@ -267,13 +267,13 @@ def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
             raise KeyboardInterrupt
         return path.uri.encode()
 
-    monkeypatch.setattr("pipeline.data.content_keys.read_image_file", read_until)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", read_until)
     with pytest.raises(KeyboardInterrupt):
         take_snapshot(dataset, tmp_path / "killed.parquet")
     assert sorted(read) == [f"{number}.png" for number in range(6)], "the last slice was not begun"
     assert re.fullmatch(r"content keys  4/7 images, [\d.]+ images/s, \d+ s left", log_lines[1])
     read.clear()
-    monkeypatch.setattr("pipeline.data.content_keys.read_image_file", lambda path: read_until(path, ""))
+    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", lambda path: read_until(path, ""))
     found, unreadable = take_snapshot(dataset, tmp_path / "killed.parquet")
     assert sorted(read) == ["4.png", "5.png", "6.png"], "the keys of two slices were kept"
     assert not unreadable and found.table.equals(whole.table)
@@ -303,7 +303,7 @@ def random_dataset(rng: np.random.Generator, size: int) -> Dataset:
 def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Chains of selections against lists of the rows."""
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
+    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     rng = np.random.default_rng(0)
     excluded = [f"key{number}" for number in range(0, 40, 3)]
     for size in (0, 1, 7, 8, 100):
@@ -336,7 +336,7 @@ def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch, limit:
 @pytest.mark.parametrize("limit", [0, 2**25])
 def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    monkeypatch.setattr("pipeline.storage.tables.SPILL_BYTES", limit)
+    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     rng = np.random.default_rng(1)
     for size in (1, 8, 9, 100):
         dataset = random_dataset(rng, size)

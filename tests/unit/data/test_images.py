@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, features
 
-from models.transform import ImageTransform
-from pipeline.data import images
-from pipeline.data.images import (
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.data import images
+from raycap.pipeline.data.images import (
     FORMATS,
     MAX_SIDE,
     MAX_WEBP_SHARE,
@@ -27,7 +27,7 @@ from pipeline.data.images import (
     decode_image,
     read_image_file,
 )
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 
 CODECS = {"WEBP": "webp", "AVIF": "avif", "TIFF": "libtiff"}
@@ -171,7 +171,7 @@ def test_the_largest_image_of_a_format_needs_a_small_multiple_of_its_size(
     max_pixels = 4000**2
     side = int((max_pixels * (MAX_WEBP_SHARE if name == "WEBP" else 1)) ** 0.5)
     code = (
-        "import sys; from pathlib import Path; from pipeline.data.images import decode_image\n"
+        "import sys; from pathlib import Path; from raycap.pipeline.data.images import decode_image\n"
         "def peak(): return 1024 * int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
         "data = Path(sys.argv[1]).read_bytes(); decode_image(Path(sys.argv[2]).read_bytes(), 1000)\n"
         f"before = peak(); decode_image(data, {max_pixels}); print(peak() - before)\n"
@@ -239,8 +239,8 @@ def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     (tmp_path / "folder.png").mkdir()
     code = (
-        "import resource, sys; from pathlib import Path; from pipeline.data.images import decode_batch\n"
-        "from models.transform import ImageTransform\n"
+        "import resource, sys; from pathlib import Path; from raycap.pipeline.data.images import decode_batch\n"
+        "from raycap.models.transform import ImageTransform\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))\n"
         "batch = {'uri': sys.argv[1:], 'key': sys.argv[1:]}\n"
         "print(*decode_batch(batch, ImageTransform(8), 100)['reason'], sep='\\n')\n"

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.config.sections import SceneConfig
-from pipeline.data import synthetic
-from pipeline.data.synthetic import NOVEL, main_object, main_object_hits, make_scene, write_dataset
-from pipeline.language.english import tokenize
+from raycap.pipeline.config.sections import SceneConfig
+from raycap.pipeline.data import synthetic
+from raycap.pipeline.data.synthetic import NOVEL, main_object, main_object_hits, make_scene, write_dataset
+from raycap.pipeline.language.english import tokenize
 
 SCENES = [make_scene(0, index) for index in range(1500)]
 SIDES = {

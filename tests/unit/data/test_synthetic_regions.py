@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.config.sections import SceneConfig
-from pipeline.data import synthetic
-from pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
-from pipeline.data.synthetic_regions import WIDTH, regions_of, scene_regions
+from raycap.pipeline.config.sections import SceneConfig
+from raycap.pipeline.data import synthetic
+from raycap.pipeline.data.synthetic import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
+from raycap.pipeline.data.synthetic_regions import WIDTH, regions_of, scene_regions
 
 CONFIG = SceneConfig(num_images=300, image_size=64, seed=0)
 REGIONS = {image_id: (features, boxes) for image_id, features, boxes in scene_regions(CONFIG)}

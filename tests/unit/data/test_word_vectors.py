@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import Features, ModelSizes
-from models.captioner import Captioner
-from models.config import MODEL_CONFIGS, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
-from models.decoding import beam_search
-from models.macs import cost
-from models.registry import build_model
-from models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
-from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.config.load import parse_config
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import build_vocabulary, read_dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.data.word_vectors import check_word_vectors, describe_missing, read_word_vectors
-from pipeline.errors import UserError
-from pipeline.runs.identity import config_identity
-from pipeline.runs.prepare import prepare
+from raycap.models.base import Features, ModelSizes
+from raycap.models.captioner import Captioner
+from raycap.models.config import MODEL_CONFIGS, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.decoding import beam_search
+from raycap.models.macs import cost
+from raycap.models.registry import build_model
+from raycap.models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import build_vocabulary, read_dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.word_vectors import check_word_vectors, describe_missing, read_word_vectors
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runs.prepare import prepare
 from tests.conftest import small_config, write_karpathy
 from tests.support.logs import on_message
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.distillation.caption_store import CaptionStore
-from pipeline.distillation.taken_captions import (
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.distillation.caption_store import CaptionStore
+from raycap.pipeline.distillation.taken_captions import (
     NO_WORD,
     NOT_FINISHED,
     TOO_LONG,
@@ -20,8 +20,8 @@ from pipeline.distillation.taken_captions import (
     count_taken,
     read_taken,
 )
-from pipeline.errors import DamagedError
-from pipeline.storage.path import storage_path
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.path import storage_path
 
 WORDS = Vocabulary.build([["a", "red", "cat", "on", "the", "mat"]], 1)
 

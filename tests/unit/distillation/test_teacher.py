@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from models.decoding_config import Decoding
-from pipeline.comparison.protocol import Protocol
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.distillation.teacher import check_teacher, find_teacher
-from pipeline.errors import UserError
-from pipeline.runs.identity import config_identity
-from pipeline.runs.preflight import check_files
+from raycap.models.decoding_config import Decoding
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.distillation.teacher import check_teacher, find_teacher
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runs.preflight import check_files
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, without_digests
 from tests.support.distillation import region_values

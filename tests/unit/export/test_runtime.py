@@ -21,16 +21,16 @@ import pytest
 import torch
 from PIL import Image
 
-import pipeline.data.images
+import raycap.pipeline.data.images
 import raycap_onnx.images
-from models.base import Features
-from models.decoding_config import Decoding
-from models.score_rules import length_divisor
-from models.transform import ImageTransform
-from pipeline.captioning.captioning import score_rules
-from pipeline.data.images import BadImage, decode_image
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.export.description import describe_words
+from raycap.models.base import Features
+from raycap.models.decoding_config import Decoding
+from raycap.models.score_rules import length_divisor
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.captioning import score_rules
+from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.export.description import describe_words
 from raycap_onnx import Captioner, CaptionerError
 from raycap_onnx.__main__ import main
 from raycap_onnx.images import Transform, load_image
@@ -61,7 +61,7 @@ def test_it_captions_in_a_process_without_torch_and_raycap(exported: Export, tmp
     (tmp_path / "b\x07.png").write_text("no image")
     code = (
         "import sys\n"
-        "for name in ('torch', 'models', 'pipeline', 'jobs', 'timm', 'ray'): sys.modules[name] = None\n"
+        "for name in ('torch', 'raycap', 'timm', 'ray'): sys.modules[name] = None\n"
         "from raycap_onnx.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
@@ -164,7 +164,7 @@ def test_images_are_decoded_as_raycap_decodes_them(tmp_path: Path) -> None:
 
 
 def test_brightness_is_found_as_raycap_finds_it_where_a_value_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (raycap_onnx.images, pipeline.data.images):
+    for module in (raycap_onnx.images, raycap.pipeline.data.images):
         monkeypatch.setattr(module, "STRIP_PIXELS", 5)  # a row
     values = np.full((3, 5), 500, np.float32)
     values[1] = np.nan

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.dataset import SCHEMA, Dataset, Selection
-from pipeline.feature_store import manifests
-from pipeline.feature_store.key_table import KeyTable, key_digests
-from pipeline.feature_store.manifests import ManifestRows, read_manifests, write_index
-from pipeline.feature_store.store import FeatureStore, remove_damaged, shard_name, write_shard
-from pipeline.features.extraction import plan_extraction, write_quarantine
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.data.dataset import SCHEMA, Dataset, Selection
+from raycap.pipeline.feature_store import manifests
+from raycap.pipeline.feature_store.key_table import KeyTable, key_digests
+from raycap.pipeline.feature_store.manifests import ManifestRows, read_manifests, write_index
+from raycap.pipeline.feature_store.store import FeatureStore, remove_damaged, shard_name, write_shard
+from raycap.pipeline.features.extraction import plan_extraction, write_quarantine
+from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.damage import flip_any
 from tests.support.features import gather
 
@@ -194,7 +194,7 @@ def test_a_plan_is_that_of_lists(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_rounds_have_every_row_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.data.dataset.ROUND_ROWS", size)
+    monkeypatch.setattr("raycap.pipeline.data.dataset.ROUND_ROWS", size)
     rng = np.random.default_rng(size)
     chunks = [pa.array(map(str, range(start, start + 10))) for start in range(0, 70, 10)]
     dataset = Dataset(pa.table({"key": pa.chunked_array(chunks)}))

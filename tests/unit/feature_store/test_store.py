@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from pipeline.data.images import BadImage, decode_image
-from pipeline.errors import DamagedError
-from pipeline.feature_store.manifests import write_index
-from pipeline.feature_store.store import (
+from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.feature_store.manifests import write_index
+from raycap.pipeline.feature_store.store import (
     FeatureStore,
     feature_key,
     has_shard,
@@ -24,7 +24,7 @@ from pipeline.feature_store.store import (
     shard_name,
     write_shard,
 )
-from pipeline.storage.path import storage_path
+from raycap.pipeline.storage.path import storage_path
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
@@ -122,7 +122,7 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.feature_store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
     assert len(list((tmp_path / "index").iterdir())) == 1
@@ -165,7 +165,7 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
 
 
 def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.feature_store.shards.MAX_OPEN", 2)
+    monkeypatch.setattr("raycap.pipeline.feature_store.shards.MAX_OPEN", 2)
     keys, features = filled(tmp_path, shards=6)
     order = np.random.default_rng(2).permutation(len(keys))
     store = FeatureStore(tmp_path)
@@ -210,7 +210,7 @@ def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
 def test_damaged_manifests_and_indexes_are_removed(
     tmp_path: Path, damage: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.feature_store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.MAX_LOOSE", 1)
     filled(tmp_path)
     write_index(storage_path(tmp_path))
     (part,) = (tmp_path / "index").iterdir()

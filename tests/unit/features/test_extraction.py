@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.backbone import Backbone
-from models.config import BackboneConfig
-from pipeline.config.sections import FeatureSection
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features import extraction, measured_precision
-from pipeline.features.extraction import Extractor, ShardWriter
-from pipeline.features.measured_precision import extraction_precision, measure_extraction
-from pipeline.runtime.precision import PrecisionTimes, measure_precisions
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.weights import save_weights
+from raycap.models.backbone import Backbone
+from raycap.models.config import BackboneConfig
+from raycap.pipeline.config.sections import FeatureSection
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features import extraction, measured_precision
+from raycap.pipeline.features.extraction import Extractor, ShardWriter
+from raycap.pipeline.features.measured_precision import extraction_precision, measure_extraction
+from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.weights import save_weights
 
 SWIN = BackboneConfig(
     "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import parse_config
-from pipeline.errors import UserError
-from pipeline.features.keeping import CPU_RATE, GPU_RATE, computing_seconds, reading_seconds, stores_features
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.keeping import CPU_RATE, GPU_RATE, computing_seconds, reading_seconds, stores_features
 from tests.conftest import small_config
 
 

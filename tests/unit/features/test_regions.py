@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from jobs.cli import main
-from pipeline.config.load import load_config
-from pipeline.errors import UserError
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.regions import open_regions, read_image
-from pipeline.runs.identity import config_identity
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.regions import open_regions, read_image
+from raycap.pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
 from tests.support.damage import flip_any, replace_by_garbage
 from tests.support.features import positions, write_bomb
@@ -72,7 +72,7 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_shards_of_large_images_have_fewer_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.features.regions.MAX_SHARD_BYTES", 2 * 9 * 7 * 2)  # two images in float16
+    monkeypatch.setattr("raycap.pipeline.features.regions.MAX_SHARD_BYTES", 2 * 9 * 7 * 2)  # two images in float16
     _, config = make(tmp_path)
     assert main(["extract", str(config)]) == 0
     (folder,) = (tmp_path / "storage" / "features").iterdir()
@@ -300,7 +300,7 @@ def group_of_boxes(file: h5py.File) -> None:
 READ = """
 import sys
 from pathlib import Path
-from pipeline.features.regions import open_regions, read_image
+from raycap.pipeline.features.regions import open_regions, read_image
 for path in sys.argv[1:]:
     with open_regions(Path(path)) as file:
         try:
@@ -422,7 +422,7 @@ def test_verify_compares_the_store_with_the_file(tmp_path: Path, capsys: pytest.
     """A change in the middle of a large file is not part of its digest."""
     _, config = make(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.features.regions._DIGEST_BYTES", 8)
+        patch.setattr("raycap.pipeline.features.regions._DIGEST_BYTES", 8)
         assert main(["extract", str(config), "--verify"]) == 0
         with h5py.File(tmp_path / "regions.hdf5", "a") as file:
             file["5_features"][0, 0] = 9.0

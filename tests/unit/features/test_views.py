@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from models.augmentation import augmented
-from models.transform import ImageTransform
-from models.views import Augmentation, Views, content_key_of, seed_of_key
-from pipeline.config.load import parse_config
-from pipeline.config.sections import StageSection
-from pipeline.data import images as images_module
-from pipeline.data.images import decode_batch, decode_image, read_image_file
-from pipeline.feature_store.store import FeatureStore
-from pipeline.features.extraction import QUARANTINE, plan_extraction, write_quarantine
-from pipeline.features.model_inputs import AugmentedImages, Images
-from pipeline.features.source import with_views
-from pipeline.storage.path import StoragePath
-from pipeline.storage.tables import read_cache
-from pipeline.training.batches import Batches, CaptionTokens
-from pipeline.training.sample_order import view_seeds
+from raycap.models.augmentation import augmented
+from raycap.models.transform import ImageTransform
+from raycap.models.views import Augmentation, Views, content_key_of, seed_of_key
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data import images as images_module
+from raycap.pipeline.data.images import decode_batch, decode_image, read_image_file
+from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.extraction import QUARANTINE, plan_extraction, write_quarantine
+from raycap.pipeline.features.model_inputs import AugmentedImages, Images
+from raycap.pipeline.features.source import with_views
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.tables import read_cache
+from raycap.pipeline.training.batches import Batches, CaptionTokens
+from raycap.pipeline.training.sample_order import view_seeds
 from tests.conftest import small_config
 from tests.support.runs import prepare_run
 

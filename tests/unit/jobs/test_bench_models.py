@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.models import measure
-from jobs.cli import main
-from models.base import ModelSizes
-from models.config import ExpansionNetConfig
-from models.expansionnet import ExpansionNet
-from models.registry import build_model
+from raycap.jobs.bench.models import measure
+from raycap.jobs.cli import main
+from raycap.models.base import ModelSizes
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.expansionnet import ExpansionNet
+from raycap.models.registry import build_model
 from tests.support.models import (
     one_thread,  # noqa: F401
 )
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_bench_compares_both_forms_and_leaves_the_model_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("jobs.bench.models.prepare_processor", lambda: None)  # it would be for all tests
+    monkeypatch.setattr("raycap.jobs.bench.models.prepare_processor", lambda: None)  # it would be for all tests
     torch.manual_seed(0)
     config = ExpansionNetConfig(
         d_model=16, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4,)
@@ -44,7 +44,7 @@ def test_the_bench_compares_both_forms_and_leaves_the_model_alone(
 
 def test_the_bench_imports_no_cluster() -> None:
     code = (
-        "import sys, jobs.bench.models\n"
+        "import sys, raycap.jobs.bench.models\n"
         "print([m for m in ('ray', 'mlflow', 'boto3', 'pydantic', 'timm') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

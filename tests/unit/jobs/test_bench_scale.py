@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.scale import data as module
-from jobs.bench.scale.command import PARTS, bench_scale
-from jobs.bench.scale.data import CAPTIONS_PER_IMAGE
-from jobs.bench.scale.measured import HEADER, Measurement
-from jobs.bench.scale.model import Cluster, line, parts, report
-from pipeline.data.dataset import Dataset, read_dataset
-from pipeline.errors import UserError
-from pipeline.language.token_files import TokenFiles
+from raycap.jobs.bench.scale import data as module
+from raycap.jobs.bench.scale.command import PARTS, bench_scale
+from raycap.jobs.bench.scale.data import CAPTIONS_PER_IMAGE
+from raycap.jobs.bench.scale.measured import HEADER, Measurement
+from raycap.jobs.bench.scale.model import Cluster, line, parts, report
+from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.language.token_files import TokenFiles
 
 ROWS = 1000
 
@@ -28,7 +28,7 @@ def test_every_part_measures_in_this_process(
         return function(*arguments)
 
     for part in ("data", "keys", "measured"):
-        monkeypatch.setattr(f"jobs.bench.scale.{part}.in_new_process", here)
+        monkeypatch.setattr(f"raycap.jobs.bench.scale.{part}.in_new_process", here)
     found = [measurement for part in PARTS.values() for measurement in part(ROWS, tmp_path)]
     assert found and all(each.rows == ROWS and each.seconds > 0 and each.peak_mb > 0 for each in found)
     dataset = Dataset.load(tmp_path / "data.arrow")

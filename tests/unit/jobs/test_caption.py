@@ -18,27 +18,27 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from jobs.caption import ClusterOptions, caption, start_pool
-from jobs.caption_output import Parts, open_output
-from jobs.cli import main
-from models.attention_maps import cross_attention
-from models.backbone import Backbone
-from models.base import Features, Memory, ModelSizes
-from models.captioner import Captioner
-from models.config import ClustFormerConfig
-from models.layers import CrossAttention
-from models.registry import build_model
-from pipeline.annotations.image_paths import find_images
-from pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.captioning.protocols import confidence_search
-from pipeline.captioning.ray_data import CaptionPool, _CaptionActor
-from pipeline.captioning.service import CaptionService
-from pipeline.errors import UserError
-from pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
-from pipeline.runtime.precision import PrecisionTimes, measure_precisions
-from pipeline.storage.path import StoragePath, storage_path
-from pipeline.storage.s3 import OutageError, StorageError
+from raycap.jobs.caption import ClusterOptions, caption, start_pool
+from raycap.jobs.caption_output import Parts, open_output
+from raycap.jobs.cli import main
+from raycap.models.attention_maps import cross_attention
+from raycap.models.backbone import Backbone
+from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.captioner import Captioner
+from raycap.models.config import ClustFormerConfig
+from raycap.models.layers import CrossAttention
+from raycap.models.registry import build_model
+from raycap.pipeline.annotations.image_paths import find_images
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.captioning.protocols import confidence_search
+from raycap.pipeline.captioning.ray_data import CaptionPool, _CaptionActor
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
+from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT
 from tests.support.bundles import SWIN, WORDS, make_bundle, with_confidence, without_digests, write_images
 from tests.support.confidence import make_confidence
@@ -104,7 +104,7 @@ def test_auto_takes_the_precision_that_was_faster_here(
         seconds = {"float32": 1.0, "bfloat16": 1.0} | {fastest: 0.1}
         return PrecisionTimes("CPU", **seconds)
 
-    monkeypatch.setattr("pipeline.captioning.service.measure_precisions", measure)
+    monkeypatch.setattr("raycap.pipeline.captioning.service.measure_precisions", measure)
     assert caption(names, str(bundle), out=str(out), precision="auto") == 0
     assert len(measured) == 1 and measured[0].float32 > 0
     more = write_images(tmp_path, 4)
@@ -159,7 +159,7 @@ def test_a_file_above_the_limit_has_a_reason(
     small, large = write_images(tmp_path, 2)
     with Path(large).open("ab") as file:
         file.truncate(100_000)
-    monkeypatch.setattr("pipeline.data.images.MAX_BYTES", 99_999)
+    monkeypatch.setattr("raycap.pipeline.data.images.MAX_BYTES", 99_999)
     assert main(["caption", small, large, "--model", str(bundle), "--json"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "caption" in rows[0] and rows[1]["error"] == "cannot be read: larger than 99999 bytes"
@@ -197,13 +197,13 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
 ) -> None:
     """Killed before the third part; the second call captions only the images that no part has."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
-    monkeypatch.setattr("jobs.caption_output.PART_ROWS", 2)
-    monkeypatch.setattr("jobs.caption_output.PART_S", 1e9)
+    monkeypatch.setattr("raycap.jobs.caption_output.PART_ROWS", 2)
+    monkeypatch.setattr("raycap.jobs.caption_output.PART_S", 1e9)
     place = storage_path(f"s3://data/{tmp_path.name}/captions")
     local, names = tmp_path / "captions.jsonl", write_images(tmp_path / "images", 7)
     assert caption(names, str(bundle), out=str(local)) == 0
     with monkeypatch.context() as killed:
-        killed.setattr("jobs.caption_output.Parts.flush", flush_twice())
+        killed.setattr("raycap.jobs.caption_output.Parts.flush", flush_twice())
         assert caption(names, str(bundle), out=place.uri) == 0
     assert sorted(place.list()) == ["part-000001.jsonl", "part-000002.jsonl"]
     capsys.readouterr()
@@ -235,7 +235,7 @@ def test_a_failure_of_the_storage_is_no_error_of_an_image(
             raise error
         return read_bytes(path, max_bytes)
 
-    monkeypatch.setattr("pipeline.captioning.service.BATCH_SIZE", 2)
+    monkeypatch.setattr("raycap.pipeline.captioning.service.BATCH_SIZE", 2)
     with monkeypatched as failure:
         failure.setattr(StoragePath, "read_bytes", failing)
         with pytest.raises(type(error)):
@@ -429,7 +429,7 @@ def test_gpus_are_used_where_there_are_any(
 ) -> None:
     requests: list[Any] = []
     monkeypatch.setattr("ray.cluster_resources", lambda: there)
-    monkeypatch.setattr("jobs.caption.wait_for", lambda *bundles, **_: requests.append(bundles[0]))
+    monkeypatch.setattr("raycap.jobs.caption.wait_for", lambda *bundles, **_: requests.append(bundles[0]))
     cluster = ClusterOptions("auto", asked, max_workers=3, max_wait_minutes=1, max_stall_minutes=1)
     pool = start_pool(cluster, has_joined_cluster=True)
     assert pool == CaptionPool(gpus, 3) and requests == [bundles]
@@ -475,7 +475,7 @@ def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, 
         assert caption([str(tmp_path / "images")], str(bundle), out=str(out)) == 0
         (line,) = out.read_text(encoding="utf-8").splitlines()
         assert json.loads(line)["image"] == strange
-    command = [sys.executable, "-m", "jobs", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
+    command = [sys.executable, "-m", "raycap", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     said = subprocess.run(command, cwd=ROOT, env=strict, capture_output=True, text=True, check=True).stdout
     assert json.loads(said)["image"] == strange

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from jobs.cli import BENCHMARKS, COMMANDS, COMPLETION, Entry, main
-from pipeline.errors import JobFailedError, UserError
-from pipeline.version import commit
+from raycap.jobs.cli import BENCHMARKS, COMMANDS, COMPLETION, Entry, main
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.version import commit
 from tests.conftest import ROOT
 
 ENTRIES = {**COMMANDS, **{f"bench {name}": entry for name, entry in BENCHMARKS.items()}}
@@ -32,8 +32,8 @@ def test_every_row_of_the_tables_is_true(name: str) -> None:
 
 def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
     code = (
-        "import sys; from jobs.cli import main; assert main(sys.argv[1:]) == 0\n"
-        "loaded = {'torch', 'ray', 'numpy', 'pyarrow', 'yaml', 'rich', 'jobs.run'} & set(sys.modules)\n"
+        "import sys; from raycap.jobs.cli import main; assert main(sys.argv[1:]) == 0\n"
+        "loaded = {'torch', 'ray', 'numpy', 'pyarrow', 'yaml', 'rich', 'raycap.jobs.run'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
     for words, names in ((["--help"], [*COMMANDS, "bench"]), (["bench", "--help"], BENCHMARKS)):
@@ -63,7 +63,7 @@ def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
     ],
 )
 def test_the_help_of_a_command_does_not_load_torch(name: str) -> None:
-    code = "import sys; from jobs.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = "import sys; from raycap.jobs.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, name, "--help"], check=True, capture_output=True, cwd=ROOT)
 
 
@@ -89,7 +89,7 @@ def test_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA A10\x1b[2J")):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "information").write_text(f"Model: \t {model}\nIRQ: 1\n")
-    monkeypatch.setattr("pipeline.version.GPUS", tmp_path)
+    monkeypatch.setattr("raycap.pipeline.version.GPUS", tmp_path)
     assert main(["--version"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(lines) == ["raycap", "commit", "python", "torch", "ray", "device"]
@@ -97,7 +97,7 @@ def test_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert lines["torch"] == importlib.metadata.version("torch")
     assert lines["commit"] == commit()
     assert lines["device"] == r"2 x NVIDIA H100, 1 x NVIDIA A10\x1b[2J"
-    monkeypatch.setattr("pipeline.version.GPUS", tmp_path / "none")
+    monkeypatch.setattr("raycap.pipeline.version.GPUS", tmp_path / "none")
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.endswith("device  CPU\n")
 
@@ -105,7 +105,7 @@ def test_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def complete(*words: str) -> list[str]:
     """What bash is offered after these words of which the last one is incomplete. No command loads torch or Ray."""
     code = (
-        "import sys\nfrom jobs.cli import main\n"
+        "import sys\nfrom raycap.jobs.cli import main\n"
         "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
         "loaded = {'torch', 'ray'} & set(sys.modules)\nassert not loaded, loaded"
     )
@@ -140,15 +140,15 @@ def test_the_shells_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_no_text_goes_around_the_filter() -> None:
     """Errors of threads and of `__del__`, warnings, handlers of other programs, and handlers that fail."""
     code = (
-        "import logging, sys, threading, warnings; from jobs.cli import main\n"
+        "import logging, sys, threading, warnings; from raycap.jobs.cli import main\n"
         "text = 'http://me:secret-word@host is odd'\n"
         "def fail(*_): raise RuntimeError(text)\n"
         "main(['--help']); logging.getLogger().addHandler(logging.StreamHandler())\n"
         "thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
         "kind = type('Kind', (), {'__del__': fail}); kind()\n"
         "warnings.warn(text)\n"
-        "logging.getLogger('jobs').addHandler(logging.FileHandler('/dev/full'))\n"
-        "logging.getLogger('jobs').warning(text)\n"
+        "logging.getLogger('raycap').addHandler(logging.FileHandler('/dev/full'))\n"
+        "logging.getLogger('raycap').warning(text)\n"
         "fail()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -215,7 +215,7 @@ def test_log_levels(
 ) -> None:
     def command() -> None:
         """A command."""
-        logger = logging.getLogger("jobs.example")
+        logger = logging.getLogger("raycap.jobs.example")
         logger.debug("D")
         logger.info("I")
         logger.warning("W")
@@ -228,6 +228,6 @@ def test_log_levels(
 
 
 def test_a_reader_that_ends_early_is_no_traceback(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m jobs bench --help | true"
+    command = f"{sys.executable} -m raycap bench --help | true"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert "Traceback" not in done.stderr

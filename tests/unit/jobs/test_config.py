@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cli import main
-from pipeline.config.load import load_config, parse_config
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import load_config, parse_config
 from tests.conftest import ROOT, small_config
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from pipeline.captioning.bundle_files import bundle_digests
+from raycap.jobs.cli import main
+from raycap.pipeline.captioning.bundle_files import bundle_digests
 from tests.support.bundles import make_bundle
 from tests.support.models import one_thread  # noqa: F401
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs.extract import initial_weights
-from pipeline.config.load import parse_config
+from raycap.jobs.extract import initial_weights
+from raycap.pipeline.config.load import parse_config
 from tests.conftest import small_config
 from tests.support.damage import flip
 

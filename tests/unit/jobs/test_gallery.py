@@ -14,19 +14,19 @@ import yaml
 from PIL import Image
 from ray import cloudpickle
 
-from jobs.caption_tasks import caption_on_cluster
-from jobs.gallery import add_maps, compute_maps
-from models.captioner import Captioner
-from models.config import ClustFormerConfig, ModelSizes
-from models.registry import build_model
-from pipeline.captioning.bundle import save_bundle
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.cluster.stalls import StallWatch
-from pipeline.config.load import load_config, parse_config
-from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.feature_store.store import mark_complete, write_shard
-from pipeline.reports.page import ReportImage
-from pipeline.storage.path import storage_path
+from raycap.jobs.caption_tasks import caption_on_cluster
+from raycap.jobs.gallery import add_maps, compute_maps
+from raycap.models.captioner import Captioner
+from raycap.models.config import ClustFormerConfig, ModelSizes
+from raycap.models.registry import build_model
+from raycap.pipeline.captioning.bundle import save_bundle
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.feature_store.store import mark_complete, write_shard
+from raycap.pipeline.reports.page import ReportImage
+from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import WORDS, make_bundle, write_images
 

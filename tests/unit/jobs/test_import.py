@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jobs.cli import main
-from jobs.import_ import import_checkpoint
-from models import tensor_files
-from models.backbone import Backbone
-from models.config import BackboneConfig, ExpansionNetConfig
-from models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
-from models.tensor_files import read_tensors
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.upstream import read_expansionnet_vocabulary
-from pipeline.errors import UserError
+from raycap.jobs.cli import main
+from raycap.jobs.import_ import import_checkpoint
+from raycap.models import tensor_files
+from raycap.models.backbone import Backbone
+from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
+from raycap.models.tensor_files import read_tensors
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.upstream import read_expansionnet_vocabulary
+from raycap.pipeline.errors import UserError
 from tests.support.models import (
     one_thread,  # noqa: F401
 )

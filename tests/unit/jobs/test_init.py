@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from pipeline.config.load import load_config
-from pipeline.data.loading import find_data
-from pipeline.setup.survey import survey
+from raycap.jobs.cli import main
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.setup.survey import survey
 from tests.support.forms import FORMS, Captioned, scenes, write_images, write_tars
 
 

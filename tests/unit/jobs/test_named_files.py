@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from jobs.cli import main
-from jobs.named_files import check_output_file, check_output_folder, check_output_place
-from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.jobs.cli import main
+from raycap.jobs.named_files import check_output_file, check_output_folder, check_output_place
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT
 
 

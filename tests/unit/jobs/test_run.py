@@ -12,19 +12,19 @@ from typing import Any, cast
 
 import pytest
 
-from jobs.journal_printer import JournalPrinter
-from jobs.run import RunDriver, run, run_log, shares_text, stage_groups
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import StageSection
-from pipeline.data.dataset import SCHEMA, Dataset
-from pipeline.errors import JobFailedError, UserError
-from pipeline.runs.evaluation import stored_results
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import prepare
-from pipeline.runs.run_bundle import bundle_run, stored_confidences
-from pipeline.storage.s3 import StorageError
-from pipeline.tracking.run_sync import stored_records
+from raycap.jobs.journal_printer import JournalPrinter
+from raycap.jobs.run import RunDriver, run, run_log, shares_text, stage_groups
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runs.evaluation import stored_results
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runs.run_bundle import bundle_run, stored_confidences
+from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
 from tests.support.confidence import make_confidence
 
@@ -73,8 +73,8 @@ def test_a_damaged_summary_is_written_again(
 ) -> None:
     calls: list[str] = []
     driver = SimpleNamespace(train=lambda: calls.append("train"), evaluate=lambda: calls.append("evaluate"))
-    monkeypatch.setattr("pipeline.runs.prepare.prepare", lambda *_: RunFolder(tmp_path))
-    monkeypatch.setattr("jobs.run.RunDriver", lambda *_: driver)
+    monkeypatch.setattr("raycap.pipeline.runs.prepare.prepare", lambda *_: RunFolder(tmp_path))
+    monkeypatch.setattr("raycap.jobs.run.RunDriver", lambda *_: driver)
     (tmp_path / "COMPLETE.json").write_text(content)
     run(cast(RunConfig, None), data=cast(Any, "data"))
     assert calls == ["train", "evaluate"], "the driver repeats only what is not finished"
@@ -139,7 +139,7 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     config = parse_config(small_config(tmp_path))
     folder, driver = prepare(config), RunDriver.__new__(RunDriver)
     sizes, gib = replace(folder.sizes, feature_width=2**17), 2**30
-    monkeypatch.setattr("jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
+    monkeypatch.setattr("raycap.jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
     for stores in (True, False):
         metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes, stores_features=stores)
         content = {"path": folder.path, "home": None, "dataset": folder.dataset, "result": lambda _: None}
@@ -253,7 +253,7 @@ def test_an_entry_that_cannot_be_printed_stops_neither_output_nor_progress(
     tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bit of a key was flipped. `log_lines` has what is logged."""
-    monkeypatch.setattr("jobs.journal_printer.POLL_S", 0.01)
+    monkeypatch.setattr("raycap.jobs.journal_printer.POLL_S", 0.01)
     folder, changes = Folder(tmp_path / "journal"), []
     with JournalPrinter(cast(RunFolder, folder), lambda: changes.append(1)):
         for step in (1, 2, 3):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cli import main
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.jobs.cli import main
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import small_config
 from tests.support.storages import FakeStorage
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.tune.schedulers import Population, Turn, make_scheduler
-from pipeline.search.spec import Search
-from pipeline.search.trials import TrialRecord
-from pipeline.storage.path import storage_path
+from raycap.jobs.tune.schedulers import Population, Turn, make_scheduler
+from raycap.pipeline.search.spec import Search
+from raycap.pipeline.search.trials import TrialRecord
+from raycap.pipeline.storage.path import storage_path
 from tests.support.searches import LR, small_search
 
 

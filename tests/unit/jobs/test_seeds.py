@@ -11,24 +11,24 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jobs.compare import EvaluatedModel, compare, summarize_systems
-from jobs.evaluation import Evaluation
-from jobs.run import command, run_seeds
-from jobs.seeds import group_id, group_place, seed_configs, summarize_runs
-from jobs.submit import parse_arguments
-from pipeline.comparison.bootstrap import difference_of_seeds
-from pipeline.comparison.protocol import Protocol
-from pipeline.config.load import dump_config, parse_config
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import StageSection, TrackingSection
-from pipeline.errors import DamagedError, JobFailedError, UserError
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.identity import run_identity
-from pipeline.scoring.metrics import Score, Scores
-from pipeline.scoring.split_result import SplitResult
-from pipeline.storage.atomic import write_json
-from pipeline.storage.path import storage_path
-from pipeline.tracking.mlflow_client import public_uri
+from raycap.jobs.compare import EvaluatedModel, compare, summarize_systems
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.run import command, run_seeds
+from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
+from raycap.jobs.submit import parse_arguments
+from raycap.pipeline.comparison.bootstrap import difference_of_seeds
+from raycap.pipeline.comparison.protocol import Protocol
+from raycap.pipeline.config.load import dump_config, parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import StageSection, TrackingSection
+from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.identity import run_identity
+from raycap.pipeline.scoring.metrics import Score, Scores
+from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.tracking.mlflow_client import public_uri
 from tests.conftest import ROOT, small_config
 
 
@@ -49,7 +49,7 @@ def test_the_variables_of_a_configuration_are_stored_as_they_were_written(
     values = small_config({"uri": "${RAYCAP_TEST_PLACE}/results"})
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(values))
-    from pipeline.config.load import load_config
+    from raycap.pipeline.config.load import load_config
 
     for config in seed_configs(load_config(file), 2):
         assert "${RAYCAP_TEST_PLACE}" in dump_config(config) and str(tmp_path) not in dump_config(config)
@@ -132,7 +132,7 @@ def test_the_runs_in_the_tracker_get_the_name_of_their_group(
     configs = [config.model_copy(update={"tracking": TrackingSection()}) for config in configs]
     tags: list[tuple[str, ...]] = []
     client = SimpleNamespace(set_tag=lambda *tag: tags.append(tag))
-    monkeypatch.setattr("jobs.seeds.tracking_client", lambda _: client)
+    monkeypatch.setattr("raycap.jobs.seeds.tracking_client", lambda _: client)
     monkeypatch.setattr(Run, "push", lambda *_: None, raising=False)
     write_json(folders[0].path / "log" / "tracked.json", {public_uri(configs[0]): {"parent": "id-0"}})
     summarize_runs(configs, folders, {})
@@ -144,10 +144,10 @@ def test_the_runs_in_the_tracker_get_the_name_of_their_group(
 
 def test_seeds_run_in_order_on_data_that_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr("jobs.run.find_data", lambda *_: calls.append(("data", None)) or "data")
-    monkeypatch.setattr("jobs.run.run", lambda config, _, data: calls.append((data, config.seed)) or config.seed)
-    monkeypatch.setattr("jobs.run.summarize_runs", lambda configs, *rest: calls.append(("summary", rest)))
-    monkeypatch.setattr("jobs.run.evaluate_ensemble", lambda *_: "entries")
+    monkeypatch.setattr("raycap.jobs.run.find_data", lambda *_: calls.append(("data", None)) or "data")
+    monkeypatch.setattr("raycap.jobs.run.run", lambda config, _, data: calls.append((data, config.seed)) or config.seed)
+    monkeypatch.setattr("raycap.jobs.run.summarize_runs", lambda configs, *rest: calls.append(("summary", rest)))
+    monkeypatch.setattr("raycap.jobs.run.evaluate_ensemble", lambda *_: "entries")
     config = parse_config(small_config(tmp_path, seed=4))
     run_seeds(config, 2, None, with_ensemble=True)
     run_seeds(config, 1, None, with_ensemble=False)

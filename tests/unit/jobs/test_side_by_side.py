@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import yaml
 
-import jobs.evaluation
-import jobs.gallery
-from jobs.evaluate import evaluate
-from jobs.side_by_side import compare_models
-from jobs.soup import soup
-from models.backbone import backbone_macs
-from models.macs import cost
-from pipeline.captioning.bundle import load_bundle
-from pipeline.errors import UserError
-from pipeline.scoring.metrics import score_captions
+import raycap.jobs.evaluation
+import raycap.jobs.gallery
+from raycap.jobs.evaluate import evaluate
+from raycap.jobs.side_by_side import compare_models
+from raycap.jobs.soup import soup
+from raycap.models.backbone import backbone_macs
+from raycap.models.macs import cost
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.metrics import score_captions
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.captioning import Captioning
@@ -61,10 +61,10 @@ def config(tmp_path: Path) -> Path:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither Ray nor Java."""
     scored = functools.partial(score_captions, metrics=("BLEU-4", "ROUGE-L", "CIDEr-D"))
-    monkeypatch.setattr(jobs.evaluation, "score_captions", scored)
-    monkeypatch.setattr(jobs.evaluation, "caption_on_cluster", Captioning())
-    monkeypatch.setattr(jobs.evaluation, "start_ray", lambda *_: None)
-    monkeypatch.setattr(jobs.gallery, "add_maps", lambda images, *_, **__: list(images))
+    monkeypatch.setattr(raycap.jobs.evaluation, "score_captions", scored)
+    monkeypatch.setattr(raycap.jobs.evaluation, "caption_on_cluster", Captioning())
+    monkeypatch.setattr(raycap.jobs.evaluation, "start_ray", lambda *_: None)
+    monkeypatch.setattr(raycap.jobs.gallery, "add_maps", lambda images, *_, **__: list(images))
 
 
 def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: Path, log_lines: list[str]) -> None:
@@ -121,7 +121,7 @@ def test_a_page_that_fails_costs_no_score(
     def broken(*_: Any) -> str:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("jobs.side_by_side.report_html", broken)
+    monkeypatch.setattr("raycap.jobs.side_by_side.report_html", broken)
     assert compare_models(bundles[:2], config, out=str(tmp_path / "out")) == 0
     assert (tmp_path / "out" / "compare.json").is_file() and not (tmp_path / "out" / "compare.html").exists()
     assert any("the page of the comparison could not be made" in line for line in log_lines)
@@ -139,7 +139,7 @@ def test_files_for_metrics_are_checked_before_any_caption(
     words: str,
 ) -> None:
     captions: Any = lambda *_, **__: pytest.fail("images are captioned")  # noqa: E731
-    monkeypatch.setattr(jobs.evaluation, "caption_on_cluster", captions)
+    monkeypatch.setattr(raycap.jobs.evaluation, "caption_on_cluster", captions)
     objects = tmp_path / "objects.txt"
     if content is not None:
         objects.write_bytes(content)

@@ -12,23 +12,23 @@ import torch
 import yaml
 from PIL import Image
 
-import jobs.soup_front
-from jobs.caption_tasks import SplitTask
-from jobs.cli import main
-from jobs.evaluation import Evaluation
-from jobs.soup import soup
-from models.captioner import Captioner
-from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.captioning.model_sources import bundle_source
-from pipeline.config.load import load_config
-from pipeline.config.run import RunConfig
-from pipeline.data.dataset import Dataset
-from pipeline.errors import JobFailedError, UserError
-from pipeline.feature_store.store import write_shard
-from pipeline.features.model_inputs import Images, on_device
-from pipeline.features.source import Extracted
-from pipeline.scoring.metrics import score_captions
-from pipeline.storage.path import storage_path
+import raycap.jobs.soup_front
+from raycap.jobs.caption_tasks import SplitTask
+from raycap.jobs.cli import main
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.soup import soup
+from raycap.models.captioner import Captioner
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.captioning.model_sources import bundle_source
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.feature_store.store import write_shard
+from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.features.source import Extracted
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import make_bundle
 from tests.support.captioning import Captioning
@@ -59,8 +59,8 @@ def config(tmp_path: Path) -> Path:
 def captioning(monkeypatch: pytest.MonkeyPatch) -> Captioning:
     """Replaces Ray."""
     captioning = Captioning()
-    monkeypatch.setattr(jobs.soup_front, "caption_on_cluster", captioning)
-    monkeypatch.setattr(jobs.soup_front, "start_ray", lambda *_: None)
+    monkeypatch.setattr(raycap.jobs.soup_front, "caption_on_cluster", captioning)
+    monkeypatch.setattr(raycap.jobs.soup_front, "start_ray", lambda *_: None)
     return captioning
 
 
@@ -199,10 +199,10 @@ def test_one_extraction_serves_bundles_with_the_same_backbone(
         return Extracted(store, {})
 
     options: dict[str, Any] = {"front": 1, "config": config, "metrics": "cider,bleu1"}
-    monkeypatch.setattr(jobs.soup_front, "extract_features", extracted)
+    monkeypatch.setattr(raycap.jobs.soup_front, "extract_features", extracted)
     assert soup([bundles[0], str(tmp_path / "twin")], out=str(tmp_path / "shared"), **options) == 0
     assert len(calls) == 1
-    monkeypatch.setattr(jobs.soup_front, "have_one_backbone", lambda _: False)
+    monkeypatch.setattr(raycap.jobs.soup_front, "have_one_backbone", lambda _: False)
     assert soup([bundles[0], str(tmp_path / "twin")], out=str(tmp_path / "own"), **options) == 0
     assert len(calls) == 1
     shared, own = (content(tmp_path / name)["points"] for name in ("shared", "own"))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.sync import sync
-from pipeline.errors import UserError
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.jobs.sync import sync
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import small_config
 
 

@@ -13,12 +13,12 @@ from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-from jobs import train
-from jobs.train import FailureBudget, StageFailedError, fit
-from pipeline.config.run import RunConfig
-from pipeline.errors import DamagedError, JobFailedError
-from pipeline.runs.folder import RunFolder
-from pipeline.training.loop import StageJob
+from raycap.jobs import train
+from raycap.jobs.train import FailureBudget, StageFailedError, fit
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import DamagedError, JobFailedError
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.training.loop import StageJob
 
 MINUTE, DAY = 60, 24 * 3600
 
@@ -111,7 +111,7 @@ def test_a_full_disk_ends_training_with_a_sentence(
         raise OSError(number, os.strerror(number), "state.pt")
 
     monkeypatch.setattr(train, "train_stages", fail)
-    monkeypatch.setattr("pipeline.runtime.context.RayContext", lambda *_: None)
+    monkeypatch.setattr("raycap.pipeline.runtime.context.RayContext", lambda *_: None)
     job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(OSError):
         train._run_worker({"job": job})
@@ -128,7 +128,7 @@ def test_damage_ends_training_with_a_sentence(tmp_path: Path, monkeypatch: pytes
         raise DamagedError("a.npy is missing; the same command computes its features again")
 
     monkeypatch.setattr(train, "train_stages", fail)
-    monkeypatch.setattr("pipeline.runtime.context.RayContext", lambda *_: None)
+    monkeypatch.setattr("raycap.pipeline.runtime.context.RayContext", lambda *_: None)
     job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(DamagedError):
         train._run_worker({"job": job})

@@ -16,19 +16,19 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from ray.train._internal.storage import StorageContext
 from ray.tune.experiment import Trial
 
-from jobs.tune import adapter as module
-from jobs.tune.adapter import TuneAdapter
-from jobs.tune.command import _lease
-from jobs.tune.schedulers import make_scheduler
-from pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
-from pipeline.cluster.stalls import StalledError
-from pipeline.errors import JobFailedError
-from pipeline.runs.folder import JOURNAL
-from pipeline.runtime.secrets import remember_address
-from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
-from pipeline.storage.lease import Lease, LostLeaseError, take_lease
-from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import OutageError
+from raycap.jobs.tune import adapter as module
+from raycap.jobs.tune.adapter import TuneAdapter
+from raycap.jobs.tune.command import _lease
+from raycap.jobs.tune.schedulers import make_scheduler
+from raycap.pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
+from raycap.pipeline.cluster.stalls import StalledError
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.runs.folder import JOURNAL
+from raycap.pipeline.runtime.secrets import remember_address
+from raycap.pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
+from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import OutageError
 from tests.support.searches import LR, finished, open_log, small_search
 
 COUNTER = itertools.count()
@@ -238,7 +238,7 @@ def test_a_search_without_any_node_does_not_wait_in_silence(
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Sets the time of the adapter, in minutes from now. The cluster waits for one worker."""
     status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0, has_autoscaler=True)
-    monkeypatch.setattr("pipeline.cluster.stalls.cluster_status", lambda: status)
+    monkeypatch.setattr("raycap.pipeline.cluster.stalls.cluster_status", lambda: status)
     begin = module.time.monotonic()
     yield lambda minutes: monkeypatch.setattr(module.time, "monotonic", lambda: begin + 60 * minutes)
 

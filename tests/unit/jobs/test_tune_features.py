@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jobs.tune.features import BackboneSource, find_backbone
-from models.backbone import Backbone
-from pipeline.config.run import RunConfig
-from pipeline.data.loading import find_data
-from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder, StageResult
-from pipeline.runs.prepare import prepare
-from pipeline.search.spec import Search
-from pipeline.storage.atomic import write_json
+from raycap.jobs.tune.features import BackboneSource, find_backbone
+from raycap.models.backbone import Backbone
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.search.spec import Search
+from raycap.pipeline.storage.atomic import write_json
 from tests.support.logs import on_message
 from tests.support.searches import small_search
 
@@ -76,7 +76,7 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.M
         pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
         return stand_in
 
-    monkeypatch.setattr("jobs.run.train", train)
+    monkeypatch.setattr("raycap.jobs.run.train", train)
     backbone, messages = backbone_of(search)
     assert trained_stages == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]]
     assert "a stand-in is trained now" in messages[-1]
@@ -113,8 +113,8 @@ def test_a_second_search_waits_for_the_stand_in_of_the_first(
         stand_in.push("stages")
         return stand_in
 
-    monkeypatch.setattr("jobs.run.train", train)
-    monkeypatch.setattr("jobs.tune.features.BACKBONE_LEASE_S", 1.5)
+    monkeypatch.setattr("raycap.jobs.run.train", train)
+    monkeypatch.setattr("raycap.jobs.tune.features.BACKBONE_LEASE_S", 1.5)
     first = find_backbone(search, dataset, None)
     assert first is not None and sources[0].result(60) == first
     assert len(configs) == 1

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from jobs.tune import workers as module
-from jobs.tune.workers import train_on_workers
-from pipeline.runs.folder import JOURNAL
-from pipeline.storage.s3 import OutageError
+from raycap.jobs.tune import workers as module
+from raycap.jobs.tune.workers import train_on_workers
+from raycap.pipeline.runs.folder import JOURNAL
+from raycap.pipeline.storage.s3 import OutageError
 
 
 class Folder:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import DamagedError
-from pipeline.language import token_files
-from pipeline.language.token_files import DTYPES, TokenFiles, write_tokens
-from pipeline.storage.digests import DIGESTS
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.language import token_files
+from raycap.pipeline.language.token_files import DTYPES, TokenFiles, write_tokens
+from raycap.pipeline.storage.digests import DIGESTS
 from tests.support.damage import cut, empty, flip_any, replace_by_garbage
 
 Ids = list[list[list[int]]]

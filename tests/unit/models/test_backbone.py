@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.backbone import Backbone, load_tensors, set_drop_path
-from models.captioner import Captioner
-from models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
-from models.registry import build_model
+from raycap.models.backbone import Backbone, load_tensors, set_drop_path
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.registry import build_model
 from tests.support.models import (
     SMALL_SWIN,
     small_captioner,

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from jobs.caption import _draw_words
-from models.backbone import (
+from raycap.jobs.caption import _draw_words
+from raycap.models.backbone import (
     Backbone,
     backbone_macs,
     image_transform,
@@ -29,15 +29,15 @@ from models.backbone import (
     set_drop_path,
     with_one_block_per_stage,
 )
-from models.base import Features
-from models.captioner import Captioner
-from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, ModelSizes
-from models.registry import build_model
-from models.transform import ImageTransform
-from pipeline.captioning.bundle import load_bundle, save_bundle
-from pipeline.captioning.service import CaptionService
-from pipeline.config.load import load_config
-from pipeline.storage.weights import export_backbone, save_weights
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.registry import build_model
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.storage.weights import export_backbone, save_weights
 from tests.support.backbones import FAMILIES
 from tests.support.bundles import WORDS, write_images
 
@@ -427,7 +427,7 @@ def test_decoding_tasks_import_neither_torch_nor_timm(tmp_path: Path) -> None:
     (name,) = write_images(tmp_path, 1)
     pickled = pickle.dumps(image_transform(FAMILIES["clip"]))
     code = (
-        "import pickle, sys; from pipeline.data.images import decode_batch\n"
+        "import pickle, sys; from raycap.pipeline.data.images import decode_batch\n"
         f"transform = pickle.loads({pickled!r})\n"
         f"batch = decode_batch({{'uri': [{name!r}], 'key': ['']}}, transform, 10**6)\n"
         "assert batch['pixels'].shape == (1, 32, 32, 3) and not {'torch', 'timm'} & set(sys.modules)"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.base import CaptionModel, Features, Memory
-from models.caption_masks import CaptionMasks, PrefixMasks, new_masks
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
-from models.decoding import Beams, Captions, Decoder, sample, search
-from models.encoder_decoder import EncoderDecoder
-from models.layers import Dropout
-from models.registry import build_model
+from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.caption_masks import CaptionMasks, PrefixMasks, new_masks
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.decoding import Beams, Captions, Decoder, sample, search
+from raycap.models.encoder_decoder import EncoderDecoder
+from raycap.models.layers import Dropout
+from raycap.models.registry import build_model
 from tests.support.models import SIZES
 
 LENGTH, SAMPLES = 9, 4

@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.base import CaptionModel, Features, ModelSizes
-from models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
-from models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from models.decoding import beam_search
-from models.registry import build_model
-from models.score_rules import ScoreRules
+from raycap.models.base import CaptionModel, Features, ModelSizes
+from raycap.models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
+from raycap.models.decoding import beam_search
+from raycap.models.registry import build_model
+from raycap.models.score_rules import ScoreRules
 from tests.support.models import (
     every_caption,
     features_for,

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jobs.bench.reference_expansionnet import MaterializedModel
-from models.base import CaptionModel, Features, ModelSizes
-from models.beam_cache import TreeCache, TreeSlots
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
-from models.decoding import (
+from raycap.jobs.bench.reference_expansionnet import MaterializedModel
+from raycap.models.base import CaptionModel, Features, ModelSizes
+from raycap.models.beam_cache import TreeCache, TreeSlots
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from raycap.models.decoding import (
     Captions,
     Decoder,
     beam_search,
@@ -26,10 +26,10 @@ from models.decoding import (
     greedy,
     sample,
 )
-from models.decoding_config import Decoding
-from models.expansion import DynamicExpansion
-from models.registry import build_model
-from models.score_rules import ScoreRules
+from raycap.models.decoding_config import Decoding
+from raycap.models.expansion import DynamicExpansion
+from raycap.models.registry import build_model
+from raycap.models.score_rules import ScoreRules
 from tests.support.models import (
     MIXERS,
     SIZES,

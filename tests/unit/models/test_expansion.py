@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from models.base import Features, Memory, ModelSizes
-from models.config import ExpansionNetConfig
-from models.expansion import DynamicExpansion, StaticExpansion
-from models.expansion_weights import dynamic_weights, static_weights
-from models.expansionnet import ExpansionNet
-from models.layers import Dropout, dropout, set_dropout
-from models.registry import build_model
+from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
+from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.expansion import DynamicExpansion, StaticExpansion
+from raycap.models.expansion_weights import dynamic_weights, static_weights
+from raycap.models.expansionnet import ExpansionNet
+from raycap.models.layers import Dropout, dropout, set_dropout
+from raycap.models.registry import build_model
 from tests.support.models import (
     MIXERS,
     SIZES,

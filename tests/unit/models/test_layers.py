@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.layers import MASKED_SCORE, attend, cached_for_steps
+from raycap.models.layers import MASKED_SCORE, attend, cached_for_steps
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64, torch.bfloat16])

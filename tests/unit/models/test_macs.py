@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.base import CaptionModel, Features, Memory, ModelConfig, ModelSizes
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
-from models.decoding import beam_search
-from models.expansionnet import ExpansionNet
-from models.macs import TABLE_6_SIZES, cost
-from models.registry import build_model
-from pipeline.comparison.published import ablation
+from raycap.models.base import CaptionModel, Features, Memory, ModelConfig, ModelSizes
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from raycap.models.decoding import beam_search
+from raycap.models.expansionnet import ExpansionNet
+from raycap.models.macs import TABLE_6_SIZES, cost
+from raycap.models.registry import build_model
+from raycap.pipeline.comparison.published import ablation
 
 
 def test_parameters_of_the_paper() -> None:

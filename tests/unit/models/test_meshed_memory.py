@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.attention_maps import cross_attention
-from models.base import Features, ModelSizes
-from models.config import MeshedMemoryConfig
-from models.layers import Dropout, sinusoids
-from models.meshed_memory import MeshedMemoryTransformer
-from models.registry import build_model
+from raycap.models.attention_maps import cross_attention
+from raycap.models.base import Features, ModelSizes
+from raycap.models.config import MeshedMemoryConfig
+from raycap.models.layers import Dropout, sinusoids
+from raycap.models.meshed_memory import MeshedMemoryTransformer
+from raycap.models.registry import build_model
 from tests.support.models import (
     SIZES,
     exact,

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.base import CaptionModel, Features, ModelSizes
-from models.config import MODEL_CONFIGS
-from models.constraints import build_automaton, constrained_beam_search
-from models.decoding import beam_search, by_score, greedy, image_draws, sample
-from models.decoding_config import PLAIN, Decoding
-from models.registry import build_model
-from models.score_rules import ScoreRules, length_divisor, most_probable, nucleus, repeating_words
+from raycap.models.base import CaptionModel, Features, ModelSizes
+from raycap.models.config import MODEL_CONFIGS
+from raycap.models.constraints import build_automaton, constrained_beam_search
+from raycap.models.decoding import beam_search, by_score, greedy, image_draws, sample
+from raycap.models.decoding_config import PLAIN, Decoding
+from raycap.models.registry import build_model
+from raycap.models.score_rules import ScoreRules, length_divisor, most_probable, nucleus, repeating_words
 from tests.support.models import SIZES, features_for, log_probabilities, texts, tiny
 from tests.support.models import one_thread as one_thread
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from pipeline.storage.lease import Lease, take_lease
-from pipeline.storage.path import storage_path
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
+from raycap.pipeline.storage.lease import Lease, take_lease
+from raycap.pipeline.storage.path import storage_path
 
 BUNDLE = {"bundle": "models/demo/champion-t000001", "files": {"model.safetensors": "0"}, "run_id": "demo-1"}
 FILE = {"name": "snapshots/t000001.parquet", "sha256": "0"}

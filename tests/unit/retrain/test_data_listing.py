@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.config.load import parse_config
-from pipeline.data.dataset import SCHEMA, Dataset, read_annotations
-from pipeline.data.loading import data_root
-from pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
-from pipeline.storage.path import StoragePath
-from pipeline.storage.tables import from_bytes, to_bytes
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.data.dataset import SCHEMA, Dataset, read_annotations
+from raycap.pipeline.data.loading import data_root
+from raycap.pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.tables import from_bytes, to_bytes
 from tests.conftest import small_config
 
 

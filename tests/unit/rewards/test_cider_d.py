@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from jobs.bench.reference_cider import PlainCiderD
-from pipeline.data.synthetic import make_scene
-from pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
-from pipeline.language.english import tokenize
-from pipeline.language.tokenizers import TOKENIZERS
-from pipeline.rewards import cider_d
-from pipeline.rewards.cider_d import CiderDReward, Documents, sampled_documents
-from pipeline.rewards.cider_index import build_index
-from pipeline.rewards.references import References
-from pipeline.scoring import ngram_keys
-from pipeline.scoring.metric_words import metric_words
-from pipeline.scoring.metrics import score_captions
+from raycap.jobs.bench.reference_cider import PlainCiderD
+from raycap.pipeline.data.synthetic import make_scene
+from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
+from raycap.pipeline.language.english import tokenize
+from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.rewards import cider_d
+from raycap.pipeline.rewards.cider_d import CiderDReward, Documents, sampled_documents
+from raycap.pipeline.rewards.cider_index import build_index
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.scoring import ngram_keys
+from raycap.pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.scoring.metrics import score_captions
 from tests.support.damage import cut, empty, flip_any
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"

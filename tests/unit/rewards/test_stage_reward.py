@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.synthetic import make_scene
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.rewards.cider_d import CiderDReward, Documents, sampled_documents
-from pipeline.rewards.references import References
-from pipeline.rewards.stage_reward import Groups, StageReward
-from pipeline.rewards.weighted import WeightedReward
+from raycap.pipeline.data.synthetic import make_scene
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.rewards.cider_d import CiderDReward, Documents, sampled_documents
+from raycap.pipeline.rewards.references import References
+from raycap.pipeline.rewards.stage_reward import Groups, StageReward
+from raycap.pipeline.rewards.weighted import WeightedReward
 
 NUM_IMAGES, PER_STEP, STEPS = 60, 7, 3
 

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from jobs.cli import main
-from models.transform import ImageTransform
-from pipeline.data.images import decode_batch, decode_image
+from raycap.jobs.cli import main
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.data.images import decode_batch, decode_image
 from tests.conftest import ROOT, small_config, write_karpathy
 
 
@@ -86,8 +86,8 @@ def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.
     def refuse(path: Any) -> bytes:
         raise OSError(f"{path}: http://me:secret-word@host/x?X-Amz-Signature=secret-word is refused")
 
-    monkeypatch.setattr("pipeline.data.content_keys.read_image_file", refuse)
-    monkeypatch.setattr("pipeline.data.images.read_image_file", refuse)
+    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", refuse)
+    monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", refuse)
     check(tmp_path, root)
     found = (tmp_path / "found.json").read_text()
     assert "http://host/x?X-Amz-Signature=*** is refused" in found and "secret-word" not in found
@@ -102,15 +102,15 @@ def test_images_are_decoded_some_at_a_time_with_progress(
     root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
     (root / "images" / "3.png").write_bytes(b"no image")
     whole = check(tmp_path, root)
-    monkeypatch.setattr("pipeline.runs.check.IMAGES_AT_A_TIME", 2)
-    monkeypatch.setattr("pipeline.runtime.progress.LINE_EVERY_S", -1)
+    monkeypatch.setattr("raycap.pipeline.runs.check.IMAGES_AT_A_TIME", 2)
+    monkeypatch.setattr("raycap.pipeline.runtime.progress.LINE_EVERY_S", -1)
     decoded = list[int]()
 
     def decode(data: bytes, max_pixels: int) -> Image.Image:
         decoded.append(sum(line.startswith("decoding  ") for line in log_lines))
         return decode_image(data, max_pixels)
 
-    monkeypatch.setattr("pipeline.data.images.decode_image", decode)
+    monkeypatch.setattr("raycap.pipeline.data.images.decode_image", decode)
     assert check(tmp_path, root) == whole
     assert all(number // 2 <= done for number, done in enumerate(decoded)), "no image of a later part is queued"
     assert any(line.startswith("decoding  9/9 images, ") for line in log_lines)
@@ -120,7 +120,7 @@ def test_a_sample_of_a_large_set_ends_the_check_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only if far too many of its images are unusable: one in ten is what chance may give at a limit of 5 %."""
-    monkeypatch.setattr("pipeline.runs.check.SAMPLE", 20)
+    monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 20)
     root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
     for number in range(0, 196, 10):
         (root / "images" / f"{number}.png").write_bytes(b"no image")
@@ -132,7 +132,7 @@ def test_a_sample_of_a_large_set_ends_the_check_early(
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert code == 1 and "of a sample of 20 images cannot be used" in texts(found, "error")
     assert "the other images were not read" in capsys.readouterr().out and "captions" not in found
-    monkeypatch.setattr("pipeline.runs.check.SAMPLE", 21)
+    monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 21)
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert "110 of 200 images" in texts(found, "error"), "the set is too small for a sample"
 
@@ -148,7 +148,7 @@ def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:
     config = small_config(tmp_path / "storage", data={"root": str(root), "train_splits": ["train"], "min_count": 1})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     code = (
-        "import resource, sys; from jobs.cli import main\n"
+        "import resource, sys; from raycap.jobs.cli import main\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))\n"
         "sys.exit(main(['check', *sys.argv[1:]]))\n"
     )

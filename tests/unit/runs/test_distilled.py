@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.load import parse_config
-from pipeline.config.run import RunConfig, total_steps
-from pipeline.config.sections import StageSection
-from pipeline.data.dataset import Dataset
-from pipeline.errors import DamagedError, UserError
-from pipeline.features.model_inputs import Images
-from pipeline.runs.damage import find_damaged_files
-from pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
-from pipeline.runs.folder import DISTILLED, RunFolder
-from pipeline.runs.prepare import prepare
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.runtime.context import LocalContext
-from pipeline.search.trial import epochs_of
-from pipeline.storage.path import storage_path
-from pipeline.training.batches import Batches, CaptionTokens, num_samples
-from pipeline.training.loop import StageJob, StageRun, train_stages
-from pipeline.training.sample_order import samples_at, seed_of
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.run import RunConfig, total_steps
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.runs.damage import find_damaged_files
+from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
+from raycap.pipeline.runs.folder import DISTILLED, RunFolder
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.search.trial import epochs_of
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.training.batches import Batches, CaptionTokens, num_samples
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.training.sample_order import samples_at, seed_of
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
 from tests.support.caption_tokens import PlainCaptionTokens

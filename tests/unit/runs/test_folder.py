@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder
-from pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 
 
 @pytest.mark.parametrize("token", ["../../victim", "/victim", "..", "a/b", "a\nb"])

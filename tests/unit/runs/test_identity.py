@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from models.config import Identity
-from pipeline.config.load import load_config
-from pipeline.config.run import RunConfig
-from pipeline.config.sections import SYNTHETIC
-from pipeline.runs import identity
-from pipeline.runs.identity import config_identity, identity_marks
+from raycap.models.config import Identity
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.runs import identity
+from raycap.pipeline.runs.identity import config_identity, identity_marks
 from tests.conftest import ROOT
 
 Place = tuple[str | int, ...]

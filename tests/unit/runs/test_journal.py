@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.runs import journal as journals
-from pipeline.runs.journal import Follower, Journal, journal_bytes, read_journal
-from pipeline.storage.path import StoragePath
+from raycap.pipeline.runs import journal as journals
+from raycap.pipeline.runs.journal import Follower, Journal, journal_bytes, read_journal
+from raycap.pipeline.storage.path import StoragePath
 
 
 @dataclass(frozen=True)

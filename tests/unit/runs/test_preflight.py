@@ -8,10 +8,10 @@ from typing import Any
 import h5py
 import pytest
 
-from pipeline.config.load import load_config, parse_config
-from pipeline.config.run import RunConfig
-from pipeline.errors import UserError
-from pipeline.runs.preflight import check_before_writing, check_storage, require_possible
+from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.preflight import check_before_writing, check_storage, require_possible
 from tests.conftest import ROOT, small_config
 
 

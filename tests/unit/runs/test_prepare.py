@@ -10,15 +10,15 @@ import pytest
 import timm
 import torch
 
-from models.backbone import Backbone
-from pipeline.config.load import dump_config, parse_config
-from pipeline.errors import JobFailedError
-from pipeline.features.extraction import Extractor, ShardWriter
-from pipeline.runs import prepare as module
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.prepare import decide_order, decide_store, initial_backbone, prepare
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.training.loop import stage_captioner
+from raycap.models.backbone import Backbone
+from raycap.pipeline.config.load import dump_config, parse_config
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.features.extraction import Extractor, ShardWriter
+from raycap.pipeline.runs import prepare as module
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.prepare import decide_order, decide_store, initial_backbone, prepare
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.training.loop import stage_captioner
 from tests.conftest import small_config
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.load import parse_config
-from pipeline.errors import DamagedError
-from pipeline.runs.damage import find_damaged_files
-from pipeline.runs.distilled import with_distilled_captions
-from pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder
-from pipeline.runs.prepare import prepare
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import storage_path
-from pipeline.training.batches import CaptionTokens
-from pipeline.training.loop import StageJob, StageRun
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.runs.damage import find_damaged_files
+from raycap.pipeline.runs.distilled import with_distilled_captions
+from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.training.batches import CaptionTokens
+from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
 from tests.support.caption_tokens import PlainCaptionTokens

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config.load import parse_config
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.errors import UserError
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.identity import config_identity
-from pipeline.runs.prepare import prepare
-from pipeline.runs.run_bundle import bundle_run
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, train_stages
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runs.prepare import prepare
+from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 
 SYSTEMS: dict[str, dict[str, Any]] = {

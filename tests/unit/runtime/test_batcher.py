@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.runtime.batcher import Batcher
+from raycap.pipeline.runtime.batcher import Batcher
 
 
 class Computed:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.runtime.log import PACKAGES, configure_logging, indented, log_file, log_to_stderr, set_rank
-from pipeline.runtime.progress import ProgressBar, progress
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.log import PACKAGES, configure_logging, indented, log_file, log_to_stderr, set_rank
+from raycap.pipeline.runtime.progress import ProgressBar, progress
 from tests.conftest import ROOT
 
-LOGGER = logging.getLogger("pipeline.example")
+LOGGER = logging.getLogger("raycap.pipeline.example")
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
 
@@ -128,7 +128,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
 ) -> None:
     configure_logging()
     clock = iter([0.0, 1.0, 4.0, 6.0, 7.0])
-    monkeypatch.setattr("pipeline.runtime.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("raycap.pipeline.runtime.progress.time.monotonic", lambda: next(clock))
     with progress("captions", 40) as advance:
         for _ in range(4):
             advance(10)
@@ -148,11 +148,11 @@ def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
     """In a pseudo-terminal: the bar is drawn, lines appear, and only the file has the lines of the progress."""
     code = (
         "import logging, sys, time; from pathlib import Path\n"
-        "from pipeline.runtime import progress; from pipeline.runtime.log import configure_logging, log_file\n"
+        "from pipeline.runtime import progress; from raycap.pipeline.runtime.log import configure_logging, log_file\n"
         "progress.LINE_EVERY_S = 0.0; configure_logging()\n"
         "with log_file(Path(sys.argv[1])), progress.progress('features', 4) as advance:\n"
         "    for _ in range(4):\n"
-        "        advance(1); logging.getLogger('jobs.x').info('a line of the log'); time.sleep(0.3)\n"
+        "        advance(1); logging.getLogger('raycap.jobs.x').info('a line of the log'); time.sleep(0.3)\n"
     )
     screen = _run_in_a_terminal([sys.executable, "-c", code, str(tmp_path / "run.log")])
     assert "a line of the log" in screen and "━" in screen and "/4" in screen

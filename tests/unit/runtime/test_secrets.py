@@ -13,7 +13,7 @@ from urllib.parse import quote, quote_plus, unquote, urlsplit
 import pytest
 from sqlalchemy.engine import make_url
 
-from pipeline.runtime.secrets import (
+from raycap.pipeline.runtime.secrets import (
     forget_all,
     holds_secret,
     is_secret_name,

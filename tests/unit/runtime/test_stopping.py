@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.runtime import stopping
-from pipeline.runtime.stopping import (
+from raycap.pipeline.runtime import stopping
+from raycap.pipeline.runtime.stopping import (
     REPEAT_S,
     SAVING,
     STOPPED,
@@ -132,13 +132,13 @@ def test_ray_does_not_replace_the_handlers(monkeypatch: pytest.MonkeyPatch) -> N
     """`ray.init` sets a handler that ends the process with a dump of the native stack."""
     import ray
 
-    from jobs.cluster import connect
+    from raycap.jobs.cluster import connect
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "cluster_resources", dict)
     monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     ours = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("jobs.cluster._require_answer", lambda address: None)
+    monkeypatch.setattr("raycap.jobs.cluster._require_answer", lambda address: None)
     assert connect("127.0.0.1:6379") and signal.getsignal(signal.SIGTERM) is ours
 
 

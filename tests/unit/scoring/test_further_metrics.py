@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from pycocoevalcap.bleu.bleu import Bleu
 
-from jobs.bench.reference_cider import PlainCiderD
-from pipeline.errors import UserError
-from pipeline.scoring.grounding import Objects
-from pipeline.scoring.metric_words import metric_words
-from pipeline.scoring.metrics import (
+from raycap.jobs.bench.reference_cider import PlainCiderD
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.grounding import Objects
+from raycap.pipeline.scoring.metric_words import metric_words
+from raycap.pipeline.scoring.metrics import (
     DEFAULT_METRICS,
     FURTHER_METRICS,
     ScoreInputs,
@@ -23,7 +23,7 @@ from pipeline.scoring.metrics import (
     score_captions,
     why_unavailable,
 )
-from pipeline.scoring.result_files import read_n_best, write_n_best
+from raycap.pipeline.scoring.result_files import read_n_best, write_n_best
 
 WORDS = ["a", "the", "man", "dog", "on", "red", "street", "x", "y", "runs"]
 

@@ -7,14 +7,14 @@ from collections import Counter
 
 import pytest
 
-from jobs.bench.reference_cider import PlainCiderD
-from pipeline.captioning.protocols import in_language
-from pipeline.comparison.protocol import Protocol, differences
-from pipeline.data.synthetic import make_scene
-from pipeline.language.words import characters, unicode_words
-from pipeline.scoring import ptb
-from pipeline.scoring.diagnostics import caption_stats
-from pipeline.scoring.metrics import DEFAULT_METRICS, has_meaning, score_captions, why_unavailable
+from raycap.jobs.bench.reference_cider import PlainCiderD
+from raycap.pipeline.captioning.protocols import in_language
+from raycap.pipeline.comparison.protocol import Protocol, differences
+from raycap.pipeline.data.synthetic import make_scene
+from raycap.pipeline.language.words import characters, unicode_words
+from raycap.pipeline.scoring import ptb
+from raycap.pipeline.scoring.diagnostics import caption_stats
+from raycap.pipeline.scoring.metrics import DEFAULT_METRICS, has_meaning, score_captions, why_unavailable
 
 SPLIT = {"de": unicode_words, "hi": unicode_words, "ar": unicode_words, "zh": characters}
 

@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jobs.bench.metrics import bench_metrics
-from jobs.score import score
-from pipeline.errors import UserError
-from pipeline.scoring import java, ngrams, ptb
-from pipeline.scoring.diagnostics import caption_stats
-from pipeline.scoring.metrics import BLEU, score_captions, why_unavailable
-from pipeline.scoring.result_files import read_predictions, read_references, write_predictions
+from raycap.jobs.bench.metrics import bench_metrics
+from raycap.jobs.score import score
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring import java, ngrams, ptb
+from raycap.pipeline.scoring.diagnostics import caption_stats
+from raycap.pipeline.scoring.metrics import BLEU, score_captions, why_unavailable
+from raycap.pipeline.scoring.result_files import read_predictions, read_references, write_predictions
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
 WITHOUT_JAVA = (*BLEU, "ROUGE-L", "CIDEr-D")

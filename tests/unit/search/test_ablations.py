@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from pipeline.search.plots import pareto_plot
-from pipeline.search.report import comparisons
-from pipeline.search.results import PointResult, front, leaderboard, point_results, trial_line
-from pipeline.search.spec import Search, load_search
-from pipeline.search.trials import TrialOutcome
+from raycap.pipeline.search.plots import pareto_plot
+from raycap.pipeline.search.report import comparisons
+from raycap.pipeline.search.results import PointResult, front, leaderboard, point_results, trial_line
+from raycap.pipeline.search.spec import Search, load_search
+from raycap.pipeline.search.trials import TrialOutcome
 from tests.conftest import small_config
 from tests.support.searches import open_log, run_log, write_search
 

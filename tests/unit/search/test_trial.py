@@ -14,27 +14,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.tune import workers
-from jobs.tune.features import extract_once
-from models.decoding import beam_search
-from models.registry import build_model
-from pipeline.data.loading import find_data
-from pipeline.feature_store.store import open_store
-from pipeline.features.model_inputs import Images, on_device
-from pipeline.runs.folder import JOURNAL, RunFolder, StageResult
-from pipeline.runs.journal import read_journal
-from pipeline.runtime.context import LocalContext
-from pipeline.scoring.metrics import score_captions
-from pipeline.scoring.result_files import read_predictions
-from pipeline.search import trial as module
-from pipeline.search.spec import SCORE, Search, SearchConfig
-from pipeline.search.trial import TrialTask, run_trial
-from pipeline.search.trials import SearchPlan
-from pipeline.storage.atomic import write_json
-from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import OutageError
-from pipeline.training.loop import StageJob, StageRun, train_stages
-from pipeline.training.stage_output import StageOutput
+from raycap.jobs.tune import workers
+from raycap.jobs.tune.features import extract_once
+from raycap.models.decoding import beam_search
+from raycap.models.registry import build_model
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.scoring.result_files import read_predictions
+from raycap.pipeline.search import trial as module
+from raycap.pipeline.search.spec import SCORE, Search, SearchConfig
+from raycap.pipeline.search.trial import TrialTask, run_trial
+from raycap.pipeline.search.trials import SearchPlan
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import OutageError
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.training.stage_output import StageOutput
 from tests.conftest import small_config
 from tests.support.runs import MESHED_MEMORY, SMALL_MODEL, prepare_run
 
@@ -242,7 +242,7 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
 
     monkeypatch.setattr(StageRun, "step", counted_step)
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("pipeline.training.split_captions.write_predictions", stop)
+        interrupted.setattr("raycap.pipeline.training.split_captions.write_predictions", stop)
         with pytest.raises(SystemExit):
             run_trial(task, lambda _: None)
     assert steps

@@ -14,14 +14,14 @@ import pytest
 import yaml
 from matplotlib.container import ErrorbarContainer
 
-from jobs.cli import main
-from pipeline.comparison.published import ablation
-from pipeline.config.load import load_config
-from pipeline.errors import DamagedError
-from pipeline.search.ablations import comparisons, expansionnet_matches
-from pipeline.search.plots import parallel_plot, pareto_plot, png, svg
-from pipeline.search.report import importances, write_page, write_plots
-from pipeline.search.results import (
+from raycap.jobs.cli import main
+from raycap.pipeline.comparison.published import ablation
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.search.ablations import comparisons, expansionnet_matches
+from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
+from raycap.pipeline.search.report import importances, write_page, write_plots
+from raycap.pipeline.search.results import (
     difference_note,
     front,
     leaderboard,
@@ -31,11 +31,11 @@ from pipeline.search.results import (
     write_configurations,
     write_tables,
 )
-from pipeline.search.samplers import importance
-from pipeline.search.space import space_of
-from pipeline.search.spec import SearchConfig
-from pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome, TrialRecord
-from pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.search.samplers import importance
+from raycap.pipeline.search.space import space_of
+from raycap.pipeline.search.spec import SearchConfig
+from raycap.pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome, TrialRecord
+from raycap.pipeline.storage.atomic import read_json, write_json
 from tests.conftest import small_config
 from tests.support.searches import LR, N_E, G, finished, open_log, run_log, small_search
 

@@ -22,16 +22,16 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import raycap
-from pipeline.data.image_sources import load_image
-from pipeline.data.uri_roots import UriRoots
-from pipeline.serving import bodies, served_models
-from pipeline.serving.app import AppSettings
-from pipeline.serving.bodies import read_body
-from pipeline.serving.comparison import ComparisonLog
-from pipeline.serving.forms import CaptionBody, CaptionOptions
-from pipeline.serving.guard import FAILED, Access
-from pipeline.serving.limits import Limits, RefusedError
-from pipeline.serving.served_models import Decoder
+from raycap.pipeline.data.image_sources import load_image
+from raycap.pipeline.data.uri_roots import UriRoots
+from raycap.pipeline.serving import bodies, served_models
+from raycap.pipeline.serving.app import AppSettings
+from raycap.pipeline.serving.bodies import read_body
+from raycap.pipeline.serving.comparison import ComparisonLog
+from raycap.pipeline.serving.forms import CaptionBody, CaptionOptions
+from raycap.pipeline.serving.guard import FAILED, Access
+from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.served_models import Decoder
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, as_base64, as_files, host_of, local_client
 

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 import raycap
-from jobs.cli import main
-from pipeline.captioning.bundle import load_bundle
-from pipeline.captioning.service import CaptionService
-from pipeline.tracking.pyfunc import PyfuncModel
+from raycap.jobs.cli import main
+from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import crown
 

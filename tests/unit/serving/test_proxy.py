@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http import auto
 
-from jobs.serve import proxy
+from raycap.jobs.serve import proxy
 
 HEAD = b"POST /caption HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -17,18 +17,18 @@ from PIL import Image
 from pydantic import ValidationError
 
 import raycap
-from jobs.cli import main
-from jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
-from jobs.serve.command import require_free
-from pipeline.captioning.model_sources import StoredBundle
-from pipeline.errors import UserError
-from pipeline.serving.address import parse_address, split_name, weights_digest
-from pipeline.serving.guard import FAILED
-from pipeline.serving.host import ModelHost
-from pipeline.serving.limits import Limits, RefusedError
-from pipeline.serving.loading import LoadedModel, load_source
-from pipeline.serving.metrics import Metrics
-from pipeline.serving.served_models import (
+from raycap.jobs.cli import main
+from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
+from raycap.jobs.serve.command import require_free
+from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.serving.address import parse_address, split_name, weights_digest
+from raycap.pipeline.serving.guard import FAILED
+from raycap.pipeline.serving.host import ModelHost
+from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.loading import LoadedModel, load_source
+from raycap.pipeline.serving.metrics import Metrics
+from raycap.pipeline.serving.served_models import (
     Answer,
     Decoder,
     ImageFile,
@@ -39,7 +39,7 @@ from pipeline.serving.served_models import (
     StaleTransform,
     transform_key,
 )
-from pipeline.serving.watcher import ChampionWatcher
+from raycap.pipeline.serving.watcher import ChampionWatcher
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, crown, host_of
 
@@ -268,8 +268,8 @@ def test_mistakes_are_said_before_ray_is_started(
     bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
-    importlib.import_module("jobs.serve.deployments")  # pytest shows the warnings of Ray Serve's first import
-    monkeypatch.setattr("jobs.serve.command.connect", None)
+    importlib.import_module("raycap.jobs.serve.deployments")  # pytest shows the warnings of Ray Serve's first import
+    monkeypatch.setattr("raycap.jobs.serve.command.connect", None)
     model = str(bundles[0])
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

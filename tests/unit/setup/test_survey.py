@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import read_annotations
-from pipeline.errors import UserError
-from pipeline.setup.survey import survey
-from pipeline.storage.path import storage_path
-from pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.setup.survey import survey
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.forms import FORMS, Captioned, scenes, write_images
 
 SPLITS = [{"annotations": split, "split": split} for split in ("test", "train", "val")]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DamagedError
-from pipeline.storage.atomic import atomic_folder, atomic_path, read_json, write_json, write_text
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.atomic import atomic_folder, atomic_path, read_json, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.storage import cache, digests
-from pipeline.storage.file_cache import ShardCache, image_cache, shard_cache
-from pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.storage import cache, digests
+from raycap.pipeline.storage.file_cache import ShardCache, image_cache, shard_cache
+from raycap.pipeline.storage.path import StorageError, StoragePath
 
 DISK = 10_000  # bytes; a tenth is the reserve
 Disk = Callable[[int], None]

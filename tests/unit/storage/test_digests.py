@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import pytest
 
-from pipeline.errors import DamagedError, UserError
-from pipeline.storage import digests
-from pipeline.storage.atomic import read_json
-from pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
-from pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.storage import digests
+from raycap.pipeline.storage.atomic import read_json
+from raycap.pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.support.damage import flip
 
 

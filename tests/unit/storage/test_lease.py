@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.storage.lease import RENEWALS_PER_LEASE, Lease, LeaseRecord, LostLeaseError, take_lease
-from pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.lease import RENEWALS_PER_LEASE, Lease, LeaseRecord, LostLeaseError, take_lease
+from raycap.pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
 from tests.support.s3_server import s3_server
 
 
@@ -159,7 +159,7 @@ def test_a_lease_that_is_returned_meanwhile_is_taken(folder: StoragePath, monkey
         else:  # a request to S3 pauses
             real(seconds)
 
-    monkeypatch.setattr("pipeline.storage.lease.time.sleep", sleep)
+    monkeypatch.setattr("raycap.pipeline.storage.lease.time.sleep", sleep)
     assert taken(where).token == 2
 
 
@@ -185,7 +185,7 @@ def test_a_living_holder_keeps_its_lease_though_its_clock_is_behind(
 
     with taken(where, 6.0) as lease:
         ahead = {"time": lambda: time.time() + 300 * (not is_holder(lease)), "sleep": sleep_past_renewal}
-        monkeypatch.setattr("pipeline.storage.lease.time", SimpleNamespace(**vars(time) | ahead))
+        monkeypatch.setattr("raycap.pipeline.storage.lease.time", SimpleNamespace(**vars(time) | ahead))
         held = take_lease(where, 6.0)
         assert isinstance(held, LeaseRecord) and held.token == lease.token
         lease.check()
@@ -245,7 +245,7 @@ def test_an_expired_lease_of_months_is_not_waited_for(
 ) -> None:
     caplog.set_level("INFO")
     pauses: list[float] = []
-    monkeypatch.setattr("pipeline.storage.lease.time.sleep", pauses.append)
+    monkeypatch.setattr("raycap.pipeline.storage.lease.time.sleep", pauses.append)
     record = {"token": 1, "nonce": "n", "holder": "h", "until": 1.0, "seconds": 1e7}
     (folder / "lease.json").write_bytes(json.dumps(record).encode())
     assert taken(folder / "lease.json", 2.0).token == 2

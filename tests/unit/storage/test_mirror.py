@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 
 def test_paths_are_absolute_and_without_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

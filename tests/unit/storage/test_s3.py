@@ -10,7 +10,7 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 from botocore.response import StreamingBody
 
-from pipeline.storage.s3 import ConflictError, S3Object, StorageError, StorageOptions
+from raycap.pipeline.storage.s3 import ConflictError, S3Object, StorageError, StorageOptions
 
 ATTEMPTS = 3
 EARLIER, LATER = 0.0, 1e9  # seconds of the clock
@@ -52,9 +52,9 @@ def s3_object(monkeypatch: pytest.MonkeyPatch) -> Any:
         client = Client(*answers)
         clock = iter([EARLIER] * ATTEMPTS + [LATER])  # read once for the deadline and then after each failed attempt
         monkeypatch.setattr(
-            "pipeline.storage.s3.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+            "raycap.pipeline.storage.s3.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
         )
-        monkeypatch.setattr("pipeline.storage.s3._client", lambda options, pid: client)
+        monkeypatch.setattr("raycap.pipeline.storage.s3._client", lambda options, pid: client)
         return S3Object("s3://data/x", StorageOptions()), client
 
     return make

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.storage.path import storage_path
-from pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.tables import read_cache, write_table
 from tests.support.damage import cut
 
 SCHEMA = pa.schema([("key", pa.string())])

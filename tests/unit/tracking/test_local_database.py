@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tracking import local_database
-from pipeline.tracking.local_database import ensure_database
+from raycap.pipeline.tracking import local_database
+from raycap.pipeline.tracking.local_database import ensure_database
 from tests.conftest import ROOT
 
 # Creates the database slowly in two parts, and prints the word at its begin.
 SLOW = """
 import sqlite3, sys, time
 from pathlib import Path
-from pipeline.tracking import local_database
+from raycap.pipeline.tracking import local_database
 
 def create(path):
     print("begins", flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from pipeline.config.load import parse_config
-from pipeline.errors import UserError
-from pipeline.tracking.mlflow_client import artifact_location, public_uri, tracking_client, warn_of_local_file
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.tracking.mlflow_client import artifact_location, public_uri, tracking_client, warn_of_local_file
 from tests.conftest import small_config
 
 

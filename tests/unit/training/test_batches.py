@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import Features
-from models.transform import ImageTransform
-from pipeline.config.sections import DataSection, StageSection
-from pipeline.data.dataset import read_annotations
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.feature_store.store import FeatureStore, write_shard
-from pipeline.features.model_inputs import Images
-from pipeline.training import batches as module
-from pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
+from raycap.models.base import Features
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.config.sections import DataSection, StageSection
+from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.feature_store.store import FeatureStore, write_shard
+from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.training import batches as module
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
 from tests.conftest import write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens, caption_tokens, open_tokens
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from timm.models import SwinTransformer
 
-from models.captioner import Captioner
-from pipeline.config.load import parse_config
-from pipeline.errors import UserError
-from pipeline.runs.preflight import require_possible
-from pipeline.runtime.context import LocalContext
-from pipeline.training.loop import StageJob, StageRun, stage_captioner
+from raycap.models.captioner import Captioner
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.preflight import require_possible
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.training.loop import StageJob, StageRun, stage_captioner
 from tests.conftest import small_config
 from tests.support.backbones import small_captioner
 from tests.support.runs import STAGES, prepare_run

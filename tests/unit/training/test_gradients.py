@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models.base import Features
-from models.captioner import Captioner
-from models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from models.registry import build_model
-from pipeline.config.sections import StageSection
-from pipeline.training.batches import Batch, target_positions
-from pipeline.training.objectives import cross_entropy_objective, scst_objective
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from raycap.models.registry import build_model
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.training.batches import Batch, target_positions
+from raycap.pipeline.training.objectives import cross_entropy_objective, scst_objective
 from tests.support.models import one_thread as one_thread
 
 IMAGES, SAMPLES, LENGTH, VOCABULARY = 3, 3, 6, 9

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.base import Features
-from models.captioner import Captioner
-from models.config import ExpansionNetConfig, ModelSizes
-from models.registry import build_model
-from pipeline.config.sections import ScstSection, StageSection
-from pipeline.training.batches import Batch
-from pipeline.training.objectives import (
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.registry import build_model
+from raycap.pipeline.config.sections import ScstSection, StageSection
+from raycap.pipeline.training.batches import Batch
+from raycap.pipeline.training.objectives import (
     DEVIATION_EPS,
     advantages_of,
     caption_divergences,

@@ -12,10 +12,10 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from models.captioner import Captioner
-from pipeline.config.load import load_config
-from pipeline.config.sections import OptimizerSection, ScheduleSection
-from pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
+from raycap.models.captioner import Captioner
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.sections import OptimizerSection, ScheduleSection
+from raycap.pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
 from tests.conftest import ROOT
 from tests.support.backbones import FAMILIES, small_captioner
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.training import sample_order
-from pipeline.training.sample_order import samples_at, seed_of
+from raycap.pipeline.training import sample_order
+from raycap.pipeline.training.sample_order import samples_at, seed_of
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 10**12))

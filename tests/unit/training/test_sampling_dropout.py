@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models.backbone import Backbone
-from models.base import Features, Memory, ModelSizes
-from models.caption_masks import CaptionMasks, PrefixMasks, new_masks
-from models.captioner import Captioner
-from models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
-from models.decoding import greedy
-from models.encoder_decoder import EncoderDecoder
-from models.layers import Dropout
-from models.registry import build_model
-from pipeline.config.sections import ScstSection, StageSection
-from pipeline.training import objectives
-from pipeline.training.batches import Batch
-from pipeline.training.objectives import StepOutput, scst_objective
+from raycap.models.backbone import Backbone
+from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.caption_masks import CaptionMasks, PrefixMasks, new_masks
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.decoding import greedy
+from raycap.models.encoder_decoder import EncoderDecoder
+from raycap.models.layers import Dropout
+from raycap.models.registry import build_model
+from raycap.pipeline.config.sections import ScstSection, StageSection
+from raycap.pipeline.training import objectives
+from raycap.pipeline.training.batches import Batch
+from raycap.pipeline.training.objectives import StepOutput, scst_objective
 from tests.support.models import one_thread as one_thread
 
 IMAGES, SAMPLES, MAX_LENGTH = 3, 3, 6

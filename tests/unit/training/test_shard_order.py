@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.training import sample_order
-from pipeline.training.batches import share
-from pipeline.training.sample_order import ShardOrder, ShardSamples, _permute, mix, samples_at, seed_of
+from raycap.pipeline.training import sample_order
+from raycap.pipeline.training.batches import share
+from raycap.pipeline.training.sample_order import ShardOrder, ShardSamples, _permute, mix, samples_at, seed_of
 
 sizes_of_shards = st.lists(st.integers(1, 9), min_size=1, max_size=25)
 batch_sizes, worlds, steps = st.integers(1, 12), st.integers(1, 5), st.integers(1, 3)

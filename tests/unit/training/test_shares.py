@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models import decoding
-from models.base import Features, Memory
-from models.captioner import Captioner
-from models.config import ExpansionNetConfig, ModelSizes
-from models.registry import build_model
-from pipeline.config.sections import StageSection
-from pipeline.training import objectives
-from pipeline.training.batches import Batches, CaptionTokens, share
-from pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
-from pipeline.training.sample_order import samples_at
+from raycap.models import decoding
+from raycap.models.base import Features, Memory
+from raycap.models.captioner import Captioner
+from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.registry import build_model
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.training import objectives
+from raycap.pipeline.training.batches import Batches, CaptionTokens, share
+from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
+from raycap.pipeline.training.sample_order import samples_at
 from tests.support.caption_tokens import open_tokens
 
 NUM_IMAGES = 17

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.backbone import Backbone
-from models.base import CaptionModel, Features
-from models.decoding import beam_search
-from models.registry import build_model
-from models.transform import ImageTransform
-from pipeline.captioning.captioning import score_rules
-from pipeline.data.images import decode_image
-from pipeline.runs.folder import RunFolder, StageResult
-from pipeline.runtime.context import LocalContext
-from pipeline.scoring.result_files import read_predictions
-from pipeline.storage.atomic import write_json
-from pipeline.storage.weights import load_weights, save_weights
-from pipeline.training.loop import StageJob, train_stages
+from raycap.models.backbone import Backbone
+from raycap.models.base import CaptionModel, Features
+from raycap.models.decoding import beam_search
+from raycap.models.registry import build_model
+from raycap.models.transform import ImageTransform
+from raycap.pipeline.captioning.captioning import score_rules
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.scoring.result_files import read_predictions
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.weights import load_weights, save_weights
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.support.runs import prepare_run
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.folder import JOURNAL, RunFolder
-from pipeline.runs.journal import read_journal
-from pipeline.runtime.context import LocalContext
-from pipeline.storage.path import StorageError, StoragePath
-from pipeline.training import stage_output
-from pipeline.training.loop import StageJob, train_stages
-from pipeline.training.stage_output import AbandonedError, StageOutput
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.training import stage_output
+from raycap.pipeline.training.loop import StageJob, train_stages
+from raycap.pipeline.training.stage_output import AbandonedError, StageOutput
 
 
 def opened() -> threading.Event:

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.errors import UserError
-from pipeline.untrusted import documents, parquet_files
-from pipeline.untrusted.documents import gunzip, parse_json, parse_yaml
-from pipeline.untrusted.parquet_files import ParquetFile
-from pipeline.untrusted.parquet_footer import read_row_groups
-from pipeline.untrusted.parquet_pages import PAGE_BYTES, sum_pages
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted import documents, parquet_files
+from raycap.pipeline.untrusted.documents import gunzip, parse_json, parse_yaml
+from raycap.pipeline.untrusted.parquet_files import ParquetFile
+from raycap.pipeline.untrusted.parquet_footer import read_row_groups
+from raycap.pipeline.untrusted.parquet_pages import PAGE_BYTES, sum_pages
 
 
 def parquet_rows(data: bytes, name: str, columns: list[str]) -> Iterator[dict[str, Any]]:

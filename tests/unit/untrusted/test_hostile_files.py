@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from pipeline.captioning.constraints import ImageConstraints, read_constraints
-from pipeline.captioning.detections import read_detections, read_hierarchy
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import Dataset, read_annotations
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.data.word_vectors import read_word_vectors
-from pipeline.errors import UserError
-from pipeline.untrusted import documents, parquet_files
+from raycap.jobs.cli import main
+from raycap.pipeline.captioning.constraints import ImageConstraints, read_constraints
+from raycap.pipeline.captioning.detections import read_detections, read_hierarchy
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import Dataset, read_annotations
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.word_vectors import read_word_vectors
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted import documents, parquet_files
 
 DEEP = "[" * 100_000
 NESTED = "[" * 700 + "]" * 700  # the parser accepts this, and `repr` may fail at it

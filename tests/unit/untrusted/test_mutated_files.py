@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.captioning.constraints import read_constraints
-from pipeline.captioning.detections import choose_constraints, read_detections, read_hierarchy
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import read_annotations
-from pipeline.data.vocabulary import Vocabulary
-from pipeline.data.word_vectors import read_word_vectors
-from pipeline.errors import UserError
-from pipeline.scoring.metrics import score_captions
-from pipeline.scoring.result_files import read_predictions, read_references
+from raycap.pipeline.captioning.constraints import read_constraints
+from raycap.pipeline.captioning.detections import choose_constraints, read_detections, read_hierarchy
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.word_vectors import read_word_vectors
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.scoring.result_files import read_predictions, read_references
 from tests.support.encoders import use_text_encoder
 from tests.support.golden import GOLDEN
 

@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.annotations.location import ImageLocation, forget_pages
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import read_annotations
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted import parquet_values
-from pipeline.untrusted.parquet_files import ParquetFile
-from pipeline.untrusted.parquet_footer import read_row_groups
+from raycap.pipeline.annotations.location import ImageLocation, forget_pages
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted import parquet_values
+from raycap.pipeline.untrusted.parquet_files import ParquetFile
+from raycap.pipeline.untrusted.parquet_footer import read_row_groups
 
 
 def written(**options: Any) -> bytes:

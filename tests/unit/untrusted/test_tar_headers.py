@@ -12,13 +12,13 @@ from typing import BinaryIO
 
 import pytest
 
-from pipeline.config.sections import DataSection
-from pipeline.data.dataset import read_annotations
-from pipeline.data.images import read_image_file
-from pipeline.errors import UserError
-from pipeline.storage.path import StoragePath
-from pipeline.untrusted import tar_headers
-from pipeline.untrusted.tar_headers import BLOCK, TarMember, tar_members
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.images import read_image_file
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.untrusted import tar_headers
+from raycap.pipeline.untrusted.tar_headers import BLOCK, TarMember, tar_members
 from tests.support.forms import add_file
 
 

@@ -1,7 +1,0 @@
-"""`python -m jobs` is `raycap`."""
-
-import sys
-
-from jobs.cli import main
-
-sys.exit(main())
