@@ -28,6 +28,7 @@ class JournalPrinter:
         self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
+        self._cannot_climb = set[str]()  # stages that were warned of
         self._downloaded_at, self._stop, self._has_failed = time.monotonic(), threading.Event(), False
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
@@ -72,22 +73,29 @@ class JournalPrinter:
 
     def _print(self, entry: dict[str, Any]) -> None:
         logger.info(self.line(entry))
-        if entry["kind"] == "reward":  # the first entry of SCST
+        if entry["kind"] == "reward" or (entry["kind"] == "validation" and entry["best"] < NO_CIDER):
             self._warn_of_zero(entry["stage"])
         if entry["kind"] == "train":
             self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def _warn_of_zero(self, stage: str) -> None:
-        """Warns if SCST begins with a model whose captions have nothing of the references."""
-        entries = [each for each in read_journal(self.folder.journal) if each["kind"] == "validation"]
-        before = [each for each in entries if each["stage"] != stage]
-        if before and before[-1]["best"] < NO_CIDER and not any(each["best"] >= NO_CIDER for each in entries):
-            last = before[-1]["stage"]
-            logger.warning(
-                f"{stage}  cannot climb: validation CIDEr-D is {before[-1]['best']:.4f} after {last}, and where every "
-                f"sampled caption has the reward 0, none is preferred. Train cross entropy longer "
-                f"(stages.{last}.epochs); if it stays 0, `raycap check` the data"
-            )
+        """Warns once if SCST begins with a model whose captions have nothing of the references.
+
+        The score is that of the stage before, or after `init_from` the first one of the stage itself.
+        """
+        journal = read_journal(self.folder.journal)
+        scores = [each for each in journal if each["kind"] == "validation"]
+        is_scst = any(each["kind"] == "reward" and each["stage"] == stage for each in journal)
+        if not (is_scst and scores) or stage in self._cannot_climb or any(each["best"] >= NO_CIDER for each in scores):
+            return
+        self._cannot_climb.add(stage)
+        before = [each["stage"] for each in scores if each["stage"] != stage]
+        remedy = f"Train cross entropy longer (stages.{before[-1]}.epochs)" if before else "Start from a better model"
+        logger.warning(
+            f"{stage}  cannot climb: validation CIDEr-D is {scores[-1]['best']:.4f} after "
+            f"{before[-1] if before else 'its first epochs'}, and where every sampled caption has the reward 0, none "
+            f"is preferred. {remedy}; if it stays 0, `raycap check` the data"
+        )
 
     def line(self, entry: dict[str, Any]) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""

@@ -29,18 +29,19 @@ CREDENTIALS = {
 }
 
 
-OUTAGE = "/.outage"  # the path of `plan_outage`
+OUTAGE, READS = "/.outage", "/.reads"  # the paths of `plan_outage` and `num_reads`
 
 
 class BadDay:
     """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle.
 
     During an outage, all requests are refused. `planned` holds the seconds of the next outages, and for each the text
-    in a request's path with which it begins.
+    in a request's path with which it begins. Each answer is `delay_s` late. `read` has the paths of all GET requests.
     """
 
-    def __init__(self, application: Any, share: float) -> None:
+    def __init__(self, application: Any, share: float, delay_s: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
+        self.delay_s, self.read = delay_s, list[str]()
         self.planned: list[tuple[float, str]] = []
         self.outage_until = 0.0
         self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not
@@ -59,6 +60,13 @@ class BadDay:
             self.planned.append((float(query["seconds"][0]), query["at"][0]))
             start_response("200 OK", [])
             return []
+        if environ["PATH_INFO"] == READS:
+            text = urllib.parse.parse_qs(environ["QUERY_STRING"])["with"][0]
+            start_response("200 OK", [("Content-Type", "text/plain")])
+            return [str(sum(text in path for path in self.read)).encode()]
+        if environ["REQUEST_METHOD"] == "GET":
+            self.read.append(environ["PATH_INFO"])
+        time.sleep(self.delay_s)
         if self.planned and self.planned[0][1] in environ["PATH_INFO"]:
             self.outage_until = time.monotonic() + self.planned.pop(0)[0]
         number = self.random.random()
@@ -77,7 +85,7 @@ class BadDay:
         raise ConnectionResetError("cut")
 
 
-def serve(share: float) -> None:
+def serve(share: float, delay_s: float) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -87,7 +95,7 @@ def serve(share: float) -> None:
         def log(self, *_: Any) -> None:
             pass
 
-    application = BadDay(DomainDispatcherApplication(create_backend_app), share)
+    application = BadDay(DomainDispatcherApplication(create_backend_app), share, delay_s)
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
     print(f"http://127.0.0.1:{server.port}", flush=True)
     server.serve_forever()
@@ -102,12 +110,21 @@ def plan_outage(url: str, seconds: float, at: str = "") -> None:
         pass
 
 
+def num_reads(url: str, text: str) -> int:
+    """The number of GET requests so far whose path contains a text."""
+    with urllib.request.urlopen(f"{url}{READS}?{urllib.parse.urlencode({'with': text})}") as answer:
+        return int(answer.read())
+
+
 @contextmanager
-def s3_server(share: float = 0.0) -> Iterator[str]:
-    """The URL of a new server with the bucket `data`; credentials are set in the environment."""
+def s3_server(share: float = 0.0, delay_s: float = 0.0) -> Iterator[str]:
+    """The URL of a new server with the bucket `data`; credentials are set in the environment.
+
+    share: of the requests that fail or are late. delay_s: by which each answer is late, as in a distant region.
+    """
     os.environ.update(CREDENTIALS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.s3_server", str(share)],
+        [sys.executable, "-m", "tests.support.s3_server", str(share), str(delay_s)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -132,4 +149,4 @@ def s3_server(share: float = 0.0) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    serve(float(sys.argv[1]))
+    serve(*map(float, sys.argv[1:]))

@@ -201,7 +201,7 @@ def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
 def test_scst_that_cannot_climb_is_named(
     tmp_path: Path, log_lines: list[str], scores: tuple[float, ...], warns: bool
 ) -> None:
-    """Without a known score, as after `init_from`, nothing is said."""
+    """Without a known score, as after `init_from`, nothing is said yet."""
     folder = Folder(tmp_path / "journal")
     for step, score in enumerate(scores):
         folder.write(kind="validation", step=step, time=1.0, best=score, seconds=1.0, **{"CIDEr-D": score})
@@ -211,6 +211,22 @@ def test_scst_that_cannot_climb_is_named(
     assert bool(found) is warns
     if warns:
         assert "CIDEr-D is 0.0000 after xe" in found[0] and "stages.xe.epochs" in found[0] and "check" in found[0]
+
+
+@pytest.mark.parametrize(("score", "count"), [(0.0, 1), (0.2, 0)])
+def test_scst_that_cannot_climb_from_another_model_is_named_once(
+    tmp_path: Path, log_lines: list[str], score: float, count: int
+) -> None:
+    """After `init_from` the first score is that of SCST's own first validation."""
+    folder = Folder(tmp_path / "journal")
+    with folder.printer():
+        folder.write(kind="reward", step=0, time=2.0, text="checked", stage="scst")
+        for step in (4, 8):
+            values = {"best": score, "seconds": 1.0, "CIDEr-D": score}
+            folder.write(kind="validation", step=step, time=3.0, stage="scst", **values)
+    found = [line for line in log_lines if "cannot climb" in line]
+    assert len(found) == count
+    assert all("after its first epochs" in line and "a better model" in line for line in found)
 
 
 def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lines: list[str]) -> None:
