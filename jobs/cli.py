@@ -40,7 +40,7 @@ COMPLETION = "_RAYCAP_COMPLETE"  # a shell that completes a command line sets th
 class Entry:
     """One command of the tables `COMMANDS` and `BENCHMARKS`.
 
-    target: the function, written as module:function, with the module's place in the folder jobs.
+    target: the function, written as module:function.
     summary: the first sentence of the function's docstring.
     can_submit: `raycap submit` accepts the command, because a cluster can read all that its arguments name.
     passes_options_on: the command accepts unknown options, because it passes them to another command.
@@ -55,52 +55,56 @@ class Entry:
         """Imports the function and turns it into a command."""
         module, _, function = self.target.partition(":")
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if self.passes_options_on else None
-        command = _as_command(getattr(import_module(f"raycap.jobs.{module}"), function), name, settings)
+        command = _as_command(getattr(import_module(module), function), name, settings)
         if not self.passes_options_on:  # otherwise --verbose belongs to the other command
             command.params.extend(_as_command(_log_levels, "options").params)
         return command
 
 
 COMMANDS = {
-    "init": Entry("init:init", "Look at captioned images and write a configuration for them."),
-    "run": Entry("run:command", "Train, evaluate and register a model.", can_submit=True),
-    "check": Entry("check:check", "Check whether a data set is fit to train on.", can_submit=True),
-    "config": Entry("config:config", "Print a configuration as it will be used."),
-    "extract": Entry("extract:extract", "Compute the features of a data set.", can_submit=True),
-    "score": Entry("score:score", "Score a COCO result file."),
-    "evaluate": Entry("evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
-    "compare": Entry("side_by_side:compare_models", "Score several models on a split, side by side."),
-    "constraints": Entry("constraints:constraints", "Turn detected objects into words for captions."),
-    "tune": Entry("tune.command:command", "Search over configuration keys.", can_submit=True),
-    "caption": Entry("caption:caption", "Caption image files.", can_submit=True),
-    "serve": Entry("serve.command:command", "Serve captions over HTTP."),
-    "retrain": Entry("retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
-    "import": Entry("import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
-    "export": Entry("export:export", "Write a captioner as graphs that run without raycap."),
-    "soup": Entry("soup:soup", "Join models by the weighted sum of their weights."),
-    "reproduce": Entry("reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
-    "runs": Entry("runs:runs", "List what a storage contains, and remove what is not needed."),
-    "sync": Entry("sync:sync", "Send the tracker what it missed while it was down."),
-    "submit": Entry("submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
-    "doctor": Entry("doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
+    "init": Entry("raycap.jobs.init:init", "Look at captioned images and write a configuration for them."),
+    "run": Entry("raycap.jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
+    "check": Entry("raycap.jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
+    "config": Entry("raycap.jobs.config:config", "Print a configuration as it will be used."),
+    "extract": Entry("raycap.jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
+    "score": Entry("raycap.jobs.score:score", "Score a COCO result file."),
+    "evaluate": Entry("raycap.jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
+    "compare": Entry("raycap.jobs.side_by_side:compare_models", "Score several models on a split, side by side."),
+    "constraints": Entry("raycap.jobs.constraints:constraints", "Turn detected objects into words for captions."),
+    "tune": Entry("raycap.jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
+    "caption": Entry("raycap.jobs.caption:caption", "Caption image files.", can_submit=True),
+    "serve": Entry("raycap.jobs.serve.command:command", "Serve captions over HTTP."),
+    "retrain": Entry("raycap.jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
+    "import": Entry("raycap.jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
+    "export": Entry("raycap.jobs.export:export", "Write a captioner as graphs that run without raycap."),
+    "soup": Entry("raycap.jobs.soup:soup", "Join models by the weighted sum of their weights."),
+    "reproduce": Entry("raycap.jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
+    "runs": Entry("raycap.jobs.runs:runs", "List what a storage contains, and remove what is not needed."),
+    "sync": Entry("raycap.jobs.sync:sync", "Send the tracker what it missed while it was down."),
+    "submit": Entry("raycap.jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
+    "doctor": Entry("raycap.jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
 }
 BENCHMARKS = {
-    "models": Entry("bench.models:bench_models", "Speed of the model's forms and cost of Table VI's rows."),
-    "metrics": Entry("bench.metrics:bench_metrics", "Time of the caption metrics beside pycocoevalcap."),
-    "caption": Entry("bench.caption:bench_caption", "Images captioned per second with beam 5."),
-    "ray": Entry("bench.ray:bench_ray", "Time that Ray Train and a slow storage add to a training step."),
-    "tracker": Entry("bench.tracker:bench_tracker", "Time that tracking adds to a training step."),
-    "reward": Entry("bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."),
+    "models": Entry("raycap.jobs.bench.models:bench_models", "Speed of the model's forms and cost of Table VI's rows."),
+    "metrics": Entry("raycap.jobs.bench.metrics:bench_metrics", "Time of the caption metrics beside pycocoevalcap."),
+    "caption": Entry("raycap.jobs.bench.caption:bench_caption", "Images captioned per second with beam 5."),
+    "ray": Entry("raycap.jobs.bench.ray:bench_ray", "Time that Ray Train and a slow storage add to a training step."),
+    "tracker": Entry("raycap.jobs.bench.tracker:bench_tracker", "Time that tracking adds to a training step."),
+    "reward": Entry(
+        "raycap.jobs.bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."
+    ),
     "gpu": Entry(
-        "bench.gpu.command:bench_gpu",
+        "raycap.jobs.bench.gpu.command:bench_gpu",
         "Speed of training, extraction and decoding on one GPU.",
     ),
-    "train": Entry("bench.train:bench_train", "Time and memory of a training step at the paper's size."),
-    "extract": Entry("bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."),
-    "serve": Entry("serve.bench:bench_serve", "Requests per second of a served model."),
-    "scale": Entry("bench.scale.command:bench_scale", "Time and memory of what grows with the data set."),
-    "store": Entry("bench.store:bench_store", "Random reads from the feature store."),
-    "plan": Entry("bench.store:bench_plan", "Time and memory to plan an extraction of a million images."),
+    "train": Entry("raycap.jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
+    "extract": Entry(
+        "raycap.jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."
+    ),
+    "serve": Entry("raycap.jobs.serve.bench:bench_serve", "Requests per second of a served model."),
+    "scale": Entry("raycap.jobs.bench.scale.command:bench_scale", "Time and memory of what grows with the data set."),
+    "store": Entry("raycap.jobs.bench.store:bench_store", "Random reads from the feature store."),
+    "plan": Entry("raycap.jobs.bench.store:bench_plan", "Time and memory to plan an extraction of a million images."),
 }
 
 
