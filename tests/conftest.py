@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from raycap.pipeline.config.load import read_values
-from raycap.pipeline.runtime.log import PACKAGES
+from raycap.pipeline.runtime.log import PACKAGE
 from tests.support.logs import on_message
 from tests.support.s3_server import s3_server
 
@@ -81,8 +81,7 @@ def propagating_loggers() -> Iterator[None]:
     """A command that runs in a test does not hide later tests' records from `caplog`."""
     yield
     logging.raiseExceptions = True
-    for name in PACKAGES:
-        logging.getLogger(name).propagate = True
+    logging.getLogger(PACKAGE).propagate = True
 
 
 @pytest.fixture

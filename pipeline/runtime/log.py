@@ -18,7 +18,7 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.untrusted.names import printable
 
-PACKAGES = ("raycap",)
+PACKAGE = "raycap"
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
 
@@ -33,10 +33,10 @@ def configure_logging(level: int = logging.INFO) -> None:
     handler = _terminal_handler() or _TerminalHandler()
     handler.uses_stderr = False
     handler.setLevel(level)
-    for name in PACKAGES:
-        logging.getLogger(name).setLevel(min(level, logging.INFO))
-        logging.getLogger(name).propagate = False
-        logging.getLogger(name).addHandler(handler)
+    logger = logging.getLogger(PACKAGE)
+    logger.setLevel(min(level, logging.INFO))
+    logger.propagate = False
+    logger.addHandler(handler)
 
 
 def log_to_stderr() -> None:
@@ -93,9 +93,8 @@ def log_file(path: Path) -> Iterator[None]:
         yield
         return
     handler.setFormatter(_Formatter(in_file=True))
-    loggers = [logging.getLogger(name) for name in PACKAGES]
-    for logger in loggers:
-        logger.addHandler(handler)
+    logger = logging.getLogger(PACKAGE)
+    logger.addHandler(handler)
     try:
         yield
     except BaseException as error:
@@ -107,8 +106,7 @@ def log_file(path: Path) -> Iterator[None]:
         handler.handle(record)
         raise
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+        logger.removeHandler(handler)
         handler.close()
 
 
@@ -149,5 +147,5 @@ class _TerminalHandler(logging.StreamHandler[Any]):
 
 def _terminal_handler() -> _TerminalHandler | None:
     """The handler that `configure_logging` added; None before its first call."""
-    handlers = logging.getLogger(PACKAGES[0]).handlers
+    handlers = logging.getLogger(PACKAGE).handlers
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)

@@ -31,7 +31,7 @@ from raycap.pipeline.tracking.registry import register_model
 from raycap.pipeline.tracking.run_sync import sync
 from tests.support.runs import prepare_run
 
-BLOCKED = ("ray", "boto3", "botocore", "jobs", "tests")
+BLOCKED = ("ray", "boto3", "botocore", "raycap.jobs", "tests")
 
 
 @dataclass
@@ -68,7 +68,7 @@ import importlib.abc, json, sys
 
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
+        if any(f"{name}.".startswith(f"{each}.") for each in BLOCKED):
             raise ImportError(f"{name} is not in this environment")
 
 BLOCKED = json.loads(sys.argv[3])
@@ -101,7 +101,9 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert "/code/pipeline/captioning/service.py" in answer["code"], "the model's own code, not an installed raycap"
+    assert "/code/raycap/pipeline/captioning/service.py" in answer["code"], (
+        "the model's own code, not an installed raycap"
+    )
     same(answer["bytes"], registered.expected)
     same(answer["uris"], registered.expected)
     names = {line.partition("==")[0] for line in answer["requirements"]}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from raycap.pipeline.runtime.log import PACKAGES
+from raycap.pipeline.runtime.log import PACKAGE
 
 
 @contextmanager
@@ -18,14 +18,12 @@ def on_message(act: Callable[[str], object]) -> Iterator[None]:
             act(record.getMessage())
 
     handler = Handler(logging.INFO)
-    loggers = [logging.getLogger(name) for name in PACKAGES]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
+    logger = logging.getLogger(PACKAGE)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
+        logger.removeHandler(handler)
+        logger.setLevel(level)

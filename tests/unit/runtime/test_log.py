@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.log import PACKAGES, configure_logging, indented, log_file, log_to_stderr, set_rank
+from raycap.pipeline.runtime.log import PACKAGE, configure_logging, indented, log_file, log_to_stderr, set_rank
 from raycap.pipeline.runtime.progress import ProgressBar, progress
 from tests.conftest import ROOT
 
@@ -27,15 +27,13 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
     """Handlers, levels and the rank are as before when the test is over."""
-    loggers = [logging.getLogger(name) for name in PACKAGES]
-    before = [(logger.level, list(logger.handlers)) for logger in loggers]
-    for logger in loggers:
-        logger.handlers.clear()
+    logger = logging.getLogger(PACKAGE)
+    level, handlers = logger.level, list(logger.handlers)
+    logger.handlers.clear()
     yield
     set_rank(0)
-    for logger, (level, handlers) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 def test_the_log_of_a_command_whose_output_is_read_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +146,8 @@ def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
     """In a pseudo-terminal: the bar is drawn, lines appear, and only the file has the lines of the progress."""
     code = (
         "import logging, sys, time; from pathlib import Path\n"
-        "from pipeline.runtime import progress; from raycap.pipeline.runtime.log import configure_logging, log_file\n"
+        "from raycap.pipeline.runtime import progress\n"
+        "from raycap.pipeline.runtime.log import configure_logging, log_file\n"
         "progress.LINE_EVERY_S = 0.0; configure_logging()\n"
         "with log_file(Path(sys.argv[1])), progress.progress('features', 4) as advance:\n"
         "    for _ in range(4):\n"
