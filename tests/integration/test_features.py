@@ -49,7 +49,7 @@ def test_features_of_usable_images_and_reasons_for_others(
 ) -> None:
     monkeypatch.setattr("ray.data.read_api.cached_remote_fn", lambda _: pytest.fail("a task for each block of names"))
     for module in ("data.dataset", "features.extraction"):
-        monkeypatch.setattr(f"pipeline.{module}.ROUND_ROWS", 12)  # three rounds
+        monkeypatch.setattr(f"raycap.pipeline.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "5.png").write_bytes(b"not a picture")
@@ -220,7 +220,7 @@ def test_new_images_are_read_once_by_the_extraction(
 ) -> None:
     """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
     for module in ("data.dataset", "features.extraction"):
-        monkeypatch.setattr(f"pipeline.{module}.ROUND_ROWS", 12)  # three rounds
+        monkeypatch.setattr(f"raycap.pipeline.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
