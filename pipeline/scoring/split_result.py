@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raycap.pipeline.scoring.metrics import Scores
+if TYPE_CHECKING:  # a served model has no Java and not all packages that the metrics need
+    from raycap.pipeline.scoring.metrics import Scores
 
 
 class Hypothesis(NamedTuple):

@@ -31,7 +31,8 @@ from raycap.pipeline.tracking.registry import register_model
 from raycap.pipeline.tracking.run_sync import sync
 from tests.support.runs import prepare_run
 
-BLOCKED = ("ray", "boto3", "botocore", "raycap.jobs", "tests")
+# The environment of the test has packages that a served model does not require.
+BLOCKED = ("ray", "boto3", "botocore", "h5py", "optuna", "psutil", "rich", "raycap.jobs", "tests")
 
 
 @dataclass
