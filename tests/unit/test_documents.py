@@ -21,12 +21,13 @@ from pydantic import TypeAdapter, ValidationError
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.search.spec import SearchConfig
 from tests.conftest import ROOT
+from tests.support.checkout import own
 from tests.support.command_line import parse
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "infra").rglob("*.md")])
+DOCUMENTS = own([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "infra").rglob("*.md")])
 # Commands of earlier versions are history, not instructions.
 INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = own((ROOT / "configs").rglob("*.yaml"))
 FENCE = re.compile(r"^ *```(\w*|\{[\w-]+\})\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 

@@ -127,7 +127,7 @@ def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     """The package holds what a job imports, no tests, and the commit that git would say."""
     files, path = package_files(ROOT / "configs" / "demo.yaml", PACKAGE)
     pack(files, tmp_path / "code.zip")
-    assert path == "raycap/configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2**20
+    assert path == "raycap/configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2 * 2**20
     with zipfile.ZipFile(tmp_path / "code.zip") as archive:
         names = set(archive.namelist())
         needed = {"jobs/cli.py", "pipeline/reports/report.html.jinja", "models/base.py", "__main__.py", "COMMIT"}
