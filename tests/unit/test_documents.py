@@ -120,11 +120,15 @@ def test_commands_parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["run configs/demo.yaml --sets a=1", "walk configs/demo.yaml", "run configs/no.yaml", "run a --set seeed=1"]
+    "line",
+    [
+        *("run configs/demo.yaml --sets a=1", "walk configs/demo.yaml", "run configs/no.yaml", "run dmo"),
+        "run a.yaml --set seeed=1",
+    ],
 )
 def test_the_test_sees_wrong_commands(line: str) -> None:
     (words,) = commands(f"raycap {line}  # a remark")
-    with pytest.raises(Exception, match=r"--sets|names no command|does not exist|sets no key"):
+    with pytest.raises(Exception, match=r"--sets|names no command|does not exist|neither a file|sets no key"):
         test_commands_parse(words)
 
 
