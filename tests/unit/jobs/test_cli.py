@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -165,8 +164,8 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
                 raise outcome
             return outcome
 
-        monkeypatch.setitem(sys.modules, "raycap.jobs.example", SimpleNamespace(command=command))
-        monkeypatch.setitem(COMMANDS, "try", Entry("example:command", "A command."))
+        monkeypatch.setattr(sys.modules[__name__], "command", command, raising=False)
+        monkeypatch.setitem(COMMANDS, "try", Entry(f"{__name__}:command", "A command."))
         return main(["try"])
 
     assert [ending_with(outcome) for outcome in (None, 0, 1, 3)] == [0, 0, 1, 3]
@@ -221,8 +220,8 @@ def test_log_levels(
         logger.info("I")
         logger.warning("W")
 
-    monkeypatch.setitem(sys.modules, "raycap.jobs.example", SimpleNamespace(command=command))
-    monkeypatch.setitem(COMMANDS, "try", Entry("example:command", "A command."))
+    monkeypatch.setattr(sys.modules[__name__], "command", command, raising=False)
+    monkeypatch.setitem(COMMANDS, "try", Entry(f"{__name__}:command", "A command."))
     assert main([*option, "try"] if before else ["try", *option]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == list(shown)
