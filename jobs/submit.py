@@ -365,9 +365,10 @@ def command(
     """Run a command as a job on a Ray cluster.
 
     The job's log is printed until it ends, and the exit code is the job's. Ctrl-C asks whether to stop the job too.
-    Options that are not listed here, such as --set, go to the command. A job reads no file of this machine except its
-    configuration: `submit caption` takes images, a model and an output on S3. `submit status ID`, `submit logs ID` and
-    `submit stop ID` manage a job. A token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
+    Options that are not listed here, such as --set, go to the command. Of this machine, a job gets the package, its
+    configuration, and files of words and constraints that are named by relative paths: `submit caption` takes images, a
+    model and an output on S3. `submit status ID`, `submit logs ID` and `submit stop ID` manage a job. A token comes
+    from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
 
     Example: raycap submit run demo --address http://head:8265 --set storage=s3://bucket/prefix
     """
