@@ -27,7 +27,9 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sphinx --builder html --conf-dir docs --fresh-env --fail-on-warning --keep-going --quiet . build/docs
 
+# setuptools puts files of earlier builds that are in build/lib into a wheel, too.
 wheel: $(READY)
+	rm -rf build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
 # FILES: a folder with a published checkpoint, its vocabulary and COCO; the command names what it lacks.

@@ -19,7 +19,8 @@ author = copyright = "The raycap authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 source_suffix = {".md": "markdown"}
-include_patterns = ["docs/*.md", "*.md", "infra/README.md"]
+ROOT_PAGES = ["BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"]
+include_patterns = ["docs/*.md", *ROOT_PAGES, "infra/README.md"]
 # Folders with thousands of files are not even listed.
 exclude_patterns = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "infra"))
 myst_heading_anchors = 4

@@ -29,7 +29,7 @@ def check(
     with --address by the nodes of a cluster. If a sample of a large data set has far too many unusable images, the
     check ends there.
 
-    Example: raycap check configs/coco_subset.yaml --set data.root=/path/to/folder
+    Example: raycap check coco_subset --set data.root=/path/to/folder
     """
     from raycap.jobs.image_tasks import image_reader
     from raycap.pipeline.data.loading import planned_data

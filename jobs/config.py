@@ -13,31 +13,44 @@ from raycap.jobs.options import Set
 from raycap.pipeline.config.changes import REQUIRED, changes
 from raycap.pipeline.config.load import load_config, shown_values
 from raycap.pipeline.config.schema import config_schema
+from raycap.pipeline.config.shipped import named_config, shipped_names
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.untrusted.names import printable
 
 
 def config(
-    file: Annotated[Path | None, typer.Argument(help="The run's YAML file.", metavar="[CONFIG]")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The run's YAML file, or the name of a shipped one.", metavar="[CONFIG]", callback=named_config
+        ),
+    ] = None,
     set_: Set = None,
     only_changes: Annotated[
         bool, typer.Option("--changes", help="Print only the keys that differ from their defaults.")
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors. Needs no CONFIG.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the names of shipped ones. Needs no CONFIG.")] = False,
 ) -> None:
     """Print a configuration as it will be used.
 
     All keys are printed, with the values of extended files, of --set, and the defaults. Texts contain ${NAME} as they
     were written, and passwords are left out. The output can be run.
 
-    Example: raycap config configs/demo.yaml --changes
+    Example: raycap config demo --changes
     """
+    if names:
+        print("\n".join(shipped_names()))
+        return
     if schema:
         print(json.dumps(config_schema(), indent=1, ensure_ascii=False))
         return
     if file is None:
-        raise UserError("raycap config prints a configuration; give its YAML file, or --schema for all keys")
+        raise UserError(
+            "raycap config prints a configuration; give its YAML file, or --schema for all keys, or --list for the "
+            "names of shipped ones"
+        )
     run_config = load_config(file, set_ or ())
     values = shown_values(run_config)
     if only_changes:

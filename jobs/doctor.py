@@ -27,6 +27,7 @@ from raycap.pipeline.cluster.machine_checks import check_machine
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.damage import find_damaged_files
 from raycap.pipeline.runtime.log import configure_logging, unchanged_level
@@ -50,7 +51,12 @@ class Subject:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="The YAML file to run here.", metavar="[CONFIG]")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The YAML file to run here, or the name of a shipped one.", metavar="[CONFIG]", callback=named_config
+        ),
+    ] = None,
     set_: Set = None,
     address: Annotated[
         str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
@@ -66,7 +72,7 @@ def doctor(
     an address, every node of the cluster is asked, too. With --storage, the files are read instead, and the exit code
     is 1 when one is damaged.
 
-    Example: raycap doctor configs/demo.yaml
+    Example: raycap doctor demo
     """
     findings: list[Finding] = []
     subject = _read_subject(config, set_ or ())

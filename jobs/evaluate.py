@@ -18,6 +18,7 @@ from raycap.jobs.seeds import group_place
 from raycap.pipeline.captioning.measured_precision import with_kept_precision
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.language.languages import ENGLISH
 from raycap.pipeline.runs.folder import RunFolder
@@ -46,7 +47,10 @@ def evaluate(
     ensemble: Ensemble = False,
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Other images: a YAML file with data, and maybe features and evaluation.")
+        Path | None,
+        typer.Option(
+            help="Other images: a YAML file with data, and maybe features and evaluation.", callback=named_data
+        ),
     ] = None,
     compared: Annotated[
         list[str] | None,
@@ -66,7 +70,7 @@ def evaluate(
     by one, and the last lines are the mean scores with the standard deviation. The exit code is 1 when an image cannot
     be read.
 
-    Example: raycap evaluate configs/demo.yaml --stage xe_finetune --split test
+    Example: raycap evaluate demo --stage xe_finetune --split test
     """
     begin = time.monotonic()
     check_ensemble(ensemble, seeds)

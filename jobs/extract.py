@@ -46,7 +46,7 @@ def extract(
     not computed again. Many new images are read once, by the tasks that compute their features. The exit code is 1 when
     too many images give no features, or --verify finds damage.
 
-    Example: raycap extract configs/coco_subset.yaml --set data.root=/path/to/folder --verify
+    Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
     """
     from raycap.pipeline.data.loading import read_data, snapshot_of
 

@@ -7,9 +7,15 @@ from typing import Annotated
 
 import typer
 
+from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import UserError
 
-Config = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
+Config = Annotated[
+    Path,
+    typer.Argument(
+        help="The run's YAML file, or the name of a shipped one, such as demo.", metavar="CONFIG", callback=named_config
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="a.b=value", help="Override a key; stages by name: stages.xe_frozen.epochs=1."),

@@ -69,7 +69,7 @@ def retrain(
     A schedule can run this at any time, also twice at once. The exit code is 0 when there is nothing to do, and 1 for
     unusable data, which change nothing.
 
-    Example: raycap retrain configs/retrain_demo.yaml
+    Example: raycap retrain retrain_demo
     """
     from raycap.pipeline.retrain.retrain import retrain as retrain_once
     from raycap.pipeline.retrain.retrain import rollback

@@ -559,7 +559,7 @@ def command(
     run of its own, as if started alone with --set seed=SEED, and the last lines are their mean scores with the standard
     deviation. The same command resumes all of them.
 
-    Example: raycap run configs/demo.yaml --seeds 5 --set data.min_count=3
+    Example: raycap run demo --seeds 5 --set data.min_count=3
     """
     check_ensemble(ensemble, seeds)
     run_config = load_config(config, set_ or ())

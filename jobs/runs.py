@@ -13,6 +13,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Set
 from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.shipped import shipped_file
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.inventory.contents import Inventory, read_inventory
 from raycap.pipeline.inventory.prune import plan_removals, remove
@@ -72,6 +73,7 @@ def _storage(target: str, overrides: Sequence[str], endpoint_url: str | None) ->
     """The storage that an argument names. Raises UserError if there is none."""
     remember_address(endpoint_url or "")
     path = None if is_remote(target) else expanded_path(target)
+    path = path if path is None else shipped_file(path) or path
     if path is not None and path.is_file():
         if endpoint_url is not None:
             raise UserError("--endpoint-url belongs to s3://...; with a configuration --set storage.endpoint_url")

@@ -23,6 +23,7 @@ from raycap.pipeline.captioning.bundle_files import fetched
 from raycap.pipeline.comparison.bootstrap import Difference, paired_difference
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.reports.page import Report, ReportImage, Table, report_html
 from raycap.pipeline.reports.text_table import format_table
@@ -43,7 +44,7 @@ METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score a
 
 def compare_models(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model bundles, or folders of runs.")],
-    config: Annotated[Path, typer.Option(help="The YAML file that names the images.")],
+    config: Annotated[Path, typer.Option(help="The YAML file that names the images.", callback=named_config)],
     set_: Set = None,
     split: Annotated[str | None, typer.Option(help="The default is the first of data.test_splits.")] = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
@@ -56,7 +57,7 @@ def compare_models(
     differences from the first model, the costs, and the pictures whose captions differ most in CIDEr-D. The exit code
     is 1 when an image cannot be read.
 
-    Example: raycap compare models/one models/two results/runs/demo-0123456789 --config configs/demo.yaml
+    Example: raycap compare models/one models/two results/runs/demo-0123456789 --config demo
     """
     if len(models) < 2:
         raise UserError(f"{len(models)} model is given; a comparison needs two or more")

@@ -18,6 +18,7 @@ from raycap.jobs.soup_front import Front
 from raycap.pipeline.captioning.soup import check_weights, mixed, save_soup
 from raycap.pipeline.comparison.front import grid_size, weight_grid
 from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.scoring.metrics import TEXT_METRICS, why_unavailable
@@ -44,7 +45,9 @@ def soup(
         int | None,
         typer.Option(metavar="N", min=1, max=MAX_POINTS, help="Score all weights that are multiples of 1/N."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="With --front: the YAML file that names the images.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="With --front: the YAML file that names the images.", callback=named_config)
+    ] = None,
     set_: Set = None,
     split: Annotated[str | None, typer.Option(help="With --front: its images. The default is data.val_split.")] = None,
     metrics: Annotated[str, typer.Option(help="With --front: the names of two metrics.")] = "cider,bleu4",
@@ -60,7 +63,7 @@ def soup(
 
     Example: raycap soup models/cider models/bleu --weights 0.3,0.7 -o models/soup
 
-    Example: raycap soup models/cider models/bleu --front 10 --config configs/demo.yaml --metrics cider,bleu4
+    Example: raycap soup models/cider models/bleu --front 10 --config demo --metrics cider,bleu4
     """
     if len(bundles) < 2:
         raise UserError(f"{len(bundles)} bundle is given; a soup needs two or more")

@@ -30,13 +30,14 @@ from raycap.pipeline.cluster.submission import (
     check_remote,
     check_texts,
     entrypoint,
+    named_files,
     package_files,
     requirements,
     runtime_env,
     secret_names,
     variables,
 )
-from raycap.pipeline.config.load import load_config, with_data
+from raycap.pipeline.config.load import load_config, referenced_files, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.log import unchanged_level
@@ -86,7 +87,7 @@ def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[J
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
     if local_ray != cluster_ray:
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
-    dependencies = requirements(package_folder()) if with_dependencies else ()
+    dependencies = requirements(package_folder().parent) if with_dependencies else ()
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
         archive = Path(scratch) / "code.zip"
         package, summary = pack(content.files, archive)
@@ -139,17 +140,17 @@ def _read(job: Job) -> _Content:
     if "config" not in values:
         check_remote(values)
         return _Content(job.command, *package_files(None, package_folder()))
-    path = Path(values["config"])
-    if not path.is_file():
-        raise UserError(f"configuration {path} does not exist; give the path of a YAML file")
+    path: Path = values["config"]
     data: Path | None = values.get("data")
     for file in filter(None, (path, data)):
         check_texts(file, (), available)
     with _placeholders(job.secrets):
         config = _load(job.command, path, values.get("set_") or ())
         configs = [config] if data is None else [config, with_data(config, data)]
-    folders = [Path(uri) for uri in (config.data.root, config.storage.uri) if uri and "://" not in uri]
-    files, packed = package_files(path, package_folder(), folders)
+    named: list[str | Path] = [file for each in configs for file in named_files(each).values()]
+    named += [] if data is None else referenced_files(data)
+    named += filter(None, [values.get("constraints")])
+    files, packed = package_files(path, package_folder(), named)
     check_options(values, files)
     warnings = dict.fromkeys(warning for each in configs for warning in check_local_paths(each, files))
     return _Content(config.name, files, packed, list(warnings))
@@ -364,11 +365,12 @@ def command(
     """Run a command as a job on a Ray cluster.
 
     The job's log is printed until it ends, and the exit code is the job's. Ctrl-C asks whether to stop the job too.
-    Options that are not listed here, such as --set, go to the command. A job reads no file of this machine except its
-    configuration: `submit caption` takes images, a model and an output on S3. `submit status ID`, `submit logs ID` and
-    `submit stop ID` manage a job. A token comes from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
+    Options that are not listed here, such as --set, go to the command. Of this machine, a job gets the package, its
+    configuration, and files of words and constraints that are named by relative paths: `submit caption` takes images, a
+    model and an output on S3. `submit status ID`, `submit logs ID` and `submit stop ID` manage a job. A token comes
+    from RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
 
-    Example: raycap submit run configs/demo.yaml --address http://head:8265 --set storage=s3://bucket/prefix
+    Example: raycap submit run demo --address http://head:8265 --set storage=s3://bucket/prefix
     """
     manages_job = command in JOB_COMMANDS
     if manages_job:

@@ -12,6 +12,7 @@ import typer
 from raycap.jobs.options import Set
 from raycap.pipeline.config.load import load_config, parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.shipped import shipped_file
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
 from raycap.pipeline.runs.preflight import check_storage
@@ -38,6 +39,7 @@ def sync(
     Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
     """
     overrides = set_ or ()
+    target = shipped_file(target) or target
     if not target.exists():
         raise UserError(f"{target} does not exist; give a run's folder, a storage's, or the configuration of a run")
     num_runs, unreachable = 0, set()

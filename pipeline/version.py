@@ -9,6 +9,7 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
@@ -26,12 +27,34 @@ def package_folder() -> Path:
 def commit() -> str:
     """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
     root = package_folder()
-    git = shutil.which("git")
-    if git is not None and (root.parent / ".git").exists():
-        command = [git, "-C", str(root.parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    described = _git(root.parent, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
+    if described is not None:
+        return described.strip() or "unknown"
     path = root / COMMIT_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
+
+
+def checkout_files(checkout: Path, folders: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """The files below `folders` of a checkout that git tracks, and those that it neither tracks nor ignores.
+
+    They are paths relative to the checkout; tracked files may have been deleted. None where git does not know them.
+    """
+    tracked = _git(checkout, "ls-files", "-z", "--", *folders)
+    if not tracked:
+        return None
+    others = _git(checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", *folders)
+    return tracked.split("\0")[:-1], (others or "").split("\0")[:-1]
+
+
+def _git(checkout: Path, *arguments: str) -> str | None:
+    """What git prints, empty if it fails. None without git, or for a folder that is no root of a checkout."""
+    git = shutil.which("git")
+    if git is None or not (checkout / ".git").exists():
+        return None
+    done = subprocess.run(
+        [git, "-C", str(checkout), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape"
+    )
+    return done.stdout if done.returncode == 0 else ""
 
 
 def version_lines() -> list[str]:

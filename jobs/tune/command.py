@@ -24,6 +24,7 @@ from raycap.jobs.tune.adapter import run_trials
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.identity import code_digest
 from raycap.pipeline.runs.preflight import check_before_writing
@@ -184,7 +185,12 @@ def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="The search's YAML file.", metavar="CONFIG")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="The search's YAML file, or the name of a shipped one.", metavar="CONFIG", callback=named_config
+        ),
+    ],
     set_: Set = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, max=MAX_SEEDS, help="Seeds per point. The same as --set seeds=N.")
@@ -196,7 +202,7 @@ def command(
 
     The YAML names the keys, such as the expansion coefficients. A killed search resumes with the same command.
 
-    Example: raycap tune configs/search_demo.yaml --set budget.trials=16
+    Example: raycap tune search_demo --set budget.trials=16
     """
     overrides = [*(set_ or []), *([] if seeds is None else [f"seeds={seeds}"])]
     return tune(config, overrides, address, retry_failed=retry_failed)

@@ -1,9 +1,9 @@
-"""The code of this checkout as one archive for a job on a cluster.
+"""The package raycap as one archive for a job on a cluster.
 
-The archive leaves out what `.gitignore` and `.rayignore` name, and also data, results, environments, caches, and files
-whose names or contents suggest secrets, which a message lists. Equal files give an archive of equal bytes, so that a
-cluster receives it only once. Ray's own packaging (`working_dir` of a runtime environment) has no such list, and its
-parts are not public.
+The archive holds what a wheel holds, below raycap/ and without links. In a checkout of git these are only files that
+git tracks, so that pictures, results and notes beside the code stay here. Equal files give an archive of equal bytes,
+so that a cluster receives it only once. Ray's own packaging (`working_dir` of a runtime environment) sends whole
+folders, and its parts are not public.
 """
 
 from __future__ import annotations
@@ -15,104 +15,56 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-from pathspec import GitIgnoreSpec
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.untrusted.names import printable
+from raycap.pipeline.version import checkout_files
 
 LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
-NUM_NAMED_FILES = 5  # messages name this many of the largest files
-IGNORE_FILES = (".gitignore", ".rayignore")
-ALWAYS_LEFT_OUT = (  # patterns of .gitignore: files of tools, data and results
-    *(".git", ".hg", ".venv", "venv/", "__pycache__", "*.py[co]", "*.egg-info", "node_modules", ".ipynb_checkpoints"),
-    *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".cache", ".DS_Store"),
-    *("/data/", "/results/", "/mlruns/", "/build/", "/dist/", "mlflow.db"),
-)
-MAY_BE_SECRET = (  # patterns of .gitignore, for lower-case paths
-    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.ppk", "*.jks"),
-    *("*.keystore", "*.kdbx", "*.asc", "*.gpg", "*.age", ".ssh/", ".gnupg/", ".password-store/", ".vault*"),
-    *(".env", ".env.*", "*.env", ".envrc", "_netrc", ".pgpass", ".my.cnf", ".htpasswd", ".git-credentials"),
-    *(".npmrc", ".yarnrc*", ".pypirc", "pip.conf", "**/.gem/credentials", "**/.cargo/credentials*", ".databrickscfg"),
-    *(".aws/", ".s3cfg", ".boto", ".azure/", "**/.config/gcloud/", ".kube/"),
-    *("*.kubeconfig", ".docker/", ".dockercfg", "auth_token", "credentials", "credentials.ini"),
-    *("*credentials*.json", "client_secret*.json", "service-account*.json", "service_account*.json", ".secrets/"),
-    *("*secret*.json", "*secret*.y*ml", "*secret*.toml", "*secret*.txt", "*.tfstate", "*.tfstate.*", "*.tfvars"),
-    *("*token*.txt", ".huggingface/", "*password*.txt", "*api_key*.txt", "*.key.*"),
-    *("auth.json", "kaggle.json", "rclone.conf", "**/gh/hosts.yml", ".env~", "*.pem.*", "*.env.*", "*credentials*.*.*"),
-    *("token.json", "oauth*.json", "rootkey.csv", "*accesskeys.csv", "*credentials.csv"),
-    *("*credentials.y*ml", "*credentials.toml", "*credentials.txt", "aws_credentials", "*deploy_key"),
-    *("ssh_host_*_key", "signing[_-]key", "*ed25519*", "*.der", ".dockerconfigjson", ".netrc*", "kubeconfig*"),
-    *("*kubeconfig*.y*ml", "kube.config", "admin.conf", ".*_history", ".gitconfig", "**/.m2/settings.xml", "*.pkcs12"),
-    *("gradle.properties", "*sa-key.json", "*gcp-key.json", "secrets", "secrets.*", "passwd"),
-    *("passwords.*", "apikey*", "api-key*", "*.pat", "cookies.txt", ".token", "pass.txt"),
-    *("dockerconfig.json", ".smbcredentials", ".passwd-s3fs"),
-)
-FILE_MAY_BE_SECRET = ("token", "*_token", "*-token", "secret", "*_rsa", "*_pat")  # names of files, but not of folders
-NAMES_OF_CODE = (".py", ".md")  # never left out by name, because `secrets.py` is code that reads secrets
+NUM_NAMED_FILES = 5  # messages name this many files
+PACKAGE = "raycap"
+LINKED = ("models", "pipeline", "jobs", "configs")  # folders below the package, in a checkout beside it
+SUFFIXES = (".py", ".yaml", ".html", ".jinja", ".typed")  # of the files in a wheel
 # A private key in a file of any name: in lines, or in a text of JSON
 _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\n)+[\w+/=:,\s-]{20}")
 MAX_KEY_BYTES = 2**16  # larger files are not searched for a private key
 logger = logging.getLogger(__name__)
 
 
-def find_files(root: Path, left_out: Iterable[Path] = ()) -> dict[str, Path]:
-    """Files below `root` that belong into a package, by their path in it, without the folders and files `left_out`.
+def package_sources(package: Path) -> dict[str, Path]:
+    """The files of the package raycap in the folder `package`, by their path in an archive.
 
-    Links are followed only to files inside `root`, so that a package holds nothing from outside. Logs which files were
-    left out because they may hold secrets.
+    In a checkout of git they are those that git tracks. Logs which modules git does not track, because the job lacks
+    them.
     """
-    root = root.resolve()
-    skipped = {path.resolve() for path in left_out}
-    paths = _walk(root, root, [(root, GitIgnoreSpec.from_lines(ALWAYS_LEFT_OUT))], skipped)
-    found = {path.relative_to(root).as_posix(): path for path in sorted(paths)}
-    specs = GitIgnoreSpec.from_lines(MAY_BE_SECRET), GitIgnoreSpec.from_lines(FILE_MAY_BE_SECRET)
-    targets = {name: path.resolve().relative_to(root).as_posix() for name, path in found.items()}  # of links
-    may_be_secret = [
-        name
-        for name, path in found.items()
-        if _suggests_secret(name, *specs) or _suggests_secret(targets[name], *specs) or _holds_private_key(path)
-    ]
-    if may_be_secret:
-        logger.info(f"left out  {', '.join(map(printable, may_be_secret))}: the names or contents suggest secrets")
-    return {name: path for name, path in found.items() if name not in may_be_secret}
+    checkout = package.parent
+    found = checkout_files(checkout, (PACKAGE, *LINKED))
+    if found is None:
+        folders = [package, *(package / name for name in LINKED)]  # rglob follows no links below its folder
+        paths = [path for folder in folders for path in folder.rglob("*")]
+        sources = {f"{PACKAGE}/{path.relative_to(package).as_posix()}": path for path in paths}
+    else:
+        tracked, untracked = found
+        sources = {name if name.startswith(f"{PACKAGE}/") else f"{PACKAGE}/{name}": checkout / name for name in tracked}
+        if modules := [name for name in untracked if name.endswith(".py")]:
+            more = f" and {len(modules) - NUM_NAMED_FILES} more" if len(modules) > NUM_NAMED_FILES else ""
+            names = ", ".join(map(printable, modules[:NUM_NAMED_FILES]))
+            logger.warning(f"git does not track {names}{more}, which the job lacks; git add what it needs")
+    inside = checkout.resolve()
+    return {
+        name: path
+        for name, path in sources.items()
+        if path.suffix in SUFFIXES and path.is_file() and path.resolve().is_relative_to(inside)
+    }
 
 
-def _suggests_secret(name: str, paths: GitIgnoreSpec, files: GitIgnoreSpec) -> bool:
-    """Whether the path of a file that is not code matches `paths` in lower case, or its last part `files`."""
-    lower = name.lower()
-    return not lower.endswith(NAMES_OF_CODE) and (paths.match_file(lower) or files.match_file(lower.rpartition("/")[2]))
-
-
-def _holds_private_key(path: Path) -> bool:
-    return path.stat().st_size < MAX_KEY_BYTES and _PRIVATE_KEY.search(path.read_bytes()) is not None
-
-
-def _walk(folder: Path, root: Path, specs: list[tuple[Path, GitIgnoreSpec]], skipped: set[Path]) -> Iterator[Path]:
-    """Yields the files below `folder` that belong into a package of `root`.
-
-    specs: for each folder above with an ignore file, the folder and the file's patterns, which are relative to it.
-    """
-    specs = specs + [(folder, _spec(folder / name)) for name in IGNORE_FILES if (folder / name).is_file()]
-    for path in folder.iterdir():
-        is_folder = path.is_dir() and not path.is_symlink()
-        names = ((spec, path.relative_to(base).as_posix() + ("/" if is_folder else "")) for base, spec in specs)
-        if path.resolve() in skipped or any(spec.match_file(name) for spec, name in names):
-            continue
-        if is_folder:
-            yield from _walk(path, root, specs, skipped)
-        elif path.is_file() and path.resolve().is_relative_to(root):
-            yield path
-
-
-def _spec(path: Path) -> GitIgnoreSpec:
-    """The patterns of an ignore file. Raises UserError for a line that is no pattern."""
-    try:
-        return GitIgnoreSpec.from_lines(path.read_text("utf-8", errors="surrogateescape").splitlines())
-    except ValueError as error:
-        raise UserError(f"{path} has a line that is no pattern ({printable(str(error))}); correct it") from error
+def refuse_private_keys(files: Mapping[str, Path | bytes]) -> None:
+    """Raises UserError for a file with a private key."""
+    for path in files.values():
+        if isinstance(path, Path) and path.stat().st_size < MAX_KEY_BYTES and _PRIVATE_KEY.search(path.read_bytes()):
+            raise UserError(f"{path} contains a private key, which others could read on the cluster; remove it")
 
 
 def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> tuple[str, str]:
@@ -135,7 +87,8 @@ def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYT
     if packed_size > limit:
         raise UserError(
             f"the code to send ({num_files}, {content}) packs to more than the {mebibytes(limit)} that Ray's jobs "
-            f"server accepts; list in .rayignore what a job does not need; the largest files: {largest}"
+            f"server accepts; put large files that keys name where all nodes find them, and give absolute paths; the "
+            f"largest files: {largest}"
         )
     digest = hashlib.sha1(target.read_bytes()).hexdigest()
     summary = f"{num_files}, {content}, {mebibytes(packed_size)} packed; the largest: {largest}"

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raycap.pipeline.cluster.packaging import find_files
+from raycap.pipeline.cluster.packaging import PACKAGE, package_sources, refuse_private_keys
 from raycap.pipeline.config.load import read_file, referenced_files
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
@@ -25,7 +25,6 @@ from raycap.pipeline.storage.path import is_remote
 from raycap.pipeline.untrusted.names import expanded_path
 from raycap.pipeline.version import COMMIT_FILE, commit
 
-SOURCE_FOLDERS = ("models", "pipeline", "jobs", "raycap")
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
 NO_FILES = {"features.hdf5": (SYNTHETIC,), "backbone.weights": ("none", "pretrained")}  # values that name no file
@@ -59,30 +58,53 @@ def runtime_env(package_uri: str, env_vars: Mapping[str, str], packages: Sequenc
 
 
 def package_files(
-    config: Path | None, root: Path, left_out: Iterable[Path] = ()
+    config: Path | None, package: Path, named: Iterable[str | Path] = ()
 ) -> tuple[dict[str, Path | bytes], str | None]:
-    """The files to pack, by their path in the package, and the configuration's path there, if there is one.
+    """The files to pack, by their path in the archive, and the configuration's path there, if there is one.
 
-    They are all files of a checkout, or the packages of an installed raycap. A configuration from outside is added with
-    the files that it references.
+    They are the package raycap in the folder `package`, the configuration with the files that it references, and the
+    relative paths among `named` that are files here: a job starts in the archive's folder, where they are found too.
+    Raises UserError for a file with a private key.
     """
-    files: dict[str, Path | bytes] = {}
-    if (root / "pyproject.toml").is_file():
-        files |= find_files(root, left_out)
-    else:
-        for name in SOURCE_FOLDERS:
-            files |= {f"{name}/{path}": source for path, source in find_files(root / name).items()}
-    files[COMMIT_FILE] = commit().encode()
-    if config is None:
-        return files, None
-    configs = [path.resolve() for path in referenced_files(config)]
-    packed = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
-    if not all(path in packed for path in configs):
-        above = Path(os.path.commonpath([path.parent for path in configs]))
-        for path in configs:
-            packed[path] = f"{OUTSIDE_FOLDER}/{path.relative_to(above).as_posix()}"
-            files[packed[path]] = path
-    return files, packed[configs[0]]
+    files: dict[str, Path | bytes] = {**package_sources(package), f"{PACKAGE}/{COMMIT_FILE}": commit().encode()}
+    for path in named:
+        place = Path(path)
+        if not place.is_absolute() and ".." not in place.parts and _is_file(place):
+            files.setdefault(place.as_posix(), place)
+    packed_config = None
+    if config is not None:
+        configs = [path.resolve() for path in referenced_files(config)]
+        packed = {source.resolve(): name for name, source in files.items() if isinstance(source, Path)}
+        if not all(path in packed for path in configs):
+            above = Path(os.path.commonpath([path.parent for path in configs]))
+            for path in configs:
+                packed[path] = f"{OUTSIDE_FOLDER}/{path.relative_to(above).as_posix()}"
+                files[packed[path]] = path
+        packed_config = packed[configs[0]]
+    refuse_private_keys(files)
+    return files, packed_config
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path leads to a file. A text that cannot be a path leads to none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
+def named_files(config: RunConfig) -> dict[str, str]:
+    """The files of words, constraints and score inputs that a configuration names, by key.
+
+    A job brings those with relative paths.
+    """
+    files = {
+        "model.word_vectors": config.model.word_vectors,
+        "data.extra_vocabulary": config.data.extra_vocabulary,
+        "evaluation.constraints": config.evaluation.constraints,
+        **config.evaluation.inputs.files(),
+    }
+    return {key: file for key, file in files.items() if file is not None}
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
@@ -216,10 +238,7 @@ def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[st
     files = {
         "features.hdf5": config.features.hdf5,
         "backbone.weights": config.backbone.weights,
-        "model.word_vectors": config.model.word_vectors,
-        "data.extra_vocabulary": config.data.extra_vocabulary,
-        "evaluation.constraints": config.evaluation.constraints,
-        **config.evaluation.inputs.files(),
+        **named_files(config),
     }
     warnings = []
     for key, folder in folders.items():

@@ -21,6 +21,7 @@ from raycap.models.config import MODEL_CONFIGS, BackboneConfig
 from raycap.pipeline.config.renamed import new_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import long_storage
+from raycap.pipeline.config.shipped import shipped_names
 from raycap.pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
@@ -144,7 +145,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in one YAML file. Raises UserError."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
-        raise UserError(f"configuration {path} {problem}; give the path of a YAML file, for example configs/demo.yaml")
+        name = path.stem if path.stem in shipped_names() else "demo"
+        raise UserError(
+            f"configuration {path} {problem}; give the path of a YAML file, or the name of a shipped one without "
+            f"folder and suffix, for example {name}"
+        )
     try:
         text = read_regular_file(path, max_bytes=4 * MAX_YAML_CHARACTERS)
     except OSError as error:

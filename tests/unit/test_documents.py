@@ -21,12 +21,13 @@ from pydantic import TypeAdapter, ValidationError
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.search.spec import SearchConfig
 from tests.conftest import ROOT
+from tests.support.checkout import own
 from tests.support.command_line import parse
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "infra").rglob("*.md")])
+DOCUMENTS = own([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "infra").rglob("*.md")])
 # Commands of earlier versions are history, not instructions.
 INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = own((ROOT / "configs").rglob("*.yaml"))
 FENCE = re.compile(r"^ *```(\w*|\{[\w-]+\})\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -119,11 +120,15 @@ def test_commands_parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["run configs/demo.yaml --sets a=1", "walk configs/demo.yaml", "run configs/no.yaml", "run a --set seeed=1"]
+    "line",
+    [
+        *("run configs/demo.yaml --sets a=1", "walk configs/demo.yaml", "run configs/no.yaml", "run dmo"),
+        "run a.yaml --set seeed=1",
+    ],
 )
 def test_the_test_sees_wrong_commands(line: str) -> None:
     (words,) = commands(f"raycap {line}  # a remark")
-    with pytest.raises(Exception, match=r"--sets|names no command|does not exist|sets no key"):
+    with pytest.raises(Exception, match=r"--sets|names no command|does not exist|neither a file|sets no key"):
         test_commands_parse(words)
 
 

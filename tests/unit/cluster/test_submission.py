@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -12,12 +14,13 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.jobs.submit import parse_arguments
-from raycap.pipeline.cluster.packaging import find_files, pack
+from raycap.pipeline.cluster.packaging import pack, package_sources
 from raycap.pipeline.cluster.submission import (
     check_local_paths,
     check_options,
     check_texts,
     entrypoint,
+    named_files,
     package_files,
     requirements,
     runtime_env,
@@ -26,79 +29,84 @@ from raycap.pipeline.cluster.submission import (
 )
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.version import commit
 from tests.conftest import ROOT, small_config
 
 SECRET = "marked-credential-7f3a"
 REMOTE = ["--model", "s3://b/models/m"]
+PACKAGE = ROOT / "raycap"
 S3 = ["--set", "storage=s3://b/prefix"]
 
 
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
+CODE = ("jobs/cli.py", "pipeline/reports/page.html", "models/base.py", "configs/data/a.yaml", "raycap/py.typed")
+PACKED = {"raycap/py.typed", *(f"raycap/{name}" for name in CODE[:-1])}
+
+
 def checkout(root: Path) -> Path:
-    """A small project with everything that must stay where it is."""
-    for name in (
-        *(
-            "jobs/cli.py",
-            "pipeline/training/loop.py",
-            "models/base.py",
-            "pyproject.toml",
-            "requirements.lock",
-            "configs/run.yaml",
-        ),
-        *(
-            ".git/HEAD",
-            ".venv/lib/torch.py",
-            "results/runs/model.safetensors",
-            "data/images/1.jpg",
-            "jobs/__pycache__/a.pyc",
-        ),
-        *(
-            "raycap.egg-info/PKG",
-            ".env",
-            "server.pem",
-            "notes/private.txt",
-            "notes/public.txt",
-            "big.bin",
-            "sets/a.png",
-        ),
-    ):
+    """A small project with everything that must stay where it is, and links as in a checkout. Returns the package."""
+    others = (
+        *("tests/test_a.py", "docs/a.md", "pyproject.toml", "raycap_onnx/a.py", "models/key.pem", "jobs/README.md"),
+        *("results/model.safetensors", "heat-maps/1.png", "notes.txt", ".env", "jobs/__pycache__/a.pyc"),
+    )
+    for name in (*CODE, *others):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-    (root / ".gitignore").write_text("*.bin\n")
-    (root / "notes" / ".rayignore").write_text("/private.txt\n")
-    return root
+    for name in ("jobs", "pipeline", "models", "configs"):
+        (root / "raycap" / name).symlink_to(Path("..") / name)
+    return root / "raycap"
 
 
-def test_only_code_is_packed(tmp_path: Path) -> None:
-    root = checkout(tmp_path / "project")
-    outside = tmp_path / "outside.txt"
+def track(package: Path) -> None:
+    for words in (["init", "--quiet"], ["add", "--force", "."]):
+        subprocess.run([*GIT, *words], cwd=package.parent, check=True)
+
+
+def test_only_the_package_is_packed(tmp_path: Path) -> None:
+    package = checkout(tmp_path / "project")
+    outside = tmp_path / "outside.py"
     outside.write_text(SECRET)
-    (root / "link.txt").symlink_to(outside)
-    (root / "copy.yaml").symlink_to(root / "configs" / "run.yaml")
-    found = set(find_files(root, [root / "sets"]))
-    code = {"jobs/cli.py", "pipeline/training/loop.py", "models/base.py", "pyproject.toml", "requirements.lock"}
-    rest = {"configs/run.yaml", ".gitignore", "notes/.rayignore", "notes/public.txt", "copy.yaml"}
-    assert found == code | rest
+    (package / "link.py").symlink_to(outside)
+    assert set(package_sources(package)) == PACKED, "without git"
+    track(package)
+    assert set(package_sources(package)) == PACKED
 
 
-def test_an_ignore_file_of_other_bytes_is_read_and_one_without_patterns_is_named(tmp_path: Path) -> None:
-    root = checkout(tmp_path / "project")
-    (root / "notes" / ".gitignore").write_bytes(b"# caf\xe9\npublic.txt\n")
-    assert "notes/public.txt" not in find_files(root, [root / "sets"])
-    (root / "notes" / ".gitignore").write_text("!\n")
-    with pytest.raises(UserError, match=r"notes/\.gitignore has a line that is no pattern"):
-        find_files(root, [root / "sets"])
+def test_a_checkout_sends_what_git_tracks_and_names_modules_that_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = checkout(tmp_path / "project")
+    root = package.parent
+    track(package)
+    package_sources(package)
+    assert not caplog.records
+    (root / ".gitignore").write_text("ignored.py\n")
+    for name in ("models/new.py", "models/ignored.py", "configs/mine.yaml", "tests/new.py"):
+        (root / name).write_text("x = 1\n")
+    (root / "jobs" / "cli.py").unlink()
+    assert set(package_sources(package)) == PACKED - {"raycap/jobs/cli.py"}
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == "git does not track models/new.py, which the job lacks; git add what it needs"
+
+
+def test_an_installed_package_is_packed_whole(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "raycap"
+    for name in (*CODE[:-1], "py.typed", "jobs/__pycache__/a.pyc", "../other/a.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(name)
+    assert set(package_sources(package)) == PACKED
 
 
 def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
-    root = checkout(tmp_path / "project")
-    first, _ = pack(dict(find_files(root)), tmp_path / "a.zip")
-    for path in root.rglob("*"):
+    package = checkout(tmp_path / "project")
+    first, _ = pack(dict(package_sources(package)), tmp_path / "a.zip")
+    for path in package.parent.rglob("*.*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
-    second, _ = pack(dict(reversed(find_files(root).items())), tmp_path / "b.zip")
+    second, _ = pack(dict(reversed(package_sources(package).items())), tmp_path / "b.zip")
     assert first == second and first.startswith("_ray_pkg_")
-    (root / "jobs" / "cli.py").write_text("changed")
-    assert pack(dict(find_files(root)), tmp_path / "c.zip")[0] != first
+    (package / "jobs" / "cli.py").write_text("changed")
+    assert pack(dict(package_sources(package)), tmp_path / "c.zip")[0] != first
 
 
 def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: Path) -> None:
@@ -109,7 +117,7 @@ def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: 
     }
     with pytest.raises(UserError, match=r"noise\.bin \(0\.3 MiB\), other\.bin .*") as refused:
         pack(files, tmp_path / "a.zip", limit=250_000)
-    assert ".rayignore" in str(refused.value)
+    assert "where all nodes find them" in str(refused.value)
     _, summary = pack(files, tmp_path / "a.zip", limit=600_000)
     assert summary.startswith("3 files, ") and (tmp_path / "a.zip").is_file()
     assert "noise.bin" in summary.split("the largest: ")[1].split(",")[0]
@@ -117,14 +125,31 @@ def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: 
 
 def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     """The package holds what a job imports, no tests, and the commit that git would say."""
-    files, path = package_files(ROOT / "configs" / "demo.yaml", ROOT)
+    files, path = package_files(ROOT / "configs" / "demo.yaml", PACKAGE)
     pack(files, tmp_path / "code.zip")
-    assert path == "configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2**20
+    assert path == "raycap/configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2 * 2**20
     with zipfile.ZipFile(tmp_path / "code.zip") as archive:
         names = set(archive.namelist())
-        assert {"jobs/__main__.py", "pipeline/reports/report.html.jinja", "models/base.py", "COMMIT"} <= names
-        assert not any(name.startswith(("tests/", ".git/", "infra/", ".venv/")) for name in names)
-        assert archive.read("COMMIT").decode().strip()
+        needed = {"jobs/cli.py", "pipeline/reports/report.html.jinja", "models/base.py", "__main__.py", "COMMIT"}
+        assert {f"raycap/{name}" for name in needed} <= names
+        assert all(name.startswith("raycap/") for name in names)
+        assert archive.read("raycap/COMMIT").decode() == commit()
+
+
+def test_a_job_runs_in_the_unpacked_package_and_finds_its_configuration(tmp_path: Path) -> None:
+    files, config = package_files(ROOT / "configs" / "search_demo.yaml", PACKAGE)
+    pack(files, tmp_path / "code.zip")
+    assert config == "raycap/configs/search_demo.yaml"
+    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
+        archive.extractall(tmp_path / "job")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = "import raycap.jobs.cli as cli; print(cli.__file__); cli.main(['--version'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "job", env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "job" / "raycap" / "jobs" / "cli.py") in done.stdout
+    assert f"commit  {commit()}" in done.stdout
 
 
 def test_a_configuration_from_elsewhere_travels_with_its_base(tmp_path: Path) -> None:
@@ -134,11 +159,42 @@ def test_a_configuration_from_elsewhere_travels_with_its_base(tmp_path: Path) ->
     search = tmp_path / "mine" / "search.yaml"
     search.parent.mkdir()
     search.write_text("name: s\nbase: ../shared/base.yaml\n")
-    files, path = package_files(search, ROOT)
+    files, path = package_files(search, PACKAGE)
     assert path == "submitted/mine/search.yaml" and files["submitted/shared/base.yaml"] == base
-    files, path = package_files(ROOT / "configs" / "search_demo.yaml", ROOT)
-    assert {"configs/recipes/search_demo.yaml", "configs/demo.yaml", "configs/recipes/four_stages.yaml"} <= files.keys()
-    assert path == "configs/search_demo.yaml" and not any(name.startswith("submitted") for name in files)
+    files, path = package_files(ROOT / "configs" / "search_demo.yaml", PACKAGE)
+    packed = {
+        f"raycap/configs/{name}" for name in ("recipes/search_demo.yaml", "demo.yaml", "recipes/four_stages.yaml")
+    }
+    assert packed <= files.keys()
+    assert path == "raycap/configs/search_demo.yaml" and not any(name.startswith("submitted") for name in files)
+
+
+def test_relative_files_that_are_named_travel_to_the_folder_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words").mkdir()
+    for name in ("words/a.txt", "b.json"):
+        (tmp_path / name).write_text("a")
+    (tmp_path.parent / "outside.txt").write_text("a")
+    named = ["./words/a.txt", Path("b.json"), "../outside.txt", "words", "absent.txt", "x" * 5000, "a\0b"]
+    files, _ = package_files(None, PACKAGE, [*named, tmp_path / "b.json"])
+    assert {name for name in files if not name.startswith("raycap/")} == {"words/a.txt", "b.json"}
+    assert files["words/a.txt"] == Path("words/a.txt")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(small_config({"uri": "s3://bucket/prefix"})))
+    config = load_config(path, ["data.extra_vocabulary=words/a.txt", "evaluation.constraints=b.json"])
+    assert named_files(config) == {"data.extra_vocabulary": "words/a.txt", "evaluation.constraints": "b.json"}
+    assert check_local_paths(config, files) == []
+
+
+@pytest.mark.parametrize("form", ["lines", "json"])
+def test_a_file_with_a_private_key_is_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "-----BEGIN " + "RSA PRIVATE KEY-----" + "\nMIIEvQIBADANBgkqhkiG9w0B\n"
+    Path("words.txt").write_text(text if form == "lines" else json.dumps({"key": text}))
+    with pytest.raises(UserError, match=r"^words.txt contains a private key"):
+        package_files(None, PACKAGE, ["words.txt"])
 
 
 def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: Path) -> None:
@@ -147,7 +203,7 @@ def test_a_configuration_from_elsewhere_travels_with_what_it_extends(tmp_path: P
     recipe.write_text(yaml.safe_dump(small_config("/shared/storage")) + "init_from: ${BUNDLE}\n")
     config = tmp_path / "run.yaml"
     config.write_text("extends: recipes/small.yaml\nname: mine\n")
-    files, path = package_files(config, ROOT)
+    files, path = package_files(config, PACKAGE)
     assert path == "submitted/run.yaml" and files["submitted/recipes/small.yaml"] == recipe
     with pytest.raises(UserError, match=r"small.yaml needs the environment variable BUNDLE on the cluster"):
         check_texts(config, [], [])
@@ -166,8 +222,6 @@ def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None
 
 
 def test_the_entry_point_stops_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
-
     monkeypatch.delenv("RAYCAP_TEST_KEY", raising=False)
     entry = entrypoint("run", ["c.yaml"], secrets=["RAYCAP_TEST_KEY"]).replace("exec python", "echo would run")
     done = subprocess.run(["sh", "-c", entry], capture_output=True, text=True)
@@ -232,73 +286,6 @@ def test_overrides_and_files_that_hold_secrets_are_refused(override: str, tmp_pa
             check_texts(config, [], [])
     check_texts(tmp_path / "run.yaml", [], []) if override.startswith("tracking=") else None
     check_texts(None, ["--set", "tracking.uri=https://u:${PW}@h"], ["PW"])
-
-
-def test_files_that_may_hold_secrets_stay_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    secret = {
-        *("id_rsa", "id_ed25519", ".git-credentials", ".npmrc", ".pypirc", ".netrc", ".htpasswd", "credentials.json"),
-        *(
-            "service-account.json",
-            "kubeconfig",
-            "terraform.tfstate",
-            "x.p12",
-            "prod.env",
-            ".env",
-            "SECRET.PEM",
-            "a.Key",
-        ),
-        *(".aws/credentials", "sub/.ssh/config", ".kube/config", "sub/.docker/config.json", "sub/ID_RSA"),
-        *("kaggle.json", "hf_token", "token.txt", "passwords.txt", "my-secrets.yaml", "a.pem.bak", "b.env.bak"),
-        *(".huggingface/stored", ".config/gh/hosts.yml", "rclone.conf", "openai_api_key.txt", "credentials.json.bak"),
-        *("token", ".netrc.bak", "kubeconfig-prod", "prod-kubeconfig.yaml", "admin.conf", ".bash_history", "my_rsa"),
-        *("user_accessKeys.csv", "credentials.toml", "signing-key", "secrets.ini", "secrets/a", "sub/.m2/settings.xml"),
-        *(
-            "ssh_host_rsa_key",
-            "old.der",
-            "prod-sa-key.json",
-            "apikey",
-            "github.pat",
-            ".gitlab-token",
-            "key-in-lines",
-            "key-in.json",
-        ),
-        *(
-            "sub/token",
-            "sub/secret",
-            "sub/github_pat",
-            "linked.py",
-            ".config/gcloud/a.json",
-            "sub/my_credentials.json",
-            "secrets.yaml",
-            "prod.tfvars",
-            "linked.txt",
-        ),
-    }
-    code = {
-        "pipeline/runtime/secrets.py",
-        "configs/run.yaml",
-        "models/tokens.py",
-        "environment.yaml",
-        "key.py",
-        *("models/apikey.py", "models/kubeconfig.py", "src/ed25519.py", "jobs/token/__init__.py", "docs/secrets.md"),
-        *("pipeline/secrets/__init__.py", "vocab/tokens.json", "configs/multi-token/a.yaml", "data_rsa/x.txt"),
-        "docker/a",
-    }
-    begin, key = "-----BEGIN " + "RSA PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0B"
-    contents = {"key-in-lines": f"{begin}\n{key}\n", "key-in.json": json.dumps({"key": f"{begin}\n{key}"})}
-    contents["key.py"] = f"TEXT = '{begin}'"
-    for name in (secret | code) - {"linked.txt", "linked.py"}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(contents.get(name, name))
-    for name in ("linked.txt", "linked.py"):
-        (tmp_path / name).symlink_to(tmp_path / "id_rsa")
-    assert set(find_files(tmp_path)) == code
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert all(name in message for name in secret)
-    caplog.clear()
-    find_files(tmp_path / "models")
-    assert not caplog.records, "nothing was left out"
 
 
 def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Path) -> None:

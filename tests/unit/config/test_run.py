@@ -24,9 +24,10 @@ from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.scoring.metrics import FURTHER_METRICS
 from raycap.pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
+from tests.support.checkout import own
 
-DATA_FILES = sorted((ROOT / "configs" / "data").glob("*.yaml"))
-SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("search_"))
+DATA_FILES = own((ROOT / "configs" / "data").glob("*.yaml"))
+SHIPPED = [path for path in own((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("search_")]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

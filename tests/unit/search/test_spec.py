@@ -19,9 +19,10 @@ from raycap.pipeline.search.space import GenerateSection, SpaceSection, show_val
 from raycap.pipeline.search.spec import Search, SearchConfig, flatten, load_search
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import make_bundle
+from tests.support.checkout import own
 from tests.support.searches import LR, N_E, G, small_search, write_search
 
-SHIPPED = sorted((ROOT / "configs").glob("search_*.yaml"))
+SHIPPED = own((ROOT / "configs").glob("search_*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

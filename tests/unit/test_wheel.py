@@ -1,0 +1,58 @@
+"""What a wheel and a source archive of this checkout contain; both are built without a network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from raycap.pipeline.cluster.packaging import package_sources
+from tests.conftest import ROOT
+from tests.support.checkout import build_wheel, copy_sources
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with files that no wheel may contain."""
+    source = copy_sources(tmp_path_factory.mktemp("checkout") / "source")
+    for name in ("tests/test_a.py", "models/__pycache__/a.pyc", "configs/notes.txt", "heat-maps/a.py", "models/a.pem"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("a = 1\n")
+    return source
+
+
+@pytest.fixture(scope="module")
+def names(source: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return names_in(build_wheel(source, tmp_path_factory.mktemp("wheel")))
+
+
+def test_a_wheel_takes_two_names_and_contains_no_tests(names: set[str]) -> None:
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"raycap", "raycap_onnx"}
+    kept = {f"raycap/{name}" for name in ("configs/demo.yaml", "configs/data/nocaps_val.yaml", "py.typed")}
+    kept |= {f"raycap/configs/recipes/{name}" for name in ("four_stages.yaml", "search_demo.yaml")}
+    kept |= {"raycap/pipeline/reports/report.html.jinja", "raycap/pipeline/reports/caption_page.html"}
+    assert kept <= names
+
+
+def test_a_job_gets_the_package_that_a_wheel_has(names: set[str]) -> None:
+    assert {name for name in names if name.startswith("raycap/")} == package_sources(ROOT / "raycap").keys()
+
+
+def test_a_wheel_can_be_built_from_the_source_archive(source: Path, names: set[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        assert not [member.name for member in opened if member.issym() or member.islnk()]
+        opened.extractall(tmp_path, filter="data")
+    assert names_in(build_wheel(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path / "wheel")) == names
