@@ -251,10 +251,7 @@ class StageRun:
             metrics.batch_arrived()
             # exchanged while the step is computed
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
-            # as in the extraction, outside of the stage's precision
-            batches = [with_features(batch, self.computer) for batch in batches]
-            with float32_products(stage.precision):
-                metrics.add(self.step(step, batches))
+            metrics.add(self.step(step, batches))
             progress.step, progress.epoch_world = step + 1, self.batches.epoch_world(step + 1)
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
@@ -300,13 +297,15 @@ class StageRun:
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
         metrics: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
+            batch = with_features(batch, self.computer)  # as in the extraction, outside of the stage's precision
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
             generator = torch.Generator(device).manual_seed(seed ^ 1)  # other random numbers than those of dropout
             batch = batch.to(device, feature_dtype(self.stage))
             # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
             skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
-            with self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext():  # type: ignore[operator]
+            exchange = self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext()  # type: ignore[operator]
+            with float32_products(self.stage.precision), exchange:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
                 # The losses of all workers add up to the global loss, but DDP averages their gradients.
