@@ -113,13 +113,13 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    readable, of_quarantine = dataset.readable(), pa.array(list(quarantined), pa.string())
+    readable, of_quarantine = dataset.readable(), _Contents(quarantined)
     digests, is_unusable, unusable = [np.empty((0, 2), np.uint64)], [np.empty(0, bool)], dict[str, str]()
     for chunk in readable.chunks("key"):
         contents = _content_keys(chunk)
-        mask = pc.is_in(contents, value_set=of_quarantine)
-        unusable |= {key: quarantined[key] for key in contents.filter(mask).to_pylist()}
-        is_unusable.append(mask.to_numpy())
+        mask = of_quarantine.contains(contents)
+        unusable |= {key: quarantined[key] for key in contents.filter(pa.array(mask)).to_pylist()}
+        is_unusable.append(mask)
         digests.append(key_digests(chunk["key"]))
     of_images = np.concatenate(digests)
     is_missing = first_of_each(of_images)
@@ -131,6 +131,17 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
 def _content_keys(table: pa.Table) -> pa.ChunkedArray:
     """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
     return pc.utf8_slice_codeunits(table["key"], 0, 64)
+
+
+class _Contents:
+    """Content keys to compare with those of many chunks: Arrow's `is_in` would hash them again for each chunk."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._table, _ = KeyTable.sort(key_digests(pa.array(list(keys), pa.string())))
+
+    def contains(self, keys: pa.ChunkedArray) -> np.ndarray:
+        """Whether each of these keys is there: bools (len(keys),)."""
+        return self._table.contains(key_digests(keys)) if len(self._table) else np.zeros(len(keys), bool)
 
 
 def extract(
@@ -368,12 +379,12 @@ def write_quarantine(
     """
     before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
     rows = {row["uri"]: row for row in before.to_pylist()}
-    keys = pa.array(list(unusable), pa.string())
+    keys = _Contents(unusable)
     for chunk in dataset.chunks("uri", "key"):
-        for uri in chunk["uri"].filter(pc.is_in(chunk["uri"], value_set=before["uri"])).to_pylist():
+        for uri in chunk["uri"].to_pylist() if len(before) else ():
             rows.pop(uri, None)
         found = chunk.set_column(1, "key", _content_keys(chunk))
-        for row in found.filter(pc.is_in(found["key"], value_set=keys)).to_pylist():
+        for row in found.filter(pa.array(keys.contains(found["key"]))).to_pylist():
             rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
