@@ -63,6 +63,7 @@ class CiderDReward:
     cache: a folder that stores the index over the references under the hash of its content. The index is built once per
     machine and memory-mapped by every process. If the folder cannot be written, each process builds an index for
     itself. `pipeline.rewards.cider_index` has the cost.
+    keeps_index: whether the index remains in the cache. Otherwise it belongs to this object, in files without names.
     device: of the captions to score. An index of up to MAX_DEVICE_BYTES is moved there. Of a larger one, the tables of
     all n-grams are moved, and each call moves the parts of its images (see `CiderD.select`).
     """
@@ -76,15 +77,17 @@ class CiderDReward:
         documents: Documents = Documents(),
         device: torch.device | str = "cpu",
         cache: Path | None = None,
+        keeps_index: bool = True,
         language: str = ENGLISH,
     ) -> None:
         self.references = references
         self.eos, self.eos_id = eos, vocabulary.eos
 
         def build(path: Path | None) -> CiderD:
-            return _build(references, vocabulary, language, eos, documents, path)
+            folder = cache if cache is not None and os.access(cache, os.W_OK) else None
+            return _build(references, vocabulary, language, eos, documents, path, folder)
 
-        if cache is None:
+        if cache is None or not keeps_index:
             scorer = build(None)
         else:
             from raycap.pipeline.runs.identity import code_digest
@@ -172,10 +175,12 @@ def _build(
     eos: bool,
     documents: Documents,
     path: Path | None,
+    folder: Path | None,
 ) -> CiderD:
     """The index over the references, with two scores of ground truth in its metadata (see `check_reward`).
 
-    With subwords the metadata also has the words of the references in the order of their ids. path: see `build_index`.
+    With subwords the metadata also has the words of the references in the order of their ids. path, folder: see
+    `build_index`.
 
     The first caption of each image is scored against its other captions: once with EOS and once without. The scores are
     means over the first 1000 images with several captions, or None if no image has several.
@@ -207,6 +212,7 @@ def _build(
         caption_documents=documents.captions,
         documents=documents.images,
         path=path,
+        folder=folder,
         metadata=metadata,
     )
 

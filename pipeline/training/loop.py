@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -220,6 +221,7 @@ class StageRun:
         references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
+        self.total = total_steps(stage, self.batches.num_samples)
         groups = self._reward_groups(len(train)) if by_shards else None
         self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language, groups)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
@@ -229,7 +231,6 @@ class StageRun:
         self.wrapped: nn.Module = self.captioner
         if world_size > 1:
             self.wrapped = data_parallel(self.captioner, stage)
-        self.total = total_steps(stage, self.batches.num_samples)
         self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
         self.progress, self.had_notice = Progress(), False
 
@@ -240,13 +241,13 @@ class StageRun:
         text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
         workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
-        if self.reward is not None:
+        # A stage that had already ended early is resumed only to write its result.
+        stop = progress.step if progress.ended_early else self.total
+        if self.reward is not None and progress.step < stop:
             self.reward.begin(progress.step)
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
-        # A stage that had already ended early is resumed only to write its result.
-        stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
             # exchanged while the step is computed
@@ -328,7 +329,12 @@ class StageRun:
             return None
         per_step = math.ceil(stage.batch_size / self.context.world_size)
         steps = min(math.ceil(num_images / stage.batch_size), max(1, GROUP_IMAGES // per_step))
-        return Groups.of(self.batches.images_of, steps, num_images, stage.sampling.document_sample)
+
+        def images_of(start: int, stop: int) -> np.ndarray:
+            """The images of these steps, without steps after the stage's end."""
+            return self.batches.images_of(start, min(stop, self.total))
+
+        return Groups.of(images_of, steps, num_images, stage.sampling.document_sample)
 
     def _resume(self) -> Progress:
         """Restores the newest checkpoint that is whole in the copies of all workers, if any.

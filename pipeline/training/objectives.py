@@ -109,6 +109,7 @@ def make_objective(
             documents=Documents(counts_captions, documents),
             device=device,
             cache=cache_folder(),
+            keeps_index=rows is None,  # an index of a group would take the place of one that others use
             language=language,
         )
         return WeightedReward(section.reward, cider_d, texts, vocabulary, language), cider_d

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -24,21 +26,26 @@ def test_groups_give_the_rewards_of_all_images(counts_captions: bool) -> None:
     words = [text.split() for texts_of in texts.values() for text in texts_of]
     vocabulary = Vocabulary.build(iter(words), 20)
     assert any(word not in vocabulary.ids for text in words for word in text)
-    references, built = References.of_texts(texts), []
+    references, built, earlier = References.of_texts(texts), [], list[weakref.ref[CiderDReward]]()
     order = np.concatenate([rng.permutation(NUM_IMAGES) for _ in range(3)])
 
     def make(rows: np.ndarray | None) -> tuple[WeightedReward, CiderDReward]:
         built.append(rows)
+        if rows is not None:
+            assert all(reward() is None for reward in earlier), "the earlier index still needs memory"
         chosen, documents = references, sampled_documents(NUM_IMAGES, 11)
         if rows is not None:
             assert documents is not None
             chosen, documents = references.selected(rows), np.searchsorted(rows, documents)
         counted = Documents(counts_captions, documents)
         cider_d = CiderDReward(chosen, vocabulary, eos=True, documents=counted)
-        return WeightedReward({"ciderd": 1.0, "bleu2": 0.5}, cider_d, chosen, vocabulary, "en"), cider_d
+        if rows is not None:
+            earlier.append(weakref.ref(cider_d))
+        weights = {"ciderd": 1.0, "bleu2": 0.5, "length": -0.5}
+        return WeightedReward(weights, cider_d, chosen, vocabulary, "en"), cider_d
 
     groups = Groups.of(lambda start, stop: np.unique(order[start * PER_STEP : stop * PER_STEP]), STEPS, NUM_IMAGES, 11)
-    whole, parts = StageReward(make), StageReward(make, groups)
+    whole, parts, spread = StageReward(make), StageReward(make, groups), dict[str, float]()
     for step in range(24):
         rows = torch.from_numpy(order[step * PER_STEP : (step + 1) * PER_STEP])
         captions = [vocabulary.encode(words[rng.integers(len(words))]) for _ in rows]
@@ -48,6 +55,10 @@ def test_groups_give_the_rewards_of_all_images(counts_captions: bool) -> None:
         (expected, by_name), (found, found_by_name) = whole(tokens, rows), parts(tokens, rows)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert by_name.keys() == found_by_name.keys() and expected.std() > 0
+        for name, values in by_name.items():
+            torch.testing.assert_close(found_by_name[name], values, rtol=1e-12, atol=1e-12)
+            spread[name] = max(spread.get(name, 0.0), float(values.std()))
+    assert len(spread) == 3 and all(spread.values()), "each summand differs between captions"
     assert built[0] is None and len(built) == 1 + 24 // STEPS
     assert all(rows is not None and len(rows) <= 11 + STEPS * PER_STEP for rows in built[1:])
 
