@@ -115,7 +115,7 @@ class ManifestRows:
 
     @classmethod
     def read(cls, folder: StoragePath) -> ManifestRows:
-        """Those of a store. Sorting them takes another 8 bytes per image, and 0.3 s for a million."""
+        """Those of a store. Meanwhile it takes some 60 bytes per image. Sorting takes 0.3 s for a million."""
         shards: list[ShardInfo] = []
         digests, numbers = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int32)]
         rows, lengths = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
@@ -129,7 +129,14 @@ class ManifestRows:
             lengths.append(pc.fill_null(table["length"], -1).to_numpy())
             columns = table.select(["shard", "sha256", "bytes", "boxes_sha256"]).take(first_rows)
             shards += [ShardInfo(**row) for row in columns.to_pylist()]
-        keys, order = KeyTable.sort(np.concatenate(digests))
-        shard, row, length = (np.concatenate(each)[order] for each in (numbers, rows, lengths))
+        keys, order = KeyTable.sort(_joined(digests))
+        shard, row, length = (_joined(each)[order] for each in (numbers, rows, lengths))
         row = row.astype(np.uint16 if not len(row) or row.max() < 2**16 else np.int32)
         return cls(keys, shard, row, length if (length >= 0).any() else None, shards)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """The parts as one array. The list is emptied, which frees their memory."""
+    result = np.concatenate(parts)
+    parts.clear()
+    return result

@@ -26,7 +26,8 @@ from raycap.pipeline.feature_store.store import (
     shard_name,
     write_shard,
 )
-from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.tables import read_cache
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
@@ -136,6 +137,23 @@ def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "the index's rows without a manifest count as missing"
     )
     assert np.array_equal(gather(store, keys[4:]), features[4:])
+
+
+def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing of its parts and their reading."""
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.MAX_LOOSE", 1)
+    keys, features = filled(tmp_path)
+    write_index(storage_path(tmp_path))
+    (part,) = (tmp_path / "index").iterdir()
+
+    def read(path: StoragePath, schema: pa.Schema) -> pa.Table:
+        part.unlink(missing_ok=True)
+        return read_cache(path, schema)
+
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.read_cache", read)
+    assert np.array_equal(gather(FeatureStore(tmp_path), keys), features) and not part.exists()
 
 
 def test_the_index_of_an_earlier_version_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
