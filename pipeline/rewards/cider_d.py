@@ -25,7 +25,7 @@ from raycap.pipeline.rewards.references import References
 from raycap.pipeline.scoring.cider import CiderD
 from raycap.pipeline.scoring.metric_words import metric_words
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
-from raycap.pipeline.storage.cache import REWARD_INDEXES
+from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from raycap.pipeline.storage.digests import require_whole, write_digests
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,7 @@ class CiderDReward:
     documents: what the document frequencies count.
     cache: a folder that stores the index over the references under the hash of its content. The index is built once per
     machine and memory-mapped by every process. If the folder cannot be written, each process builds an index for
-    itself. `pipeline.rewards.cider_index` has the cost.
-    keeps_index: whether the index remains in the cache. Otherwise it belongs to this object, in files without names.
+    itself. None: the index belongs to this object, in files without names. `pipeline.rewards.cider_index` has the cost.
     device: of the captions to score. An index of up to MAX_DEVICE_BYTES is moved there. Of a larger one, the tables of
     all n-grams are moved, and each call moves the parts of its images (see `CiderD.select`).
     """
@@ -77,18 +76,17 @@ class CiderDReward:
         documents: Documents = Documents(),
         device: torch.device | str = "cpu",
         cache: Path | None = None,
-        keeps_index: bool = True,
         language: str = ENGLISH,
     ) -> None:
         self.references = references
         self.eos, self.eos_id = eos, vocabulary.eos
 
-        def build(path: Path | None) -> CiderD:
-            folder = cache if cache is not None and os.access(cache, os.W_OK) else None
+        def build(path: Path | None, folder: Path | None = None) -> CiderD:
             return _build(references, vocabulary, language, eos, documents, path, folder)
 
-        if cache is None or not keeps_index:
-            scorer = build(None)
+        if cache is None:
+            folder = cache_folder()
+            scorer = build(None, folder if os.access(folder, os.W_OK) else None)
         else:
             from raycap.pipeline.runs.identity import code_digest
 

@@ -108,8 +108,7 @@ def make_objective(
             eos=section.eos_in_reward,
             documents=Documents(counts_captions, documents),
             device=device,
-            cache=cache_folder(),
-            keeps_index=rows is None,  # an index of a group would take the place of one that others use
+            cache=cache_folder() if rows is None else None,  # a group's would take the place of one that others use
             language=language,
         )
         return WeightedReward(section.reward, cider_d, texts, vocabulary, language), cider_d

@@ -134,17 +134,6 @@ def test_the_index_is_built_once_a_machine(
     assert score(cache=tmp_path / "file") == first  # no folder can be there
 
 
-def test_an_index_that_is_not_kept_leaves_the_cache_as_it_is(tmp_path: Path) -> None:
-    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
-    references = References.of_texts({n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")})
-    tokens, scores = torch.tensor([vocabulary.encode(list("acb"))]), []
-    for keeps in (False, True):
-        reward = CiderDReward(references, vocabulary, eos=True, cache=tmp_path, keeps_index=keeps)
-        scores.append(float(reward(tokens, torch.tensor([0]))))
-        assert any(tmp_path.iterdir()) is keeps
-    assert scores[0] == scores[1] > 0
-
-
 def test_a_call_may_select_the_parts_of_its_images() -> None:
     """As on a GPU, for an index above MAX_DEVICE_BYTES."""
     vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))

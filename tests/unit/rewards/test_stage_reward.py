@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.synthetic import make_scene
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.rewards.cider_d import CiderDReward, Documents, sampled_documents
@@ -61,6 +63,20 @@ def test_groups_give_the_rewards_of_all_images(counts_captions: bool) -> None:
     assert len(spread) == 3 and all(spread.values()), "each summand differs between captions"
     assert built[0] is None and len(built) == 1 + 24 // STEPS
     assert all(rows is not None and len(rows) <= 11 + STEPS * PER_STEP for rows in built[1:])
+
+
+def test_references_of_a_selection_are_read_in_place() -> None:
+    """Also those of some of its images. Nothing copies the columns of the selection."""
+    captions = [[f"a {number}", f"b {number}"] for number in range(9)]
+    splits = ["val" if number % 3 == 1 else "train" for number in range(9)]
+    table = pa.table([range(10, 19), splits, ["u"] * 9, captions, ["k"] * 9], schema=SCHEMA)
+    train = Dataset(pa.concat_tables([table.slice(0, 4), table.slice(4)])).split("train")
+    references, chosen = References.of(train), captions[0::3] + captions[2::3]
+    assert sorted(references) == sorted(chosen) and references[2] == captions[3]
+    some = references.selected(np.array([0, 2, 5]))
+    assert list(some) == [captions[0], captions[3], captions[8]] and some[1] == captions[3]
+    assert some.indices_of([18, 10]).tolist() == [2, 0]
+    assert "table" not in vars(train)
 
 
 def test_without_a_sample_there_are_no_groups() -> None:
