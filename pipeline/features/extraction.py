@@ -27,8 +27,8 @@ from raycap.models.config import BackboneConfig
 from raycap.models.transform import ImageTransform
 from raycap.models.views import content_key_of
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles
-from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, numbered_rounds
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.feature_store.key_table import KeyTable, first_of_each, key_digests
 from raycap.pipeline.feature_store.manifests import write_index
@@ -103,7 +103,7 @@ class Plan(NamedTuple):
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
     """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images.
 
-    The images need 60 bytes of memory each, and those of the store 22.
+    The images need 60 bytes of memory each, and those of the store 22, or 60 while it is opened.
     """
     quarantined = {
         row["key"]: row["reason"]
@@ -198,19 +198,10 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
         folder = storage_path(features) / feature_key(extractor.describe())
         known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
         logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-        parts = ((start, uris.slice(start, ROUND_ROWS)) for start in range(0, len(uris), ROUND_ROWS))
-        rounds = (
-            pa.table({"key": pa.nulls(len(part), pa.string()), "uri": part, "number": start + np.arange(len(part))})
-            for start, part in parts
-        )
+        rounds = (part.append_column("key", pa.nulls(len(part), pa.string())) for part in numbered_rounds(uris))
         with start_ray() as progressed:
             for batch in compute(rounds, len(uris), folder, extractor, known):
-                keys = pa.array(batch["key"], pa.string())
-                keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
-                failed = np.flatnonzero(batch["key"] == "")
-                reasons = zip(batch["uri"][failed], batch["reason"][failed], strict=True)
-                texts = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in reasons}
-                yield HashedFiles(batch["number"], keys, texts)
+                yield HashedFiles.of_batch(batch)
                 progressed()
         write_index(folder)
 
