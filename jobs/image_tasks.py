@@ -1,4 +1,4 @@
-"""Reads the images of a data set with tasks on a Ray cluster, for `raycap check` and `raycap retrain`."""
+"""Reads the images of a data set with tasks on a Ray cluster, for `raycap check`, `raycap retrain` and `raycap run`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raycap.jobs.cluster import cluster_address, start_ray
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashedFiles
-from raycap.pipeline.data.dataset import ROUND_ROWS
+from raycap.pipeline.data.content_keys import HashedFiles, numbered_rounds
 from raycap.pipeline.data.images import hash_batch, measure_batch
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.runs.check import Reader, Threads
@@ -36,14 +34,7 @@ class ImageTasks:
     address: str | None
 
     def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
-        parts = ((start, uris.slice(start, ROUND_ROWS)) for start in range(0, len(uris), ROUND_ROWS))
-        tables = (pa.table({"uri": part, "number": start + np.arange(len(part))}) for start, part in parts)
-        for batch in self._mapped(tables, hash_batch, {"options": options}):
-            keys = pa.array(batch["key"], pa.string())
-            keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
-            failed = batch["reason"] != ""
-            reasons = dict(zip(batch["uri"][failed].tolist(), batch["reason"][failed].tolist(), strict=True))
-            yield HashedFiles(batch["number"], keys, reasons)
+        return map(HashedFiles.of_batch, self._mapped(numbered_rounds(uris), hash_batch, {"options": options}))
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         settings = {"max_pixels": config.data.max_pixels, "options": config.storage.options}

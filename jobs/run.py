@@ -18,6 +18,7 @@ from raycap.jobs.cluster import Stage, check_address, check_resources, start_ray
 from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.evaluate import evaluate_ensemble
 from raycap.jobs.extract import initial_weights, start_extraction
+from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from raycap.jobs.seeds import seed_configs, summarize_runs
@@ -102,10 +103,13 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features."""
+    """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features.
+
+    New images of other runs are read by tasks on a cluster, or by threads without one.
+    """
     reads_images = config.stages[0].train_backbone or config.features.store != "always"  # `fits` is decided later
-    if not config.has_backbone or config.init_from is not None or reads_images:
-        return find_data(config)
+    if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
+        return find_data(config, image_reader(config, address).hash_files)
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
         return find_data(config, hash_and_extract(config, weights, start))

@@ -19,7 +19,7 @@ from raycap.pipeline.inventory.contents import Inventory, read_inventory
 from raycap.pipeline.inventory.prune import plan_removals, remove
 from raycap.pipeline.runtime.secrets import remember_address, without_secrets
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import StorageOptions, is_remote
 from raycap.pipeline.untrusted.names import expanded_path, printable, shown
 
 OLD_DAYS = 30
@@ -89,15 +89,10 @@ def _storage(target: str, overrides: Sequence[str], endpoint_url: str | None) ->
 
 def _read(storage: StoragePath) -> Inventory:
     """What the storage contains. Raises UserError if S3 does not answer, or for a missing bucket."""
-    try:
+    from raycap.pipeline.runs.preflight import storage_errors
+
+    with storage_errors("--endpoint-url", "give a storage that exists"):
         storage.require_answer()
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; give a storage that exists") from error
-    except StorageError as error:
-        remedy = "check --endpoint-url, the network and the credentials (AWS_ACCESS_KEY_ID or a profile)"
-        raise UserError(f"{error}; {remedy}") from error
-    except ValueError as error:  # boto3 refuses the address
-        raise UserError(f"--endpoint-url: {error}; give a URL such as https://s3.example.org") from error
     return read_inventory(storage)
 
 

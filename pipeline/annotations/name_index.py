@@ -67,9 +67,8 @@ class NameIndex:
         for start in range(0, len(old[0]), _REHASHED):
             used = start + np.flatnonzero(old[2][start : start + _REHASHED])
             slots = (old[0][used] & np.uint64(self._mask)).astype(np.int64)
-            while len(
-                used
-            ):  # in each round the first name that needs a free slot takes it; the others try the next one
+            # in each round the first name that needs a free slot takes it; the others try the next one
+            while len(used):
                 _, is_first = np.unique(slots, return_index=True)
                 taken = is_first[self._arrays[2][slots[is_first]] == 0]
                 for array, values in zip(self._arrays, old, strict=True):

@@ -28,8 +28,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.annotations.location import PARTS, ImageLocation, forget_pages
-from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import MAX_BYTES, read_image_file, reason_of
+from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
+from raycap.pipeline.data.images import MAX_BYTES, UNREADABLE, read_image_file, reason_of
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
 from raycap.pipeline.runtime.progress import progress
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
@@ -41,7 +41,8 @@ _UNREADABLE_SIZE = -1  # replaces the size of a file that cannot be read
 _NUM_THREADS = 8
 _URIS_PER_SLICE = 1000  # files that are hashed between two looks at the clock
 _ROWS_AT_A_TIME = 2**16  # that are moved between files
-# New rows are written once a minute, and so seldom that the writes take a twentieth of the time.
+# New rows are written once a minute, and so seldom that the writes take a twentieth of the time. More than
+# _MAX_UNWRITTEN are written at once, whatever that takes, because those of one write are in memory together.
 _WRITE_EVERY_S, _WRITE_SHARE, _MAX_UNWRITTEN = 60.0, 1 / 20, 2**19
 # A listing ends after this many objects plus ten per image: one image may be in a bucket of a billion objects.
 _LISTED_OBJECTS = 1000
@@ -65,9 +66,24 @@ class HashedFiles(NamedTuple):
     keys: pa.Array
     reasons: dict[str, str]
 
+    @classmethod
+    def of_batch(cls, batch: dict[str, np.ndarray]) -> HashedFiles:
+        """The files of a Ray batch with the columns number, uri, key, which is "" without one, and reason."""
+        is_bad = batch["key"] == ""
+        bad = zip(batch["uri"][is_bad], batch["reason"][is_bad], strict=True)
+        reasons = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in bad}
+        return cls(batch["number"], pa.array(batch["key"], pa.string(), mask=is_bad), reasons)
+
 
 # Reads and hashes the files at URIs, each once. Raises StorageError when the storage is out of order.
 HashFiles = Callable[[pa.ChunkedArray, StorageOptions], Iterator[HashedFiles]]
+
+
+def numbered_rounds(uris: pa.ChunkedArray) -> Iterator[pa.Table]:
+    """URIs with their numbers, as tables with the columns uri and number, of ROUND_ROWS rows at a time for Ray."""
+    for start in range(0, len(uris), ROUND_ROWS):
+        part = uris.slice(start, ROUND_ROWS)
+        yield pa.table({"uri": part, "number": start + np.arange(len(part))})
 
 
 def take_snapshot(
@@ -122,9 +138,8 @@ class _Snapshot:
     def compare(self) -> None:
         """Reads the sizes and tags of all files, and finds those that are new or have changed."""
         entries = _Entries(self._images, self._archives, self._options)
-        found: list[
-            tuple[bool, int, str, str]
-        ] = []  # of unreadable images: is missing, the row, the URI and the reason
+        # of unreadable images: is missing, the row, the URI and the reason
+        found: list[tuple[bool, int, str, str]] = []
         for part in range(self._manifest.num_parts):
             table = self._images.table(part).combine_chunks()
             images = _distinct(table)
@@ -133,9 +148,8 @@ class _Snapshot:
                 rows = table["row"].to_numpy()
                 self._repeated.append((rows[rows != firsts], firsts[rows != firsts]))
             sizes, tags, reasons = entries.read(part, images)
-            is_large = pc.and_(
-                pc.greater(sizes, MAX_BYTES), pc.is_null(images["file"])
-            )  # `read_bytes` knows a part's size
+            # `read_bytes` knows the size of an image that is a part of a file
+            is_large = pc.and_(pc.greater(sizes, MAX_BYTES), pc.is_null(images["file"]))
             for mask, is_missing in ((is_large, False), (pc.equal(sizes, _UNREADABLE_SIZE), True)):
                 names = images.filter(mask).select(["row", "uri", "file"]).to_pylist()
                 for row, uri, file in (each.values() for each in names):
@@ -213,7 +227,7 @@ class _Snapshot:
         """Brings the parts of the manifest up to date whose files have changed or whose rows are elsewhere."""
         has_key = np.isin(self._states, (_HAS_KEY, _NEW))
         for part in range(self._manifest.num_parts):
-            if part in self._stale or self._manifest.is_divided(part):
+            if part in self._stale or self._manifest.has_other_rows(part):
                 rows, others = self._rows(part, has_key), self._others.table(part)
                 others = others.filter(pc.invert(pc.is_in(others["uri"], value_set=rows["uri"])))
                 if len(rows) + len(others):

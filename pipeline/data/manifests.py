@@ -78,12 +78,12 @@ class Manifest:
         """The rows of a part, each URI once."""
         is_stored = not self.bits or part in self._stored
         stored = read_cache(self._file(part), MANIFEST) if is_stored else MANIFEST.empty_table()
-        if not self.is_divided(part):
+        if not self.has_other_rows(part):
             return stored
         table = pa.concat_tables([self._new.table(part), stored, self._old.table(part)]).combine_chunks()
         return table.take(pc.index_in(pc.unique(table["uri"]), value_set=table["uri"]))  # the first row of a URI counts
 
-    def is_divided(self, part: int) -> bool:
+    def has_other_rows(self, part: int) -> bool:
         """Whether rows of a part are in other files than its own."""
         return bool(self._new.batches(part) or self._old.batches(part))
 
@@ -97,12 +97,12 @@ class Manifest:
         write_table(self._file(part), rows.combine_chunks())
 
     def finish(self) -> None:
-        """Removes the files whose rows are in the parts, after `write` of each part that changed or `is_divided`."""
+        """Removes the files whose rows are in the parts, after `write` of each part that changed or `has_other_rows`.
+
+        The folder of parts remains even if it is empty, because another process may be about to write there.
+        """
         for path in self._merged:
             path.delete()
-        if not self._path.is_remote and self._folder.path.is_dir():
-            with suppress(OSError):  # it is not empty
-                self._folder.path.rmdir()
 
     def _file(self, part: int) -> StoragePath:
         return self._folder / _name(self.bits, part) if self.bits else self._path

@@ -46,10 +46,13 @@ class FeatureComputer:
         return torch.cat(self.batches(pixels, lambda features: features))
 
     def batches(self, pixels: Tensor, take: Callable[[Tensor], T]) -> list[T]:
-        """`take` of the features of each `settings.batch_size` images, whose memory can then be used again.
+        """What `take` makes of the features (b, N, C) of each `settings.batch_size` images, in their order.
+
+        pixels: (B, H, W, 3) uint8. The features are in the stored dtype on the device, and their memory can be used
+        again unless `take` keeps them. A value too large for the stored dtype is infinite.
 
         Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
-        features of an image have the same bits in every batch. A value too large for the stored dtype is infinite.
+        features of an image have the same bits in every batch.
         """
         size, taken = self.settings.batch_size, []
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):

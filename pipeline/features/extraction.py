@@ -27,8 +27,8 @@ from raycap.models.config import BackboneConfig
 from raycap.models.transform import ImageTransform
 from raycap.models.views import content_key_of
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles
-from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, numbered_rounds
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.feature_store.key_table import KeyTable, first_of_each, key_digests
 from raycap.pipeline.feature_store.manifests import write_index
@@ -103,7 +103,7 @@ class Plan(NamedTuple):
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
     """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images.
 
-    The images need 60 bytes of memory each, and those of the store 22.
+    The images need 60 bytes of memory each, and those of the store 22, or 60 while it is opened.
     """
     quarantined = {
         row["key"]: row["reason"]
@@ -113,13 +113,13 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    readable, of_quarantine = dataset.readable(), pa.array(list(quarantined), pa.string())
+    readable, of_quarantine = dataset.readable(), _Contents(quarantined)
     digests, is_unusable, unusable = [np.empty((0, 2), np.uint64)], [np.empty(0, bool)], dict[str, str]()
     for chunk in readable.chunks("key"):
         contents = _content_keys(chunk)
-        mask = pc.is_in(contents, value_set=of_quarantine)
-        unusable |= {key: quarantined[key] for key in contents.filter(mask).to_pylist()}
-        is_unusable.append(mask.to_numpy())
+        mask = of_quarantine.contains(contents)
+        unusable |= {key: quarantined[key] for key in contents.filter(pa.array(mask)).to_pylist()}
+        is_unusable.append(mask)
         digests.append(key_digests(chunk["key"]))
     of_images = np.concatenate(digests)
     is_missing = first_of_each(of_images)
@@ -131,6 +131,17 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
 def _content_keys(table: pa.Table) -> pa.ChunkedArray:
     """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
     return pc.utf8_slice_codeunits(table["key"], 0, 64)
+
+
+class _Contents:
+    """Content keys to compare with those of many chunks: Arrow's `is_in` would hash them again for each chunk."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._table, _ = KeyTable.sort(key_digests(pa.array(list(keys), pa.string())))
+
+    def contains(self, keys: pa.ChunkedArray) -> np.ndarray:
+        """Whether each of these keys is there: bools (len(keys),)."""
+        return self._table.contains(key_digests(keys)) if len(self._table) else np.zeros(len(keys), bool)
 
 
 def extract(
@@ -187,19 +198,10 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
         folder = storage_path(features) / feature_key(extractor.describe())
         known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
         logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-        parts = ((start, uris.slice(start, ROUND_ROWS)) for start in range(0, len(uris), ROUND_ROWS))
-        rounds = (
-            pa.table({"key": pa.nulls(len(part), pa.string()), "uri": part, "number": start + np.arange(len(part))})
-            for start, part in parts
-        )
+        rounds = (part.append_column("key", pa.nulls(len(part), pa.string())) for part in numbered_rounds(uris))
         with start_ray() as progressed:
             for batch in compute(rounds, len(uris), folder, extractor, known):
-                keys = pa.array(batch["key"], pa.string())
-                keys = pc.if_else(pc.equal(keys, ""), pa.scalar(None, pa.string()), keys)
-                failed = np.flatnonzero(batch["key"] == "")
-                reasons = zip(batch["uri"][failed], batch["reason"][failed], strict=True)
-                texts = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in reasons}
-                yield HashedFiles(batch["number"], keys, texts)
+                yield HashedFiles.of_batch(batch)
                 progressed()
         write_index(folder)
 
@@ -368,12 +370,12 @@ def write_quarantine(
     """
     before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
     rows = {row["uri"]: row for row in before.to_pylist()}
-    keys = pa.array(list(unusable), pa.string())
+    keys = _Contents(unusable)
     for chunk in dataset.chunks("uri", "key"):
-        for uri in chunk["uri"].filter(pc.is_in(chunk["uri"], value_set=before["uri"])).to_pylist():
+        for uri in chunk["uri"].to_pylist() if len(before) else ():
             rows.pop(uri, None)
         found = chunk.set_column(1, "key", _content_keys(chunk))
-        for row in found.filter(pc.is_in(found["key"], value_set=keys)).to_pylist():
+        for row in found.filter(pa.array(keys.contains(found["key"]))).to_pylist():
             rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}

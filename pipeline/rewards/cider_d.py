@@ -25,7 +25,7 @@ from raycap.pipeline.rewards.references import References
 from raycap.pipeline.scoring.cider import CiderD
 from raycap.pipeline.scoring.metric_words import metric_words
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
-from raycap.pipeline.storage.cache import REWARD_INDEXES
+from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from raycap.pipeline.storage.digests import require_whole, write_digests
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class CiderDReward:
     documents: what the document frequencies count.
     cache: a folder that stores the index over the references under the hash of its content. The index is built once per
     machine and memory-mapped by every process. If the folder cannot be written, each process builds an index for
-    itself. `pipeline.rewards.cider_index` has the cost.
+    itself. None: the index belongs to this object, in files without names. `pipeline.rewards.cider_index` has the cost.
     device: of the captions to score. An index of up to MAX_DEVICE_BYTES is moved there. Of a larger one, the tables of
     all n-grams are moved, and each call moves the parts of its images (see `CiderD.select`).
     """
@@ -81,11 +81,12 @@ class CiderDReward:
         self.references = references
         self.eos, self.eos_id = eos, vocabulary.eos
 
-        def build(path: Path | None) -> CiderD:
-            return _build(references, vocabulary, language, eos, documents, path)
+        def build(path: Path | None, folder: Path | None = None) -> CiderD:
+            return _build(references, vocabulary, language, eos, documents, path, folder)
 
         if cache is None:
-            scorer = build(None)
+            folder = cache_folder()
+            scorer = build(None, folder if os.access(folder, os.W_OK) else None)
         else:
             from raycap.pipeline.runs.identity import code_digest
 
@@ -172,10 +173,12 @@ def _build(
     eos: bool,
     documents: Documents,
     path: Path | None,
+    folder: Path | None,
 ) -> CiderD:
     """The index over the references, with two scores of ground truth in its metadata (see `check_reward`).
 
-    With subwords the metadata also has the words of the references in the order of their ids. path: see `build_index`.
+    With subwords the metadata also has the words of the references in the order of their ids. path, folder: see
+    `build_index`.
 
     The first caption of each image is scored against its other captions: once with EOS and once without. The scores are
     means over the first 1000 images with several captions, or None if no image has several.
@@ -207,6 +210,7 @@ def _build(
         caption_documents=documents.captions,
         documents=documents.images,
         path=path,
+        folder=folder,
         metadata=metadata,
     )
 

@@ -81,6 +81,7 @@ def build_index(
     documents: np.ndarray | None = None,
     memory: int = MEMORY,
     path: Path | None = None,
+    folder: Path | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> CiderD:
     """The index of each image's reference captions, given as word-id sequences (ids below 2^30). Iterates once.
@@ -88,13 +89,14 @@ def build_index(
     caption_documents: compute document frequencies over captions instead of images, as the meshed-memory transformer's
     reward does. documents: the numbers of the images, ascending, that count as documents, or whose captions do; None
     for all. An n-gram that none of them has gets document frequency 1. memory: bytes, see the top of this file, which
-    also states the cost. path: the safetensors file to write, from which the index is then mapped; temporary files
-    are made in its folder, and without a path in the system's. metadata: is read when all references have been. The
-    tensors do not depend on `memory` or `path`.
+    also states the cost. path: the safetensors file to write, from which the index is then mapped. folder: of temporary
+    files, which without a path also have the index; None: that of the path, or the system's. metadata: is read when all
+    references have been. The tensors do not depend on `memory`, `path` or `folder`.
 
     Raises OSError, after which no file is left.
     """
-    folder = None if path is None else path.parent
+    if path is not None:
+        folder = path.parent
     with ExitStack() as stack:
         try:
             build = _Build(stack, memory, folder, caption_documents, documents)

@@ -20,39 +20,43 @@ _BATCH = 1024  # images whose captions are Python lists at a time
 class References:
     """The captions of each image. An image is numbered by its position, and the image ids only serve to look it up.
 
-    ids: (I,) int64, distinct. read: the captions of the images with the numbers from the first to before the second
-    argument. For a data set they remain in the memory-mapped pages of its file.
+    ids: (I,) int64, distinct. read: the captions of the images with these numbers (n,), which ascend. For a data set
+    they remain in the memory-mapped pages of its file.
     """
 
-    def __init__(self, ids: np.ndarray, read: Callable[[int, int], list[list[str]]]) -> None:
+    def __init__(self, ids: np.ndarray, read: Callable[[np.ndarray], list[list[str]]]) -> None:
         self._ids, self._read = ids, read
 
     @classmethod
     def of(cls, dataset: Dataset, tokenizer: str | None = None) -> References:
         """Those of a data set, numbered as its rows: raw captions, or with a tokenizer the texts that it splits.
 
-        The ids need 8 bytes of memory per image.
+        The ids and the rows need 16 bytes of memory per image.
         """
-        captions = dataset.table[text_column(tokenizer)]
-        ids: np.ndarray = dataset.table["image_id"].to_numpy()
-        return cls(ids, lambda begin, end: captions.slice(begin, end - begin).to_pylist())
+        column, rows = text_column(tokenizer), dataset.rows
+        ids: np.ndarray = dataset.values("image_id").to_numpy()
+
+        def read(numbers: np.ndarray) -> list[list[str]]:
+            return [texts for part in dataset.rounds(rows[numbers], column) for texts in part[column].to_pylist()]
+
+        return cls(ids, read)
 
     def selected(self, numbers: np.ndarray) -> References:
-        """Those of the images with these numbers (n,), numbered anew in their order."""
-        return References(self._ids[numbers], lambda begin, end: [self[each] for each in numbers[begin:end].tolist()])
+        """Those of the images with these numbers (n,), which ascend, numbered anew in their order."""
+        return References(self._ids[numbers], lambda chosen: self._read(numbers[chosen]))
 
     @classmethod
     def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
         """The captions by image id."""
         captions = [list(each) for each in texts.values()]
-        return cls(np.array(list(texts), np.int64), lambda begin, end: captions[begin:end])
+        return cls(np.array(list(texts), np.int64), lambda numbers: [captions[each] for each in numbers.tolist()])
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def __getitem__(self, index: int) -> list[str]:
         """The captions of one image."""
-        return self._read(index, index + 1)[0]
+        return self._read(np.array([index]))[0]
 
     def __iter__(self) -> Iterator[list[str]]:
         """The captions of each image."""
@@ -62,7 +66,7 @@ class References:
     def batches(self) -> Iterator[list[list[str]]]:
         """The captions of each image, for some images at a time, which are the same in every process."""
         for begin in range(0, len(self), _BATCH):
-            yield self._read(begin, min(begin + _BATCH, len(self)))
+            yield self._read(np.arange(begin, min(begin + _BATCH, len(self))))
 
     def content(self) -> Iterator[bytes]:
         """Bytes that are equal if and only if all captions and their order are. Image ids do not count."""

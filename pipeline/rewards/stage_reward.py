@@ -51,8 +51,13 @@ class StageReward:
         """make: gives the rewards of these rows of the training images, or of all, numbered in their order."""
         self._make, self._groups = make, groups
         self._group, self._rows = -1, torch.zeros(0, dtype=torch.int64)
-        if groups is None:
-            self._reward, self.cider_d = make(None)
+        self._made = make(None) if groups is None else None
+
+    @property
+    def cider_d(self) -> CiderDReward:
+        """The reward by CIDEr-D of the images of the last step that was begun."""
+        assert self._made is not None
+        return self._made[1]
 
     def begin(self, step: int) -> None:
         """Prepares the rewards of a step's images."""
@@ -62,14 +67,17 @@ class StageReward:
         self._group = step // groups.steps
         first = self._group * groups.steps
         rows = np.union1d(groups.sample, groups.images_of(first, first + groups.steps))
-        self._reward, self.cider_d = self._make(rows)
+        self._made = None  # frees the memory of the index before the next one is built
+        self._made = self._make(rows)
         self._rows = torch.from_numpy(rows).to(self.cider_d.device)
 
     def __call__(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As `WeightedReward`, for rows (R,) of the training images. Raises IndexError for one outside of the group."""
+        assert self._made is not None
+        reward, _ = self._made
         if self._groups is None:
-            return self._reward(tokens, rows)
+            return reward(tokens, rows)
         numbers = torch.searchsorted(self._rows, rows).clamp(max=len(self._rows) - 1)
         if not torch.equal(self._rows[numbers], rows):
             raise IndexError("the reward has no index of an image of this step")
-        return self._reward(tokens, numbers)
+        return reward(tokens, numbers)

@@ -17,16 +17,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads
-from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, require_splits
+from raycap.pipeline.data.dataset import Dataset, Selection, build_vocabulary, read_annotations, require_splits
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.loading import data_root, snapshot_of
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.feature_store.key_table import first_of_each, key_digests
+from raycap.pipeline.feature_store.key_table import KeyTable, first_of_each, key_digests
 from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.language.caption_problems import CaptionProblems
 from raycap.pipeline.language.tokenizers import SUBWORD, caption_words
@@ -107,16 +106,21 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
     Every image is read and decoded once. If too many of a sample are unusable, the others are not read. For a run on
     region features, the check only looks up whether they exist.
 
-    checked_keys: content keys of images that an earlier check has read. These images are not read again, and
-    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones.
+    checked_keys: content keys of images that an earlier check has read. These images are not decoded again, also not in
+    a sample, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(dataset, config.data)
     logger.info(f"reading {len(dataset)} images")
-    if _check_sample(result, dataset, config):
+    if checked_keys is None and _check_sample(result, dataset, config):
         return result
     dataset, missing = snapshot_of(dataset, config, reader.hash_files)
+    unchecked = dataset
+    if checked_keys is not None:  # only the keys say which images are to be sampled
+        unchecked = _selected(dataset, ~_has_keys(dataset, checked_keys))
+        if _check_sample(result, unchecked.readable(), config):
+            return result
     _check_captions(result, dataset, problems, config.data.tokenizer)
     fitting = _check_tokenizer(result, dataset, config.data.tokenizer)
     try:
@@ -125,10 +129,6 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
         _check_unknown(result, dataset.split(config.data.val_split), vocabulary, fitting)
     except UserError as error:  # the captions give no vocabulary
         result.error(str(error))
-    unchecked = dataset
-    if checked_keys is not None:
-        is_checked = pc.is_in(dataset.table["key"], value_set=checked_keys)
-        unchecked = Dataset(dataset.table.filter(pc.invert(is_checked)))
     if config.has_backbone:
         unusable, sizes = _decode_all(unchecked, config, reader)
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
@@ -140,6 +140,24 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
     _check_splits(result, dataset, config)
     result.statistics["fingerprint"] = dataset.readable().without(sorted(unusable)).fingerprint()
     return result
+
+
+def _digests(dataset: Dataset) -> np.ndarray:
+    """The digests (len(dataset), 2) of the images' content keys, in 16 bytes of memory each."""
+    return np.concatenate([np.empty((0, 2), np.uint64), *(key_digests(part["key"]) for part in dataset.chunks("key"))])
+
+
+def _has_keys(dataset: Dataset, keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """For each image, whether its content key is one of these: bools (len(dataset),)."""
+    if not len(keys):
+        return np.zeros(len(dataset), bool)
+    table, _ = KeyTable.sort(key_digests(keys))
+    return np.concatenate([np.empty(0, bool), *(table.contains(key_digests(p["key"])) for p in dataset.chunks("key"))])
+
+
+def _selected(dataset: Dataset, mask: np.ndarray) -> Dataset:
+    """The images for which a mask is true. They are not copied."""
+    return Selection(dataset.whole, dataset.rows[mask])
 
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
@@ -221,7 +239,7 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
     """Whether an error shows that far too many images of a large data set are unusable: those of a random sample."""
     if not config.has_backbone or len(dataset) < 10 * SAMPLE:
         return False
-    rows = np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))
+    rows = dataset.rows[np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))]
     parts = Threads().measure(dataset.rounds(rows, "uri"), config)
     unusable = [
         (str(uri), str(reason))
@@ -249,8 +267,7 @@ def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[di
     Files of equal content are decoded once. It takes 50 bytes of memory per image.
     """
     readable = dataset.readable()
-    digests = [np.empty((0, 2), np.uint64), *(key_digests(chunk["key"]) for chunk in readable.chunks("key"))]
-    rows = readable.rows[first_of_each(np.concatenate(digests))]
+    rows = readable.rows[first_of_each(_digests(readable))]
     reasons: dict[str, str] = {}
     sizes = [np.empty((0, 2), np.int32)]
     with progress("decoding", len(rows)) as advance:
@@ -266,8 +283,8 @@ def _check_images(
     result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
 ) -> None:
     """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
-    chosen = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=pa.array(list(unusable), pa.string())))
-    images = zip(chosen["uri"].to_pylist(), chosen["key"].to_pylist(), strict=True)
+    chosen = _selected(dataset, _has_keys(dataset, pa.array(list(unusable), pa.string())))
+    images = zip(chosen.column("uri"), chosen.column("key"), strict=True)
     unreadable = [(uri, unusable[key]) for uri, key in images] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
@@ -279,23 +296,37 @@ def _check_images(
 
 
 def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusable: dict[str, str]) -> None:
-    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}."""
-    table = dataset.split(*config.data.train_splits).table
-    table = table.filter(pc.is_in(table["key"], value_set=pa.array(list(unusable), pa.string())))
-    if config.features.store == "never" and len(table):
-        result.error(
-            f"{len(table)} training images cannot be decoded, and with features.store = never no extraction leaves "
-            f"them out: {_examples([shown(uri) for uri in table['uri'].to_pylist()])}"
-        )
+    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}.
+
+    With `fits` each run decides whether its extraction reads them, so that they get a warning.
+    """
+    store = config.features.store
+    if store == "always":
+        return
+    training = dataset.split(*config.data.train_splits)
+    uris = _selected(training, _has_keys(training, pa.array(list(unusable), pa.string()))).column("uri")
+    if not uris:
+        return
+    text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
+    examples = _examples([shown(uri) for uri in uris])
+    if store == "never":
+        result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
+    else:
+        result.warn(f"{text}with features.store = fits they end a run that does not store features: {examples}")
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Reports images with equal content: an error across training and held-out splits, else a warning."""
+    """Reports images with equal content: an error across training and held-out splits, else a warning.
+
+    It takes some 50 bytes of memory per image; images of equal content take more.
+    """
+    readable = dataset.readable()
+    table, order = KeyTable.sort(_digests(readable))
+    is_repeated = ~table.is_first()
+    is_repeated[:-1] |= is_repeated[1:]  # the first ones, too
+    copies = Selection(readable.whole, np.sort(readable.rows[order[is_repeated]]))
     copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    counts = dataset.readable().values("key").value_counts()
-    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-    copies = dataset.table.filter(pc.is_in(dataset.table["key"], value_set=repeated))
-    for key, split, uri in zip(*(copies[name].to_pylist() for name in ("key", "split", "uri")), strict=True):
+    for key, split, uri in zip(*(copies.column(name) for name in ("key", "split", "uri")), strict=True):
         copies_by_key[key].append((split, uri))
     train = set(config.data.train_splits)
     held_out = {config.data.val_split, *config.data.test_splits} - train

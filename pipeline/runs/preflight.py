@@ -7,6 +7,8 @@ Mistakes that the user can correct raise UserError and leave nothing behind. The
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,15 +52,8 @@ def check_before_writing(config: RunConfig) -> None:
 
 def check_storage(config: RunConfig) -> None:
     """Raises UserError if the storage cannot be written, or S3 does not answer, has no such bucket or credentials."""
-    try:
+    with storage_errors("storage.endpoint_url", "create it, or correct storage or data.root"):
         config.require_storage()
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; create it, or correct storage or data.root") from error
-    except StorageError as error:
-        remedy = "check storage.endpoint_url, the network and the credentials (AWS_ACCESS_KEY_ID or a profile)"
-        raise UserError(f"{error}; {remedy}") from error
-    except ValueError as error:  # boto3 refuses the address
-        raise UserError(f"storage.endpoint_url: {error}; give a URL such as https://s3.example.org") from error
     try:
         folder = config.working_path
         existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -70,6 +65,23 @@ def check_storage(config: RunConfig) -> None:
     if not existing.is_dir():
         raise UserError(f"{name}: {existing} is a file; give a folder")
     require_writable("RAYCAP_CACHE" if config.home("") else name, existing)
+
+
+@contextmanager
+def storage_errors(endpoint: str, remedy: str) -> Iterator[None]:
+    """Raises UserError for the errors of S3 that does not answer, or has no such bucket or credentials.
+
+    endpoint: the setting with the server's address. remedy: what to do if the bucket does not exist.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from error
+    except StorageError as error:
+        advice = f"check {endpoint}, the network and the credentials (AWS_ACCESS_KEY_ID or a profile)"
+        raise UserError(f"{error}; {advice}") from error
+    except ValueError as error:  # boto3 refuses the address
+        raise UserError(f"{endpoint}: {error}; give a URL such as https://s3.example.org") from error
 
 
 def check_files(config: RunConfig) -> None:

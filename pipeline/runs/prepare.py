@@ -220,8 +220,8 @@ def decide_store(config: RunConfig, dataset: Dataset, row_values: int) -> bool:
     """Whether the features of training images are stored, by `features.store`; see `stores_features` for `fits`.
 
     As for `decide_order`, every worker and every later attempt uses the decision. row_values: the numbers in an image's
-    features. A local storage has room for as much as half of its disk's free space and the features that it holds, and
-    S3 for as much as this machine's cache of shards.
+    features. A local storage has room for as much as half of its disk's free space, and S3 for as much as this
+    machine's cache of shards. Features that are stored already do not count, as when `raycap run` checks the disk.
     """
     settings, workers = config.features, config.workers
     num_stores = config.num_training_stores(config.stages)
@@ -233,9 +233,7 @@ def decide_store(config: RunConfig, dataset: Dataset, row_values: int) -> bool:
     if config.storage_place.is_remote:
         room = shard_cache(settings.cache_bytes).limit
     else:
-        folder = config.working_path / "features"
-        held = sum(path.stat().st_size for path in folder.rglob("*.npy"))
-        total, most, rate = num_stores * total, max(0, free_bytes(folder)) + held, DISK_RATE
+        total, most, rate = num_stores * total, max(0, free_bytes(config.working_path)), DISK_RATE
         room = most // 2
     reading = reading_seconds(total, row_bytes, room, rate)
     frozen = next(stage for stage in config.stages if not stage.train_backbone)

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -220,6 +221,7 @@ class StageRun:
         references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
+        self.total = total_steps(stage, self.batches.num_samples)
         groups = self._reward_groups(len(train)) if by_shards else None
         self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language, groups)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
@@ -229,7 +231,6 @@ class StageRun:
         self.wrapped: nn.Module = self.captioner
         if world_size > 1:
             self.wrapped = data_parallel(self.captioner, stage)
-        self.total = total_steps(stage, self.batches.num_samples)
         self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
         self.progress, self.had_notice = Progress(), False
 
@@ -240,21 +241,18 @@ class StageRun:
         text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
         workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
-        if self.reward is not None:
+        # A stage that had already ended early is resumed only to write its result.
+        stop = progress.step if progress.ended_early else self.total
+        if self.reward is not None and progress.step < stop:
             self.reward.begin(progress.step)
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
-        # A stage that had already ended early is resumed only to write its result.
-        stop = progress.step if progress.ended_early else self.total
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
             # exchanged while the step is computed
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
-            # as in the extraction, outside of the stage's precision
-            batches = [with_features(batch, self.computer) for batch in batches]
-            with float32_products(stage.precision):
-                metrics.add(self.step(step, batches))
+            metrics.add(self.step(step, batches))
             progress.step, progress.epoch_world = step + 1, self.batches.epoch_world(step + 1)
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
@@ -300,13 +298,15 @@ class StageRun:
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
         metrics: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
+            batch = with_features(batch, self.computer)  # as in the extraction, outside of the stage's precision
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
             generator = torch.Generator(device).manual_seed(seed ^ 1)  # other random numbers than those of dropout
             batch = batch.to(device, feature_dtype(self.stage))
             # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
             skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
-            with self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext():  # type: ignore[operator]
+            exchange = self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext()  # type: ignore[operator]
+            with float32_products(self.stage.precision), exchange:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
                 # The losses of all workers add up to the global loss, but DDP averages their gradients.
@@ -329,7 +329,12 @@ class StageRun:
             return None
         per_step = math.ceil(stage.batch_size / self.context.world_size)
         steps = min(math.ceil(num_images / stage.batch_size), max(1, GROUP_IMAGES // per_step))
-        return Groups.of(self.batches.images_of, steps, num_images, stage.sampling.document_sample)
+
+        def images_of(start: int, stop: int) -> np.ndarray:
+            """The images of these steps, without steps after the stage's end."""
+            return self.batches.images_of(start, min(stop, self.total))
+
+        return Groups.of(images_of, steps, num_images, stage.sampling.document_sample)
 
     def _resume(self) -> Progress:
         """Restores the newest checkpoint that is whole in the copies of all workers, if any.

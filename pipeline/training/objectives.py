@@ -108,7 +108,7 @@ def make_objective(
             eos=section.eos_in_reward,
             documents=Documents(counts_captions, documents),
             device=device,
-            cache=cache_folder(),
+            cache=cache_folder() if rows is None else None,  # a group's would take the place of one that others use
             language=language,
         )
         return WeightedReward(section.reward, cider_d, texts, vocabulary, language), cider_d

@@ -48,8 +48,7 @@ def test_features_of_usable_images_and_reasons_for_others(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.data.read_api.cached_remote_fn", lambda _: pytest.fail("a task for each block of names"))
-    for module in ("data.dataset", "features.extraction"):
-        monkeypatch.setattr(f"raycap.pipeline.{module}.ROUND_ROWS", 12)  # three rounds
+    monkeypatch.setattr("raycap.pipeline.data.dataset.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "5.png").write_bytes(b"not a picture")
@@ -201,8 +200,8 @@ def test_a_check_by_tasks_finds_what_threads_find(
     settings = [parse_config(small_config(tmp_path / name, data=data)) for name in ("threads", "tasks")]
     expected = check_data(settings[0])
     monkeypatch.setattr("raycap.jobs.image_tasks.IMAGES_PER_TASK", 7)
-    for module in ("raycap.pipeline.data.dataset", "raycap.jobs.image_tasks"):
-        monkeypatch.setattr(f"{module}.ROUND_ROWS", 16)
+    for module in ("dataset", "content_keys"):
+        monkeypatch.setattr(f"raycap.pipeline.data.{module}.ROUND_ROWS", 16)
     tasks = ImageTasks(settings[1], None)
     found = check_data(settings[1], reader=tasks)
     assert found == expected and len(found.statistics["unreadable"]) == 2 and found.statistics["short_side"]
@@ -219,8 +218,8 @@ def test_new_images_are_read_once_by_the_extraction(
     tmp_path: Path, ray_session: None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
-    for module in ("data.dataset", "features.extraction"):
-        monkeypatch.setattr(f"raycap.pipeline.{module}.ROUND_ROWS", 12)  # three rounds
+    for module in ("dataset", "content_keys"):
+        monkeypatch.setattr(f"raycap.pipeline.data.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())

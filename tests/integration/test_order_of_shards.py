@@ -14,9 +14,10 @@ import torch
 from raycap.pipeline.feature_store.manifests import read_manifests
 from raycap.pipeline.feature_store.shards import _Shard
 from raycap.pipeline.feature_store.store import FeatureStore, write_shard
+from raycap.pipeline.rewards.stage_reward import StageReward
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.cache import cache_folder, used_bytes
+from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder, used_bytes
 from raycap.pipeline.storage.file_cache import ShardCache
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training.batches import Batches
@@ -59,8 +60,9 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
 ) -> None:
     """Broken off near the beginning, at the end of the first epoch, and in the second one.
 
-    The reward has groups of four steps, whose scores are those of larger groups.
+    The reward has groups of four steps, whose scores are those of larger groups. No index of a group is in the cache.
     """
+    cached = sorted((cache_folder() / REWARD_INDEXES).glob("*"))
     monkeypatch.setattr("raycap.pipeline.training.loop.GROUP_IMAGES", 28)
     folder, store = prepare_many_shards(tmp_path)
     original, broken = StageRun.step, set()
@@ -81,6 +83,38 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
     assert broken == set(FROZEN_STAGES)
     for stage in FROZEN_STAGES:
         assert_same_weights(best_weights(folder.stage(stage)), best_weights(undisturbed.stage(stage)))
+    assert sorted((cache_folder() / REWARD_INDEXES).glob("*")) == cached
+
+
+def test_groups_end_with_their_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last group has no images of later steps. A stage that only lacks its result has no group at all."""
+    monkeypatch.setattr("raycap.pipeline.training.loop.GROUP_IMAGES", 35)  # five steps, of a stage of 14
+    folder, store = prepare_many_shards(tmp_path)
+    original, finish = Batches.images_of, StageRun._finish
+    last_steps = list[int]()
+
+    def images_of(self: Batches, start: int, stop: int) -> Any:
+        last_steps.append(stop)
+        return original(self, start, stop)
+
+    def unfinished(self: StageRun) -> None:
+        if self.reward is not None:
+            raise Killed
+        finish(self)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a group is built")
+
+    monkeypatch.setattr(Batches, "images_of", images_of)
+    monkeypatch.setattr(StageRun, "_finish", unfinished)
+    job = StageJob(folder, FROZEN_STAGES, store)
+    with pytest.raises(Killed):
+        train_stages(LocalContext("cpu"), job)
+    assert last_steps == [5, 10, 14]
+    monkeypatch.setattr(StageRun, "_finish", finish)
+    monkeypatch.setattr(StageReward, "begin", refuse)
+    train_stages(LocalContext("cpu"), job)
+    assert folder.result(FROZEN_STAGES[1]) is not None
 
 
 class WorkerContext(LocalContext):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.annotations.location import ImageLocation
@@ -19,7 +20,7 @@ from raycap.pipeline.data.images import read_image_file
 from raycap.pipeline.data.manifests import Manifest
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry
-from raycap.pipeline.storage.tables import write_table
+from raycap.pipeline.storage.tables import read_cache, table_batches, write_table
 from tests.support.buckets import Bucket
 from tests.support.damage import cut
 from tests.support.plain_data import Stored, plain_snapshot
@@ -217,3 +218,35 @@ def test_a_manifest_in_one_file_is_divided_and_a_damaged_part_made_again(
     noted.read = []
     assert take_snapshot(images(uris), path, hash_files=noted)[0].column("key") == expected
     assert not noted.read and not Path(f"{path}.parts/new-1.parquet").exists()
+
+
+def test_a_part_that_another_process_removes_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part before it is read, and a file of fewer parts after its first rows: an object on S3 may end so."""
+    limit(monkeypatch, 16, 2**20)
+    uris, path = write_images(tmp_path / "images", 60), tmp_path / "manifest.parquet"
+    dataset, noted = images(uris), Noted()
+    expected = take_snapshot(dataset, path)[0]
+    parts = sorted(Path(f"{path}.parts").iterdir())
+    held = {row["uri"] for row in pq.read_table(parts[1]).to_pylist()}
+
+    def read(file: StoragePath, schema: pa.Schema) -> pa.Table:
+        parts[1].unlink(missing_ok=True)
+        return read_cache(file, schema)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "read_cache", read)
+        assert take_snapshot(dataset, path, hash_files=noted)[0].table.equals(expected.table)
+    assert {*noted.read} == held and parts[1].exists()
+
+    def batches(file: StoragePath, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        yield next(iter(table_batches(file, schema))).slice(0, 5)
+        file.delete()
+        raise FileNotFoundError(2, "another process has divided it", str(file))
+
+    limit(monkeypatch, 4, 2**20)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "table_batches", batches)
+        assert take_snapshot(dataset, path, hash_files=noted)[0].table.equals(expected.table)
+    assert 0 < len(noted.read) == 60 - 5 * len(parts)
+    assert take_snapshot(dataset, path, hash_files=noted)[0].table.equals(expected.table)
+    assert len(stored_rows(path)) == 60

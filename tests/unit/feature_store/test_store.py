@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -24,7 +26,8 @@ from raycap.pipeline.feature_store.store import (
     shard_name,
     write_shard,
 )
-from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.tables import read_cache
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
@@ -134,6 +137,48 @@ def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "the index's rows without a manifest count as missing"
     )
     assert np.array_equal(gather(store, keys[4:]), features[4:])
+
+
+def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing of its parts and their reading."""
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.MAX_LOOSE", 1)
+    keys, features = filled(tmp_path)
+    write_index(storage_path(tmp_path))
+    (part,) = (tmp_path / "index").iterdir()
+
+    def read(path: StoragePath, schema: pa.Schema) -> pa.Table:
+        part.unlink(missing_ok=True)
+        return read_cache(path, schema)
+
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.read_cache", read)
+    assert np.array_equal(gather(FeatureStore(tmp_path), keys), features) and not part.exists()
+
+
+def test_the_index_of_an_earlier_version_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one with more shards than a part. Its rows are read in chunks that end within shards."""
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.feature_store.manifests.SHARDS_PER_PART", 4)
+    keys, features = filled(tmp_path, shards=10)
+    tables = [pq.read_table(path) for path in sorted(tmp_path.glob("manifest/*"))]
+    old = tmp_path / "index.parquet"
+    pq.write_table(pa.concat_tables(tables), old, row_group_size=7)
+    names = [path.stem for path in tmp_path.glob("shards/*")]
+
+    def is_whole() -> bool:
+        store = FeatureStore(tmp_path)
+        return np.array_equal(gather(store, keys), features) and {info.shard for info in store.shards} == {*names}
+
+    write_index(storage_path(tmp_path))
+    assert old.exists() and is_whole(), "it has all manifests"
+    for name in ("new", "newer"):
+        write_shard(tmp_path, [name], np.ones((1, *features.shape[1:]), features.dtype))
+    names = [path.stem for path in tmp_path.glob("shards/*")]
+    assert is_whole() and contains(FeatureStore(tmp_path), "new")
+    write_index(storage_path(tmp_path))
+    sizes = [len(pc.unique(pq.read_table(part)["shard"])) for part in (tmp_path / "index").iterdir()]
+    assert not old.exists() and sorted(sizes) == [4, 4, 4] and is_whole()
 
 
 def test_verify_reads_everything_back(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from typing import Any, cast
 
 import pytest
 
+from raycap.jobs.image_tasks import ImageTasks
 from raycap.jobs.journal_printer import JournalPrinter
-from raycap.jobs.run import RunDriver, run, run_log, shares_text, stage_groups
+from raycap.jobs.run import RunDriver, find_run_data, run, run_log, shares_text, stage_groups
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.content_keys import hash_with_threads
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.evaluation import stored_results
@@ -150,6 +152,21 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
         else:
             driver._check_disk()
     assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
+
+
+@pytest.mark.parametrize("features", [{"store": "never"}, {"store": "fits"}, {"views": 2}])
+def test_new_images_without_an_extraction_are_read_by_the_cluster(
+    tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = list[Any]()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raycap.jobs.run.find_data", lambda _, hash_files: used.append(hash_files))
+    config = parse_config(small_config(tmp_path, features=features))
+    find_run_data(config, "head:6379")
+    find_run_data(config, None)
+    tasks, threads = used
+    assert tasks.__self__ == ImageTasks(config, "head:6379") and tasks.__name__ == "hash_files"
+    assert threads is hash_with_threads
 
 
 class Folder:

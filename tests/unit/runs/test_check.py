@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 from PIL import Image
 
 from raycap.jobs.cli import main
 from raycap.models.transform import ImageTransform
+from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.images import decode_batch, decode_image
+from raycap.pipeline.runs.check import check_data
 from tests.conftest import ROOT, small_config, write_karpathy
 
 
@@ -69,15 +73,18 @@ def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -
 
 @pytest.mark.parametrize(("number", "code"), [(2, 1), (17, 0)])
 def test_no_extraction_leaves_out_a_broken_training_image(tmp_path: Path, number: int, code: int) -> None:
+    """With `fits`, the run decides whether there is an extraction."""
     root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
     (root / "images" / f"{number}.png").write_bytes(b"")
     config = small_config(tmp_path / "storage", data={"root": str(root), "min_count": 1, "max_bad_fraction": 0.1})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    command = ["check", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "found.json"), "--set", "features.store="]
-    assert main([*command[:-1], f"{command[-1]}always"]) == 0
-    assert main([*command[:-1], f"{command[-1]}never"]) == code
-    errors = texts(json.loads((tmp_path / "found.json").read_text()), "error")
-    assert ("1 training images cannot be decoded, and with features.store = never" in errors) is bool(code)
+    command = ["check", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "found.json"), "--set"]
+    sentence = "1 training image cannot be decoded, and with features.store = "
+    for store, kind in (("always", ""), ("fits", "warning"), ("never", "error")):
+        assert main([*command, f"features.store={store}"]) == (code if kind == "error" else 0)
+        found = json.loads((tmp_path / "found.json").read_text())
+        for each in ("warning", "error"):
+            assert (f"{sentence}{store}" in texts(found, each)) is (bool(code) and each == kind), (store, each)
 
 
 def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +142,23 @@ def test_a_sample_of_a_large_set_ends_the_check_early(
     monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 21)
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert "110 of 200 images" in texts(found, "error"), "the set is too small for a sample"
+
+
+def test_a_sample_has_no_images_that_were_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the new images, far too many are broken, or none: those checked before decide neither."""
+    monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 10)
+    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
+    files = [root / "images" / f"{number}.png" for number in range(200)]
+    for file in files[:100]:
+        file.write_bytes(b"no image " + file.name.encode())
+    data = {"root": str(root), "train_splits": ["train"], "min_count": 1, "max_bad_fraction": 0.05}
+    config = parse_config(small_config(tmp_path / "storage", data=data))
+    keys = pa.array([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
+    assert "of a sample" in check_data(config).findings[0].text, "nothing was checked before"
+    found = check_data(config, keys[:100])
+    assert found.ok and found.statistics["unreadable"] == {}
+    assert "of a sample" in check_data(config, keys[100:]).findings[0].text
+    assert not any("of a sample" in finding.text for finding in check_data(config, keys[30:]).findings), "30 are few"
 
 
 def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:
