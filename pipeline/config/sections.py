@@ -249,7 +249,7 @@ class DataSection(Section):
     split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
     split_seed: Annotated[Seed, Identity.IGNORED] = 0
     images: Text = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
-    split: Name | None = None  # for images without a split, as in SourceSection
+    split: Name | None = None  # the split of images whose annotations name none
     sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
     split_lists: dict[Name, Text] = {}  # {split: file with one image name per line}, relative to data.root
     language: Language = ENGLISH  # of the captions; decides the words on which they are scored
