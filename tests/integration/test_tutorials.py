@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, small_config
 from tests.support.forms import scenes, write_images
+from tests.support.ray_cluster import Cluster, on_disk, ray_cluster
+from tests.support.s3_server import CREDENTIALS
 from tests.support.tutorials import run_page
 
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -50,3 +54,48 @@ def test_own_photographs(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     assert len(lines) == 60 and all(line["caption"] for line in lines)
     assert len(outputs[4].splitlines()) == 3
+
+
+SSH = """#!{python}
+import os, psutil, sys
+node, *words = sys.argv[1:]
+if words == ["sudo", "poweroff"]:
+    process = psutil.Process({pids}[node])
+    for each in [*process.children(recursive=True), process]:
+        each.kill()
+else:
+    command = {commands}[node] + words
+    os.execvp(command[0], command)
+"""
+
+
+def write_ssh(cluster: Cluster, place: Path) -> None:
+    """A program `ssh worker-N` that runs a command on the disk of that node, and ends the node for `sudo poweroff`."""
+    names = {f"worker-{number}": number for number in range(1, len(cluster.nodes))}
+    pids = {name: cluster.nodes[number].pid for name, number in names.items()}
+    commands = {name: on_disk(cluster.folder, str(number), []) for name, number in names.items()}
+    place.write_text(SSH.format(python=sys.executable, pids=pids, commands=commands))
+    place.chmod(0o755)
+
+
+@pytest.mark.ray
+def test_private_disks(tmp_path: Path, s3: str) -> None:
+    variables = CREDENTIALS | {"PYTHONPATH": str(ROOT), "AWS_ENDPOINT_URL_S3": s3, "RAY_AUTH_MODE": "disabled"}
+    values = small_config("s3://data/tutorial")
+    values["stages"] = values["stages"][:2]
+    values["stages"][1] |= {"epochs": 20, "validate_every_epochs": 20}
+    values["workers"] |= {"num_workers": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / ".bin").mkdir()
+    with ray_cluster(cpus=0, variables=variables) as cluster:
+        for _ in range(2):
+            cluster.join_node(cpus=1)
+        write_ssh(cluster, tmp_path / ".bin/ssh")
+        changes = {
+            "configs/demo.yaml": "run.yaml",
+            "http://head:8265": cluster.dashboard,
+            "s3://bucket/prefix": "s3://data/tutorial",
+            "/var/cache/raycap": f"{cluster.disk}/cache",
+        }
+        outputs = run_page(TUTORIALS / "private_disks.md", tmp_path, changes, **variables)
+    for number, output in enumerate(outputs): print(f"##### {number}", output)

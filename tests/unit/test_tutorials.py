@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import ROOT
+from tests.support.documents import docs_module
 from tests.support.tutorials import Block, blocks_of, run_page
 
 PAGE = """# A page
@@ -75,3 +77,28 @@ def test_processes_in_the_background_are_ended(tmp_path: Path) -> None:
                 return
             time.sleep(0.05)
         raise AssertionError("the process goes on")
+
+
+PAGES = [ROOT / "docs/getting_started.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_a_valid_notebook_with_its_blocks(page: Path, tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="nbformat of the group docs is not installed")
+    docs_module("notebooks").write_notebooks(tmp_path)
+    notebook = nbformat.read(tmp_path / f"{page.stem}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    assert len(code) == len(blocks) > 3
+    for source, block in zip(code, blocks, strict=True):
+        assert source == ("%%bash\n" if block.language == "sh" else "") + block.text.rstrip("\n")
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "](../" not in text and ".md)" not in text, "links to pages, which a notebook does not have beside it"
+
+
+def test_every_tutorial_is_run() -> None:
+    """By a test of tests/integration/test_tutorials.py that has its name."""
+    tests = (ROOT / "tests/integration/test_tutorials.py").read_text()
+    for page in PAGES:
+        assert f'{page.name}"' in tests, f"no test runs {page.name}"
