@@ -13,7 +13,8 @@ import yaml
 
 from tests.conftest import ROOT, small_config
 from tests.support.forms import scenes, write_images
-from tests.support.ray_cluster import Cluster, on_disk, ray_cluster
+from tests.support.ray_cluster import Cluster, free_port, on_disk, ray_cluster
+from tests.support.runs import STAGES
 from tests.support.s3_server import CREDENTIALS
 from tests.support.tutorials import run_page
 
@@ -54,6 +55,57 @@ def test_own_photographs(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     assert len(lines) == 60 and all(line["caption"] for line in lines)
     assert len(outputs[4].splitlines()) == 3
+
+
+@pytest.mark.ray
+def test_another_language(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    epochs = {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
+    run, short = "raycap run configs/demo_de.yaml", with_keys(**SMALL_MODEL, **epochs, data__min_count=1)
+    changes = {"num_images=900": "num_images=60", "num_images=300": "num_images=60", run: run + short}
+    outputs = run_page(TUTORIALS / "another_language.md", tmp_path, changes)
+    assert "fit to train on" in outputs[0].splitlines()[-1]
+    assert "METEOR unavailable" in outputs[1] and "finished in" in outputs[1].splitlines()[-1]
+    assert len(outputs[2].splitlines()) == 10, "a caption for each image"
+    assert "CIDEr-D" in outputs[3]
+    assert "language  de (Latin), tokenizer unicode" in outputs[4]
+    assert "not in the vocabulary" in outputs[5] and "not in the vocabulary" not in outputs[6]
+
+
+@pytest.mark.ray
+def test_search_g_and_n_e(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    model = SMALL_MODEL | {"workers__num_workers": 1}
+    sizes = {f"set__{key}": value for key, value in model.items() if not key.startswith("evaluation")}
+    sizes |= {"budget__trials": 2, "population": 2, "trial__epochs": 0.5}
+    sizes |= {"backbone__set__stages__xe_finetune__epochs": 0.5}
+    size, run = "--set set.data.synthetic.num_images=600", "best.yaml\n"
+    epochs = {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
+    changes = {size: size.replace("600", "60") + with_keys(**sizes), run: f"best.yaml{with_keys(**epochs)}\n"}
+    outputs = run_page(TUTORIALS / "search_g_and_n_e.md", tmp_path, changes)
+    assert "trials, " in outputs[1]
+    assert {"best.yaml", "pareto.png", "parallel.png", "search.html", "trials.csv"} <= set(outputs[2].split())
+    assert "finished in" in outputs[3].splitlines()[-1]
+
+
+@pytest.mark.ray
+def test_champion_to_page(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    port, epochs = free_port(), with_keys(stages__xe_frozen__epochs=0.2, stages__xe_finetune__epochs=0.2)
+    changes = {
+        "num_images=150": f"num_images=60{epochs}",
+        "num_images=600": "num_images=150 --set retrain.confidence=0.5",  # enough to be better than nearly untrained
+        "--poll-s 5": f"--poll-s 0.5 --threads 1 --port {port}",
+        "127.0.0.1:8000": f"127.0.0.1:{port}",
+    }
+    outputs = run_page(TUTORIALS / "champion_to_page.md", tmp_path, changes)
+    assert "decision  first" in outputs[0] and outputs[1].startswith("serving")
+    first = json.loads(outputs[2])
+    assert "caption" in first["captions"][0] and len(outputs[3].splitlines()) == 3
+    assert "decision  promoted" in outputs[4]
+    (served,) = json.loads(outputs[5])["models"]
+    assert served["digest"] != first["model"]["digest"]
+    assert outputs[6].endswith(f'digest":"{first["model"]["digest"]}\n')
 
 
 SSH = """#!{python}
@@ -98,4 +150,5 @@ def test_private_disks(tmp_path: Path, s3: str) -> None:
             "/var/cache/raycap": f"{cluster.disk}/cache",
         }
         outputs = run_page(TUTORIALS / "private_disks.md", tmp_path, changes, **variables)
-    for number, output in enumerate(outputs): print(f"##### {number}", output)
+    for number, output in enumerate(outputs):
+        print(f"##### {number}", output)

@@ -19,7 +19,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "RAYCAP_TUTORIAL"  # names the folder in the environment of all processes of a page
-TIMEOUT_S = 300
+TIMEOUT_S = 900  # of a block
 
 
 class Block(NamedTuple):

@@ -90,7 +90,9 @@ def commands(text: str) -> Iterator[list[str]]:
     They end before a pipe, a redirection or `&`.
     """
     joined = re.sub(r"\\\n[# ]*", "", text)
-    for line in re.findall(r"^[# ]*(?:[A-Z_]+=\S+ )*raycap +(?!--help)((?:(?! (?:\d?>|[|&]))[^\n#])+)", joined, re.MULTILINE):
+    for line in re.findall(
+        r"^[# ]*(?:[A-Z_]+=\S+ )*raycap +(?!--help)((?:(?! (?:\d?>|[|&]))[^\n#])+)", joined, re.MULTILINE
+    ):
         yield shlex.split(line)
 
 
