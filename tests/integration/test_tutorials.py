@@ -136,7 +136,7 @@ def test_private_disks(tmp_path: Path, s3: str) -> None:
     values = small_config("s3://data/tutorial")
     values["stages"] = values["stages"][:2]
     values["stages"][1] |= {"epochs": 20, "validate_every_epochs": 20}
-    values["workers"] |= {"num_workers": 2}
+    values["workers"] |= {"num_workers": 2, "dry_run": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / ".bin").mkdir()
     with ray_cluster(cpus=0, variables=variables) as cluster:
@@ -150,5 +150,9 @@ def test_private_disks(tmp_path: Path, s3: str) -> None:
             "/var/cache/raycap": f"{cluster.disk}/cache",
         }
         outputs = run_page(TUTORIALS / "private_disks.md", tmp_path, changes, **variables)
-    for number, output in enumerate(outputs):
-        print(f"##### {number}", output)
+    assert "run.yaml can run here" in outputs[0] and "writes     conditional write" in outputs[0]
+    assert {"images", "shards", "workers"} <= set(outputs[2].split())
+    assert "failure 1 within an hour" in outputs[3] and "continues from step" in outputs[3]
+    assert "succeeded" in outputs[3].splitlines()[-1]
+    assert "continues from step" not in outputs[4] and "succeeded" in outputs[4].splitlines()[-1]
+    assert "complete" in outputs[5] and "1 runs" in outputs[5]
