@@ -34,6 +34,7 @@ SMALL_MODEL = {
     "model__d_model": 16,
     "model__d_ff": 32,
     "model__num_heads": 2,
+    "workers__dry_run": "false",
     "evaluation__beam_size": 2,
     "evaluation__decoding__min_length": 3,
 }
