@@ -78,7 +78,7 @@ def test_search_g_and_n_e(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     model = SMALL_MODEL | {"workers__num_workers": 1}
     sizes = {f"set__{key}": value for key, value in model.items() if not key.startswith("evaluation")}
-    sizes |= {"budget__trials": 2, "population": 2, "trial__epochs": 0.5}
+    sizes |= {"budget__trials": 2, "population": 2, "trial__epochs": 1}
     sizes |= {"backbone__set__stages__xe_finetune__epochs": 0.5}
     size, run = "--set set.data.synthetic.num_images=600", "best.yaml\n"
     epochs = {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
@@ -151,6 +151,7 @@ def test_private_disks(tmp_path: Path, s3: str) -> None:
             "/var/cache/raycap": f"{cluster.disk}/cache",
         }
         outputs = run_page(TUTORIALS / "private_disks.md", tmp_path, changes, **variables)
+    print(outputs[5])
     assert "run.yaml can run here" in outputs[0] and "writes     conditional write" in outputs[0]
     assert {"images", "shards", "workers"} <= set(outputs[2].split())
     assert "failure 1 within an hour" in outputs[3] and "continues from step" in outputs[3]
