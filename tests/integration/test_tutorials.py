@@ -34,6 +34,7 @@ SMALL_MODEL = {
     "model__d_model": 16,
     "model__d_ff": 32,
     "model__num_heads": 2,
+    "workers__num_workers": 1,
     "workers__dry_run": "false",
     "evaluation__beam_size": 2,
     "evaluation__decoding__min_length": 3,
@@ -76,8 +77,7 @@ def test_another_language(tmp_path: Path) -> None:
 @pytest.mark.ray
 def test_search_g_and_n_e(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    model = SMALL_MODEL | {"workers__num_workers": 1}
-    sizes = {f"set__{key}": value for key, value in model.items() if not key.startswith("evaluation")}
+    sizes = {f"set__{key}": value for key, value in SMALL_MODEL.items() if not key.startswith("evaluation")}
     sizes |= {"budget__trials": 2, "population": 2, "trial__epochs": 1}
     sizes |= {"backbone__set__stages__xe_finetune__epochs": 0.5}
     size, run = "--set set.data.synthetic.num_images=600", "best.yaml\n"
@@ -151,7 +151,6 @@ def test_private_disks(tmp_path: Path, s3: str) -> None:
             "/var/cache/raycap": f"{cluster.disk}/cache",
         }
         outputs = run_page(TUTORIALS / "private_disks.md", tmp_path, changes, **variables)
-    print(outputs[5])
     assert "run.yaml can run here" in outputs[0] and "writes     conditional write" in outputs[0]
     assert {"images", "shards", "workers"} <= set(outputs[2].split())
     assert "failure 1 within an hour" in outputs[3] and "continues from step" in outputs[3]
