@@ -86,7 +86,9 @@ def ended(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        mark = f"{MARK}={folder}".encode()
         for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == str(folder):
+            with suppress(psutil.Error, OSError):
+                # psutil's environment is empty where a process, such as Ray's agents, has changed its title
+                if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                     process.kill()
