@@ -23,7 +23,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-# Pages with search in build/docs/index.html. Neither building nor reading them needs a network.
+# Pages with search in build/docs/index.html, and notebooks of tutorials in build/docs/tutorials. Neither building nor reading them needs a network.
 docs: $(READY)
 	$(BIN)/python -m sphinx --builder html --conf-dir docs --fresh-env --fail-on-warning --keep-going --quiet . build/docs
 

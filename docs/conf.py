@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from configuration_keys import MARK, reference  # noqa: E402
+from notebooks import PAGES, with_download, write_notebooks  # noqa: E402
 
 project = "raycap"
 author = copyright = "The raycap authors"
@@ -20,7 +21,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 source_suffix = {".md": "markdown"}
 ROOT_PAGES = ["BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"]
-include_patterns = ["docs/*.md", *ROOT_PAGES, "infra/README.md"]
+include_patterns = ["docs/*.md", "docs/tutorials/*.md", *ROOT_PAGES, "infra/README.md"]
 # Folders with thousands of files are not even listed.
 exclude_patterns = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "infra"))
 myst_heading_anchors = 4
@@ -49,6 +50,21 @@ def insert_keys(_: Any, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(MARK, reference())
 
 
+def insert_downloads(_: Any, name: str, source: list[str]) -> None:
+    """Puts a link to its notebook into each tutorial."""
+    page = ROOT / f"{name}.md"
+    if page in PAGES:
+        source[0] = with_download(page, source[0])
+
+
+def add_notebooks(app: Any, error: Exception | None) -> None:
+    """Writes the tutorials' notebooks beside the pages."""
+    if error is None:
+        write_notebooks(Path(app.outdir) / "tutorials")
+
+
 def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", insert_keys)
+    app.connect("source-read", insert_downloads)
+    app.connect("build-finished", add_notebooks)
     return {"parallel_read_safe": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -23,8 +22,9 @@ from raycap.pipeline.search.spec import SearchConfig
 from tests.conftest import ROOT
 from tests.support.checkout import own
 from tests.support.command_line import parse
+from tests.support.documents import docs_module
 
-DOCUMENTS = own([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "infra").rglob("*.md")])
+DOCUMENTS = own([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "infra").rglob("*.md")])
 # Commands of earlier versions are history, not instructions.
 INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
 CONFIGS = own((ROOT / "configs").rglob("*.yaml"))
@@ -86,9 +86,14 @@ def blocks(markdown: str, *languages: str) -> Iterator[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command `raycap ...` at the start of a line, after variables and `#` of a YAML's header."""
+    """The words of each command `raycap ...` at the start of a line, after variables and `#` of a YAML's header.
+
+    They end before a pipe, a redirection or `&`.
+    """
     joined = re.sub(r"\\\n[# ]*", "", text)
-    for line in re.findall(r"^[# ]*(?:[A-Z_]+=\S+ )*raycap +(?!--help)([^\n#]+)", joined, re.MULTILINE):
+    for line in re.findall(
+        r"^[# ]*(?:[A-Z_]+=\S+ )*raycap +(?!--help)((?:(?! (?:\d?>|[|&]))[^\n#])+)", joined, re.MULTILINE
+    ):
         yield shlex.split(line)
 
 
@@ -181,13 +186,8 @@ def test_the_test_sees_wrong_yaml(text: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------- keys
 
 
-@cache
 def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("configuration_keys", ROOT / "docs" / "configuration_keys.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("configuration_keys")
 
 
 @cache
@@ -251,7 +251,7 @@ def test_the_reference_has_every_key_once_with_type_and_default() -> None:
 
 
 def test_the_pages_build_without_warnings_load_nothing_and_can_be_searched(tmp_path: Path) -> None:
-    for package in ("sphinx", "furo", "myst_parser"):
+    for package in ("sphinx", "furo", "myst_parser", "nbformat"):
         pytest.importorskip(package, reason=f"{package} of the group docs is not installed")
     (command,) = re.findall(r"\$\(BIN\)/python (-m sphinx .+) build/docs$", text_of(ROOT / "Makefile"), re.MULTILINE)
     words = [sys.executable, *shlex.split(command), "--doctree-dir", str(tmp_path / "trees"), str(tmp_path / "pages")]

@@ -1,0 +1,104 @@
+"""The runner of tutorials: it fails where a block fails, and tells which; its short forms fit their pages."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.documents import docs_module
+from tests.support.tutorials import Block, blocks_of, run_page
+
+PAGE = """# A page
+
+```sh
+echo first > a.txt
+cat a.txt
+```
+
+```
+shown, not run
+```
+
+```python
+from pathlib import Path
+print(Path("a.txt").read_text(), end="")
+```
+
+Text.
+
+```sh
+{last}
+```
+"""
+
+
+def write(folder: Path, last: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(PAGE.format(last=last))
+    return page
+
+
+def test_a_page_runs_in_order_and_its_output_is_returned(tmp_path: Path) -> None:
+    page = write(tmp_path, "raycap --version")
+    assert blocks_of(page.read_text())[0] == Block(4, "sh", "echo first > a.txt\ncat a.txt\n")
+    outputs = run_page(page, tmp_path, {"first": "changed"})
+    assert outputs[:2] == ["changed\n", "changed\n"] and outputs[2].startswith("raycap ")
+
+
+@pytest.mark.parametrize("last", ["false", "false | true", "echo $no_such_variable", "raycap no-such-command"])
+def test_a_block_that_fails_is_named_with_its_line(tmp_path: Path, last: str) -> None:
+    with pytest.raises(AssertionError, match=r"block 3 of page\.md, line 20, ended with exit code"):
+        run_page(write(tmp_path, last), tmp_path, {})
+
+
+def test_a_python_block_that_fails_is_named(tmp_path: Path) -> None:
+    page = write(tmp_path, "true")
+    page.write_text(page.read_text().replace('"a.txt"', '"b.txt"'))
+    with pytest.raises(AssertionError, match=r"(?s)block 2 of page\.md, line 13.*No such file"):
+        run_page(page, tmp_path, {})
+
+
+def test_a_change_that_fits_no_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no block has the text 'Text"):
+        run_page(write(tmp_path, "true"), tmp_path, {"Text.": ""})
+
+
+def test_processes_in_the_background_are_ended(tmp_path: Path) -> None:
+    outputs = run_page(write(tmp_path, "sleep 1000 &\necho $!"), tmp_path, {})
+    with suppress(psutil.NoSuchProcess):
+        sleeper = psutil.Process(int(outputs[2]))
+        for _ in range(200):  # a process ends some time after its signal
+            if sleeper.status() == psutil.STATUS_ZOMBIE:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the process goes on")
+
+
+PAGES = [ROOT / "docs/getting_started.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_a_valid_notebook_with_its_blocks(page: Path, tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="nbformat of the group docs is not installed")
+    docs_module("notebooks").write_notebooks(tmp_path)
+    notebook = nbformat.read(tmp_path / f"{page.stem}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    assert len(code) == len(blocks) > 3
+    for source, block in zip(code, blocks, strict=True):
+        assert source == ("%%bash\n" if block.language == "sh" else "") + block.text.rstrip("\n")
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "](../" not in text and ".md)" not in text, "links to pages, which a notebook does not have beside it"
+
+
+def test_every_tutorial_is_run() -> None:
+    """By a test of tests/integration/test_tutorials.py that has its name."""
+    tests = (ROOT / "tests/integration/test_tutorials.py").read_text()
+    for page in PAGES:
+        assert f'{page.name}"' in tests, f"no test runs {page.name}"
