@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
-COMMIT_FILE = "COMMIT"  # written into packages, which have no .git
+COMMIT_FILE = "COMMIT"  # in the package of a job and of an image, which have no .git; a wheel has none
 
 
 def package_folder() -> Path:
@@ -26,35 +26,47 @@ def package_folder() -> Path:
 
 def commit() -> str:
     """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
-    root = package_folder()
-    described = _git(root.parent, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
-    if described is not None:
-        return described.strip() or "unknown"
-    path = root / COMMIT_FILE
+    package = package_folder()
+    if is_git_checkout(package):
+        try:
+            return _git(package.parent, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip()
+        except OSError:
+            return "unknown"
+    path = package / COMMIT_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
 
 
-def checkout_files(checkout: Path, folders: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The files below `folders` of a checkout that git tracks, and those that it neither tracks nor ignores.
+def is_checkout(package: Path) -> bool:
+    """Whether a folder with the package raycap is that of a checkout, which has links to the folders beside it."""
+    return (package / "models").is_symlink()
 
-    They are paths relative to the checkout; tracked files may have been deleted. None where git does not know them.
+
+def is_git_checkout(package: Path) -> bool:
+    """Whether git knows the files of a checkout. An installed package may be in another project's repository."""
+    return is_checkout(package) and (package.parent / ".git").exists()
+
+
+def checkout_files(checkout: Path, folders: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files below `folders` of a git checkout that git tracks, and those that it neither tracks nor ignores.
+
+    They are paths relative to the checkout; tracked files may have been deleted. Raises OSError if git fails.
     """
     tracked = _git(checkout, "ls-files", "-z", "--", *folders)
-    if not tracked:
-        return None
     others = _git(checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", *folders)
-    return tracked.split("\0")[:-1], (others or "").split("\0")[:-1]
+    return tracked.split("\0")[:-1], others.split("\0")[:-1]
 
 
-def _git(checkout: Path, *arguments: str) -> str | None:
-    """What git prints, empty if it fails. None without git, or for a folder that is no root of a checkout."""
+def _git(checkout: Path, *arguments: str) -> str:
+    """What git prints. Raises OSError, with what git says, if it fails or is missing."""
     git = shutil.which("git")
-    if git is None or not (checkout / ".git").exists():
-        return None
+    if git is None:
+        raise FileNotFoundError("git is not installed")
     done = subprocess.run(
         [git, "-C", str(checkout), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape"
     )
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode:
+        raise OSError(" ".join(done.stderr.split()) or f"git ended with exit code {done.returncode}")
+    return done.stdout
 
 
 def version_lines() -> list[str]:

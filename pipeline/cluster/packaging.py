@@ -20,7 +20,7 @@ from pathlib import Path
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.untrusted.names import printable
-from raycap.pipeline.version import checkout_files
+from raycap.pipeline.version import checkout_files, is_checkout, is_git_checkout
 
 LIMIT_BYTES = 100 * 2**20  # the largest request of Ray's jobs server (ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 NUM_NAMED_FILES = 5  # messages name this many files
@@ -36,28 +36,37 @@ logger = logging.getLogger(__name__)
 def package_sources(package: Path) -> dict[str, Path]:
     """The files of the package raycap in the folder `package`, by their path in an archive.
 
-    In a checkout of git they are those that git tracks. Logs which modules git does not track, because the job lacks
-    them.
+    In a checkout of git they are those that git tracks, and links to such files. Logs which modules git does not track,
+    because the job lacks them. Raises UserError if git cannot list the files, and for a package that cannot be run.
     """
-    checkout = package.parent
-    found = checkout_files(checkout, (PACKAGE, *LINKED))
-    if found is None:
+    if is_git_checkout(package):
+        sources = _tracked_sources(package.parent)
+    else:
         folders = [package, *(package / name for name in LINKED)]  # rglob follows no links below its folder
         paths = [path for folder in folders for path in folder.rglob("*")]
         sources = {f"{PACKAGE}/{path.relative_to(package).as_posix()}": path for path in paths}
-    else:
-        tracked, untracked = found
-        sources = {name if name.startswith(f"{PACKAGE}/") else f"{PACKAGE}/{name}": checkout / name for name in tracked}
-        if modules := [name for name in untracked if name.endswith(".py")]:
-            more = f" and {len(modules) - NUM_NAMED_FILES} more" if len(modules) > NUM_NAMED_FILES else ""
-            names = ", ".join(map(printable, modules[:NUM_NAMED_FILES]))
-            logger.warning(f"git does not track {names}{more}, which the job lacks; git add what it needs")
-    inside = checkout.resolve()
-    return {
-        name: path
-        for name, path in sources.items()
-        if path.suffix in SUFFIXES and path.is_file() and path.resolve().is_relative_to(inside)
-    }
+        if is_checkout(package):  # an installer may make each file a link
+            inside = package.parent.resolve()
+            sources = {name: path for name, path in sources.items() if path.resolve().is_relative_to(inside)}
+    found = {name: path for name, path in sources.items() if path.suffix in SUFFIXES and path.is_file()}
+    if f"{PACKAGE}/__main__.py" not in found:
+        raise UserError(f"{package} has no file __main__.py to send; install raycap again, or submit from a checkout")
+    return found
+
+
+def _tracked_sources(checkout: Path) -> dict[str, Path]:
+    """The files of the package in a checkout that git tracks, by their path in an archive."""
+    try:
+        tracked, untracked = checkout_files(checkout, (PACKAGE, *LINKED))
+    except OSError as error:
+        raise UserError(f"git cannot list the files of {checkout}, which decides what is sent: {error}") from error
+    if modules := [name for name in untracked if name.endswith(".py")]:
+        more = f" and {len(modules) - NUM_NAMED_FILES} more" if len(modules) > NUM_NAMED_FILES else ""
+        names = ", ".join(map(printable, modules[:NUM_NAMED_FILES]))
+        logger.warning(f"git does not track {names}{more}, which the job lacks; git add what it needs")
+    paths = {name if name.startswith(f"{PACKAGE}/") else f"{PACKAGE}/{name}": checkout / name for name in tracked}
+    files = {path.resolve() for path in paths.values() if not path.is_symlink()}
+    return {name: path for name, path in paths.items() if path.resolve() in files}
 
 
 def refuse_private_keys(files: Mapping[str, Path | bytes]) -> None:

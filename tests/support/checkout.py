@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from raycap.pipeline.version import checkout_files
@@ -16,8 +17,10 @@ SOURCES = ("raycap", "raycap_onnx", "models", "pipeline", "jobs", "configs")  # 
 
 def own(paths: Iterable[Path]) -> list[Path]:
     """The files and links among `paths` that git tracks, sorted. Without git all of them, without bytecode."""
-    found = checkout_files(ROOT, ())
-    tracked = None if found is None else {ROOT / name for name in found[0]}
+    tracked = None
+    if (ROOT / ".git").exists():
+        with suppress(OSError):
+            tracked = {ROOT / name for name in checkout_files(ROOT, ())[0]}
     files = (path for path in set(paths) if path.is_file() or path.is_symlink())
     return sorted(path for path in files if (path.suffix != ".pyc" if tracked is None else path in tracked))
 

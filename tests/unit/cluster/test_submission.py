@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -39,8 +40,8 @@ S3 = ["--set", "storage=s3://b/prefix"]
 
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
-CODE = ("jobs/cli.py", "pipeline/reports/page.html", "models/base.py", "configs/data/a.yaml", "raycap/py.typed")
-PACKED = {"raycap/py.typed", *(f"raycap/{name}" for name in CODE[:-1])}
+CODE = ("jobs/cli.py", "pipeline/reports/page.html", "models/base.py", "configs/data/a.yaml", "raycap/__main__.py")
+PACKED = {"raycap/__main__.py", *(f"raycap/{name}" for name in CODE[:-1])}
 
 
 def checkout(root: Path) -> Path:
@@ -90,9 +91,62 @@ def test_a_checkout_sends_what_git_tracks_and_names_modules_that_it_does_not(
     assert message == "git does not track models/new.py, which the job lacks; git add what it needs"
 
 
+@pytest.mark.parametrize("fault", ["owner", "no git", "dangling"])
+def test_a_checkout_whose_files_git_cannot_list_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Files that git may not track are not sent in its place."""
+    package = checkout(tmp_path / "project")
+    track(package)
+    match fault:
+        case "owner":
+            monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+        case "no git":
+            monkeypatch.setenv("PATH", str(tmp_path))
+        case _:
+            shutil.rmtree(package.parent / ".git")
+            (package.parent / ".git").write_text("gitdir: /nowhere\n")
+    with pytest.raises(UserError, match="git cannot list the files of .*project, which decides what is sent: "):
+        package_sources(package)
+
+
+def test_a_tracked_link_to_a_file_that_git_does_not_track_is_left_out(tmp_path: Path) -> None:
+    package = checkout(tmp_path / "project")
+    root = package.parent
+    for name, target in {"a.yaml": "../results/private.yaml", "b.yaml": "data/a.yaml"}.items():
+        (root / "configs" / name).symlink_to(target)
+    track(package)
+    (root / "results" / "private.yaml").write_text(SECRET)
+    assert set(package_sources(package)) == PACKED | {"raycap/configs/b.yaml"}
+
+
+def test_an_installed_package_in_the_repository_of_another_project_is_packed(tmp_path: Path) -> None:
+    package = tmp_path / "project" / "raycap"
+    for name in (*CODE[:-1], "__main__.py", "../models/theirs.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(name)
+    track(package)
+    assert set(package_sources(package)) == PACKED
+
+
+def test_a_package_of_links_is_packed_and_an_incomplete_one_refused(tmp_path: Path) -> None:
+    """Some installers link files from their cache."""
+    package = tmp_path / "site-packages" / "raycap"
+    for name in (*CODE[:-1], "__main__.py"):
+        source = tmp_path / "cache" / name
+        for place in (source, package / name):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(name)
+        (package / name).symlink_to(source)
+    assert set(package_sources(package)) == PACKED
+    (package / "__main__.py").unlink()
+    with pytest.raises(UserError, match=r"raycap has no file __main__\.py to send"):
+        package_sources(package)
+
+
 def test_an_installed_package_is_packed_whole(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "raycap"
-    for name in (*CODE[:-1], "py.typed", "jobs/__pycache__/a.pyc", "../other/a.py"):
+    for name in (*CODE[:-1], "__main__.py", "jobs/__pycache__/a.pyc", "../other/a.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(name)
     assert set(package_sources(package)) == PACKED
