@@ -1,7 +1,7 @@
 """How long training waits for features on two nodes with private disks whose caches hold half of the store.
 
-The times are printed; `pytest -m proof -s tests/faults/test_data_wait.py` shows them. What is asserted are requests:
-with the order of shards an epoch reads each shard once, and with that of samples each image.
+The times are printed; `pytest -m proof -s tests/faults/test_data_wait.py` shows them. What is asserted is the number of
+requests: the order of samples reads single rows, and the order of shards whole shards only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ class World:
         per_epoch = len(steps) // EPOCHS
         assert len(steps) == EPOCHS * per_epoch > 0
         times = [steps[0]["time"], *(step["time"] for step in steps)]
-        seconds = [end - begin for begin, end in zip(times, times[1:])]  # noqa: B905, RUF007
+        seconds = [end - begin for begin, end in pairwise(times)]
         waits = [step["data_wait"] * second for step, second in zip(steps, seconds, strict=True)]
         starts = range(0, len(steps), per_epoch)
         return [(sum(waits[n : n + per_epoch]), sum(seconds[n : n + per_epoch])) for n in starts]
@@ -91,5 +92,5 @@ def test_the_wait_for_data(world: World, order: str) -> None:
         print(f"{order}, epoch {epoch}: waits {wait:.2f} s of {seconds:.2f} s")
     print(f"{order}: store {size / 1e6:.0f} MB, {reads} requests for shards")
     shards = -(-IMAGES // ROWS_PER_SHARD)
-    if order == "shards":
-        assert reads <= 2 * shards * (EPOCHS + 2), "whole shards, and again for each epoch and the evaluation"
+    most = 2 * shards * (EPOCHS + 2)  # both nodes read each shard in each epoch, before it, and for the evaluation
+    assert reads <= most if order == "shards" else reads > IMAGES
