@@ -200,7 +200,7 @@ def caption(
     output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature, min_confidence)
     with output as write, captioning as rows:
         num_failed, largest_gap = _write_rows(rows, len(pending), write)
-    if explain is not None:
+    if explain is not None and num_failed < len(pending):
         _print_note(
             f"heat maps: {explain}; attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
         )

@@ -69,13 +69,14 @@ class Captioner:
         {"ranking": "sum"}.
         Raises UserError for values that no search takes, and StorageError while a storage does not answer.
         """
+        if isinstance(images, str | bytes | bytearray | memoryview | Path) or not isinstance(images, Sequence):
+            raise UserError(f"images has the type {type(images).__name__}; give a list of images, also for one image")
+        for name, number in {"batch_size": batch_size, "num_results": num_results}.items():
+            if number is not None and not (isinstance(number, int) and number >= 1):
+                raise UserError(f"{name} is {number!r}; expected a whole number of 1 or more")
         given = {"beam_size": beam_size, "max_length": max_length}
         changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         settings = self._service.changed_search(changes, num_results)
-        if isinstance(images, str | bytes | bytearray | memoryview | Path) or not isinstance(images, Sequence):
-            raise UserError(f"images is a {type(images).__name__}; give a list of images, also for one image")
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected 1 or more")
         found = self._service.caption_images(images, settings, batch_size=batch_size, options=self._options)
         return list(found)
 

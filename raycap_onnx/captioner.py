@@ -99,6 +99,8 @@ class Captioner:
             raise CaptionerError(f"{self.name} captions the features of regions, not images; use caption_features")
         if batch_size < 1:
             raise CaptionerError(f"batch_size is {batch_size}; it must be 1 or more")
+        if isinstance(images, str | bytes | Path | np.ndarray) or not isinstance(images, Iterable):
+            raise CaptionerError(f"images has the type {type(images).__name__}; give a list of images, also for one")
         search, captions, rest = self._changed_search(beam_size, max_length), list[Caption](), iter(images)
         while batch := [self.transform(load_image(each)) for each in islice(rest, batch_size)]:
             captions += self._captions({"image": np.stack(batch)}, search)

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from raycap.pipeline.captioning.bundle import read_bundle_config
-from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched, require_intact
 from raycap.pipeline.captioning.model_sources import SentBundle, StoredBundle
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.serving.address import NamedModel, parse_address, split_name, weights_digest
@@ -84,6 +84,7 @@ def _named(
     try:
         source = address.resolve()
         folder = fetched(source.location)
+        require_intact(folder)
         config = read_bundle_config(folder)
     except UserError as error:
         raise UserError(f"{option} {error}") from error

@@ -145,7 +145,7 @@ def _deployments() -> Any:
     try:
         from raycap.jobs.serve import deployments
     except ModuleNotFoundError as error:
-        raise UserError(f"`raycap serve` needs the package {error.name}; install raycap[serve]") from error
+        raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
     return deployments
 
 

@@ -45,7 +45,14 @@ def table_entries(source: Source) -> Iterator[dict[str, Any]]:
             rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
             if len(rows.fieldnames or ()) > MAX_COLUMNS:
                 raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")
-            yield from rows
+            for entry in rows:
+                if None in entry:
+                    count = len(rows.fieldnames or ())
+                    raise ValueError(
+                        f"line {rows.line_num} has {count + len(entry[None])} values, but the first line names {count} "
+                        "columns; put texts with commas into double quotes"
+                    )
+                yield entry
         else:
             for number, line in enumerate(io.BytesIO(read_file(path)), 1):
                 if line.strip():
@@ -55,6 +62,8 @@ def table_entries(source: Source) -> Iterator[dict[str, Any]]:
                     yield entry
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{title} is not text in UTF-8 (byte {error.start}); save it as UTF-8") from error
     except (ValueError, csv.Error) as error:
         raise UserError(f"{title} cannot be read as a table: {error}") from error
 

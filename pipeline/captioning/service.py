@@ -62,7 +62,7 @@ class CaptionService:
         device: str | None = None,
     ) -> None:
         if precision not in PRECISIONS:
-            raise ValueError(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
+            raise UserError(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         given = {"beam_size": beam_size, "max_length": max_length}

@@ -33,6 +33,7 @@ SectionType = TypeVar("SectionType")
 MAX_EXTENDED = 20  # files in a chain of `extends`
 MAX_KEY_PARTS = 20  # of a dotted key
 DATA_FILE_SECTIONS = ("data", "features", "evaluation")
+MISSING = ("missing", "missing_argument")  # pydantic's types of the error of a key that is not there
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -299,6 +300,12 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
         if new is not None:
             return f"{_dotted(location, data)}: `{location[-1]}` is now `{new}`"
     location, first = errors[0]
+    if first["type"] in MISSING:  # perhaps because its name has a typing error
+        for other, details in errors:
+            is_beside = details["type"] in unknown and other[:-1] == location[:-1]
+            if is_beside and difflib.get_close_matches(str(other[-1]), [str(location[-1])]):
+                location, first = other, details
+                break
     key = _dotted(location, data)
     if first["type"] == "union_tag_invalid":
         name = first["ctx"]["tag"]
@@ -306,7 +313,7 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
     if first["type"] in unknown:
         valid_keys = _keys_at(first["loc"][:-1], section_type)
         return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
-    if first["type"] in ("missing", "missing_argument"):
+    if first["type"] in MISSING:
         kinds = {
             "base": "this configuration is for `raycap tune`",
             "data": "this configuration is for `raycap run`",

@@ -32,7 +32,7 @@ def load_image(
     if isinstance(source, np.ndarray):
         source = _from_array(source)
     if not isinstance(source, Image.Image):
-        raise BadImage(f"a {type(source).__name__} is no image; give a path, bytes, a Pillow image or an array")
+        raise BadImage(f"an image of the type {type(source).__name__}; give a path, bytes, a Pillow image or an array")
     return convert_image(source, max_pixels)
 
 

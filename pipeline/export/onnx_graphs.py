@@ -27,7 +27,7 @@ DEFAULT_OPSET = 20
 MAX_EMBEDDED_BYTES = (
     2**30
 )  # of weights in the file of a graph, which has at most 2 GiB; others have a file of their own
-REMEDY = "install the optional packages: pip install 'raycap[export]'"
+REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 
 
 def require_packages() -> None:

@@ -39,7 +39,8 @@ class ModelAddress:
         if name is None:
             location = storage_path(self.text, self.storage.options)
             if not location.is_remote and not location.path.is_dir():
-                raise UserError(f"{self.text}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+                found = "a file; give its folder" if location.path.is_file() else "no such folder; give a model bundle"
+                raise UserError(f"{self.text}: {found}, such as results/models/NAME/RUN")
             location.require_answer()
             return StoredBundle(location)
         if not _NAME.fullmatch(name):

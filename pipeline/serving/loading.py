@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from raycap.pipeline.captioning.model_sources import ModelSource
 from raycap.pipeline.captioning.service import CaptionService
 from raycap.pipeline.errors import UserError
@@ -45,8 +47,13 @@ class LoadedModel:
 def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: Any) -> LoadedModel:
     """The model at an address, as `parse_address` reads it. settings: of a `CaptionService`.
 
-    Raises UserError if it is no model that captions images.
+    Raises UserError if it is no model that captions images, and for a device that this machine does not have.
     """
+    device = settings.get("device")
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(f"device is {device!r}; expected cpu, cuda, or None for a GPU if there is one")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch sees no GPU; give cpu, or check the driver with nvidia-smi")
     address = parse_address(model, storage, StorageOptions(endpoint_url))
     bundle = address.resolve()
     return load_source(bundle, weights_digest(bundle), settings, address)

@@ -257,11 +257,13 @@ def test_coco_files_with_split_lists_equal_karpathys_file(shared: Path, tmp_path
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
     (tmp_path / "b.json").write_text('{"annotations": 3}')
-    (tmp_path / "c.csv").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "c.csv").write_bytes(b"image,caption\na.jpg,caf\xe9\n")
+    (tmp_path / "d.csv").write_text("image,caption\na.jpg,a dog\nb.jpg,one, two, three\n")
     for name, message in [
         ("a.json.gz", "is not a whole gzip file"),
         ("b.json", "unknown format"),
-        ("c.csv", "as a table"),
+        ("c.csv", r"is not text in UTF-8 \(byte 23\); save it as UTF-8"),
+        ("d.csv", "line 3 has 4 values, but the first line names 2 columns; put texts with commas into double quotes"),
     ]:
         with pytest.raises(UserError, match=message):
             read_annotations(DataSection(root=str(tmp_path), annotations=name), tmp_path)

@@ -16,7 +16,15 @@ from raycap.models.captioner import Captioner
 from raycap.models.config import MODEL_CONFIGS, ExpansionNetConfig
 from raycap.models.registry import build_model
 from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.config.load import load_config, merge, parse_given, read_file, read_values, referenced_files
+from raycap.pipeline.config.load import (
+    load_config,
+    merge,
+    parse_config,
+    parse_given,
+    read_file,
+    read_values,
+    referenced_files,
+)
 from raycap.pipeline.config.renamed import RENAMED_KEYS, RENAMED_VALUES, new_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.vocabulary import Vocabulary
@@ -293,3 +301,13 @@ def test_given_values_are_checked_one_by_one() -> None:
     ):
         with pytest.raises(UserError, match=message):
             parse_given(ExpansionNetConfig, values, "model")  # type: ignore[arg-type]
+
+
+def test_a_required_key_with_a_typing_error_is_named_as_it_is_written(tmp_path: Path) -> None:
+    values = small_config(tmp_path)
+    values["stages"][0]["epohcs"] = values["stages"][0].pop("epochs")
+    with pytest.raises(UserError, match=r"unknown key stages\.xe_frozen\.epohcs: did you mean epochs"):
+        parse_config(values)
+    del values["stages"][0]["epohcs"]
+    with pytest.raises(UserError, match=r"key stages\.xe_frozen\.epochs is missing; add it"):
+        parse_config(values)

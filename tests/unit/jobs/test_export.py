@@ -35,7 +35,7 @@ def test_without_the_runtime_the_graphs_are_written_and_not_compared(
     bundle = make_bundle(tmp_path / "bundle", backbone=False)
     assert main(["export", str(bundle), "-o", str(tmp_path / "out"), "--opset", "18"]) == 0
     text = capsys.readouterr().out
-    assert "are not compared with the model: onnxruntime is not installed; install the optional packages" in text
+    assert "are not compared with the model: onnxruntime is not installed; install raycap with the extra" in text
     assert json.loads((tmp_path / "out" / "captioner.json").read_text())["opset"] == 18
 
 
@@ -46,8 +46,8 @@ def test_a_missing_package_is_one_sentence(
     hide(monkeypatch, package)
     assert main(["export", "bundle", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"raycap: --format onnx needs the package {package}, which is not installed; install the optional packages: "
-        "pip install 'raycap[export]'\n"
+        f"raycap: --format onnx needs the package {package}, which is not installed; install raycap with the extra "
+        "`export`, as docs/python.md describes\n"
     )
 
 

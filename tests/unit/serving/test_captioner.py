@@ -118,7 +118,7 @@ def test_unreadable_images_have_a_reason_and_the_others_captions(
     for reason, words in zip(
         reasons,
         ("cannot be read: No such file", "cannot be decoded", "empty file", "not an image", "(2, 2, 2) of uint8",
-         "(4, 4) of float64", "a int is no image"),
+         "(4, 4) of float64", "of the type int; give a path"),
         strict=True,
     ):  # fmt: skip
         assert words in reason
@@ -126,9 +126,9 @@ def test_unreadable_images_have_a_reason_and_the_others_captions(
     assert captioner.caption([]) == []
 
 
-def test_mistakes_are_one_sentence(captioner: raycap.Captioner, names: list[str], tmp_path: Path) -> None:
+def test_mistakes_are_one_sentence(captioner: raycap.Captioner, bundle: Path, names: list[str], tmp_path: Path) -> None:
     for call, words in (
-        (lambda: captioner.caption(names[0]), "images is a str; give a list of images"),
+        (lambda: captioner.caption(names[0]), "images has the type str; give a list of images"),
         (lambda: captioner.caption(names, batch_size=0), "batch_size is 0"),
         (lambda: captioner.caption(names, num_results=9), "num_results is 9; expected 1 to the beam's size, 5"),
         (lambda: captioner.caption(names, num_results=0), "num_results is 0"),
@@ -137,7 +137,12 @@ def test_mistakes_are_one_sentence(captioner: raycap.Captioner, names: list[str]
         (lambda: captioner.explain(names[0], head=2), "head is 2; expected 0 to 1"),
         (lambda: captioner.explain(names[0], caption="cat " * 12), "more than the 11 tokens"),
         (lambda: captioner.explain(tmp_path / "none.png"), "the image cannot be explained: cannot be read"),
+        (lambda: captioner.caption(names, num_results="3"), "num_results is '3'; expected a whole number"),
+        (lambda: captioner.caption(names, batch_size=2.5), "batch_size is 2.5; expected a whole number"),
         (lambda: raycap.load(tmp_path / "none"), "no such folder; give a model bundle"),
+        (lambda: raycap.load(bundle / "model.safetensors"), "a file; give its folder"),
+        (lambda: raycap.load(bundle, device="tpu"), "device is 'tpu'; expected cpu, cuda, or None"),
+        (lambda: raycap.load(bundle, precision="fp16"), "precision is 'fp16'; expected auto, float32, bfloat16"),
         (lambda: raycap.load("champion:a/../b"), "names no configuration"),
         (lambda: raycap.load("champion:demo", storage=tmp_path), "has no champion of demo"),
         (lambda: raycap.load(make_bundle(tmp_path / "features", backbone=False)), "this bundle has no backbone"),
