@@ -114,10 +114,8 @@ def all_commands() -> list[Any]:
 
 
 @pytest.mark.parametrize("words", all_commands())
-def test_commands_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse(words: list[str]) -> None:
     """Their names, options and kinds, the files of ours that they name, and the keys that they set; nothing is run."""
-    is_file = "raycap.pipeline.config.shipped.is_file"  # the reader has written the other files
-    monkeypatch.setattr(is_file, lambda path: path.suffix == ".yaml")
     parse(words)
     for word in words:
         assert not word.startswith("configs/") or (ROOT / word).is_file(), f"{word} does not exist"
@@ -133,10 +131,10 @@ def test_commands_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
         "run a.yaml --set seeed=1",
     ],
 )
-def test_the_test_sees_wrong_commands(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_sees_wrong_commands(line: str) -> None:
     (words,) = commands(f"raycap {line}  # a remark")
     with pytest.raises(Exception, match=r"--sets|names no command|does not exist|neither a file|sets no key"):
-        test_commands_parse(words, monkeypatch)
+        test_commands_parse(words)
 
 
 @pytest.mark.parametrize("document", INSTRUCTIONS, ids=place)
