@@ -18,6 +18,8 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.untrusted.names import printable
 
+DATA_HEADING = "data files, for `raycap evaluate --data`:"
+
 
 def config(
     file: Annotated[
@@ -31,7 +33,7 @@ def config(
         bool, typer.Option("--changes", help="Print only the keys that differ from their defaults.")
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors. Needs no CONFIG.")] = False,
-    names: Annotated[bool, typer.Option("--list", help="Print the names of shipped ones. Needs no CONFIG.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the names of shipped files. Needs no CONFIG.")] = False,
 ) -> None:
     """Print a configuration as it will be used.
 
@@ -41,7 +43,7 @@ def config(
     Example: raycap config demo --changes
     """
     if names:
-        print("\n".join(shipped_names()))
+        print("\n".join([*shipped_names(), "", DATA_HEADING, *shipped_names("data")]))
         return
     if schema:
         print(json.dumps(config_schema(), indent=1, ensure_ascii=False))
@@ -49,7 +51,7 @@ def config(
     if file is None:
         raise UserError(
             "raycap config prints a configuration; give its YAML file, or --schema for all keys, or --list for the "
-            "names of shipped ones"
+            "names of the shipped configurations"
         )
     run_config = load_config(file, set_ or ())
     values = shown_values(run_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -28,7 +29,8 @@ class JournalPrinter:
         self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
-        self._cannot_climb = set[str]()  # stages that were warned of
+        self._examined = set[str]()  # stages of SCST that can climb or were warned of
+        self._scst = {each["stage"] for each in read_journal(folder.journal) if each["kind"] == "reward"}
         self._downloaded_at, self._stop, self._has_failed = time.monotonic(), threading.Event(), False
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
@@ -73,28 +75,35 @@ class JournalPrinter:
 
     def _print(self, entry: dict[str, Any]) -> None:
         logger.info(self.line(entry))
-        if entry["kind"] == "reward" or (entry["kind"] == "validation" and entry["best"] < NO_CIDER):
+        if entry["kind"] == "reward":
+            self._scst.add(entry["stage"])
+        if entry["kind"] in ("reward", "validation") and entry["stage"] in self._scst - self._examined:
             self._warn_of_zero(entry["stage"])
         if entry["kind"] == "train":
             self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def _warn_of_zero(self, stage: str) -> None:
-        """Warns once if SCST begins with a model whose captions have nothing of the references.
+        """Warns once if a stage of SCST begins with a model whose captions have nothing of the references.
 
-        The score is that of the stage before, or after `init_from` the first one of the stage itself.
+        The score is that of the stage before, or after `init_from` the first one of the stage itself. Reads the
+        whole journal.
         """
         journal = read_journal(self.folder.journal)
         scores = [each for each in journal if each["kind"] == "validation"]
-        is_scst = any(each["kind"] == "reward" and each["stage"] == stage for each in journal)
-        if not (is_scst and scores) or stage in self._cannot_climb or any(each["best"] >= NO_CIDER for each in scores):
+        if not scores:
             return
-        self._cannot_climb.add(stage)
-        before = [each["stage"] for each in scores if each["stage"] != stage]
-        remedy = f"Train cross entropy longer (stages.{before[-1]}.epochs)" if before else "Start from a better model"
+        self._examined.add(stage)
+        if any(each["best"] >= NO_CIDER for each in scores):
+            return
+        earlier = itertools.takewhile(lambda each: each["stage"] != stage, journal)
+        before = [each for each in earlier if each["kind"] == "validation"]
+        score, end, remedy = scores[0], "its first epochs", "Start from a better model"
+        if before:
+            score, end = before[-1], before[-1]["stage"]
+            remedy = f"Train cross entropy longer (stages.{end}.epochs)"
         logger.warning(
-            f"{stage}  cannot climb: validation CIDEr-D is {scores[-1]['best']:.4f} after "
-            f"{before[-1] if before else 'its first epochs'}, and where every sampled caption has the reward 0, none "
-            f"is preferred. {remedy}; if it stays 0, `raycap check` the data"
+            f"{stage}  cannot climb: validation CIDEr-D is {score['best']:.4f} after {end}, and where every sampled "
+            f"caption has the reward 0, none is preferred. {remedy}; if it stays 0, `raycap check` the data"
         )
 
     def line(self, entry: dict[str, Any]) -> str:

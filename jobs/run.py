@@ -105,7 +105,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
     """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features.
 
-    New images of other runs are read by tasks on a cluster, or by threads without one.
+    Otherwise tasks on a cluster read the new images, or threads without one.
     """
     reads_images = config.stages[0].train_backbone or config.features.store != "always"  # `fits` is decided later
     if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:

@@ -13,7 +13,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Set
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.config.shipped import shipped_file
+from raycap.pipeline.config.shipped import named_place
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.inventory.contents import Inventory, read_inventory
 from raycap.pipeline.inventory.prune import plan_removals, remove
@@ -72,19 +72,16 @@ def runs(
 def _storage(target: str, overrides: Sequence[str], endpoint_url: str | None) -> StoragePath:
     """The storage that an argument names. Raises UserError if there is none."""
     remember_address(endpoint_url or "")
-    path = None if is_remote(target) else expanded_path(target)
-    path = path if path is None else shipped_file(path) or path
+    path = None if is_remote(target) else named_place(expanded_path(target))
+    if path is None and not is_remote(target):
+        raise UserError(f"{shown(target)} does not exist; give a storage's folder, s3://..., or a configuration")
     if path is not None and path.is_file():
         if endpoint_url is not None:
             raise UserError("--endpoint-url belongs to s3://...; with a configuration --set storage.endpoint_url")
         return load_config(path, overrides).storage_place
     if overrides:
         raise UserError("--set changes a configuration; give a configuration in place of a storage, or leave it out")
-    if path is None:
-        return storage_path(target, StorageOptions(endpoint_url))
-    if not path.is_dir():
-        raise UserError(f"{shown(target)} does not exist; give a storage's folder, s3://..., or a configuration")
-    return storage_path(path)
+    return storage_path(target, StorageOptions(endpoint_url)) if path is None else storage_path(path)
 
 
 def _read(storage: StoragePath) -> Inventory:

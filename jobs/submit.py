@@ -25,6 +25,7 @@ from raycap.jobs.cli import COMMANDS
 from raycap.pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
 from raycap.pipeline.cluster.packaging import pack
 from raycap.pipeline.cluster.submission import (
+    check_data_file,
     check_local_paths,
     check_options,
     check_remote,
@@ -153,6 +154,7 @@ def _read(job: Job) -> _Content:
     files, packed = package_files(path, package_folder(), named)
     check_options(values, files)
     warnings = dict.fromkeys(warning for each in configs for warning in check_local_paths(each, files))
+    warnings |= dict.fromkeys([] if data is None else check_data_file(data, files))
     return _Content(config.name, files, packed, list(warnings))
 
 

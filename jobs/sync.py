@@ -12,14 +12,14 @@ import typer
 from raycap.jobs.options import Set
 from raycap.pipeline.config.load import load_config, parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.shipped import shipped_file
+from raycap.pipeline.config.shipped import named_place
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.tracking.mlflow_client import public_uri
 from raycap.pipeline.tracking.run_sync import SentRecord, stored_records
 from raycap.pipeline.tracking.run_tracker import Tracker, register_run
-from raycap.pipeline.untrusted.names import expanded_path
+from raycap.pipeline.untrusted.names import expanded_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,13 @@ def sync(
     Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
     """
     overrides = set_ or ()
-    target = shipped_file(target) or target
-    if not target.exists():
-        raise UserError(f"{target} does not exist; give a run's folder, a storage's, or the configuration of a run")
+    place = named_place(target)
+    if place is None:
+        raise UserError(
+            f"{shown(target)} does not exist; give a run's folder, a storage's, or the configuration of a run"
+        )
     num_runs, unreachable = 0, set()
-    runs = _runs_of_config(target, overrides) if target.is_file() else _runs_in_folder(target, overrides)
+    runs = _runs_of_config(place, overrides) if place.is_file() else _runs_in_folder(place, overrides)
     for folder, config in runs:
         num_runs += 1
         uri = public_uri(config)

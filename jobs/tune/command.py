@@ -24,7 +24,7 @@ from raycap.jobs.tune.adapter import run_trials
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
-from raycap.pipeline.config.shipped import named_config
+from raycap.pipeline.config.shipped import named_search
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.identity import code_digest
 from raycap.pipeline.runs.preflight import check_before_writing
@@ -188,7 +188,7 @@ def command(
     config: Annotated[
         Path,
         typer.Argument(
-            help="The search's YAML file, or the name of a shipped one.", metavar="CONFIG", callback=named_config
+            help="The search's YAML file, or the name of a shipped one.", metavar="CONFIG", callback=named_search
         ),
     ],
     set_: Set = None,

@@ -22,8 +22,9 @@ from raycap.pipeline.config.variables import is_secret, texts_in, variable_names
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import holds_secret, is_secret_name
 from raycap.pipeline.storage.path import is_remote
+from raycap.pipeline.untrusted.files import is_file
 from raycap.pipeline.untrusted.names import expanded_path
-from raycap.pipeline.version import COMMIT_FILE, commit
+from raycap.pipeline.version import COMMIT_FILE, commit, package_folder
 
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 OUTSIDE_FOLDER = "submitted"  # the package's folder for files that are outside the code
@@ -69,7 +70,7 @@ def package_files(
     files: dict[str, Path | bytes] = {**package_sources(package), f"{PACKAGE}/{COMMIT_FILE}": commit().encode()}
     for path in named:
         place = Path(path)
-        if not place.is_absolute() and ".." not in place.parts and _is_file(place):
+        if not place.is_absolute() and ".." not in place.parts and is_file(place):
             files.setdefault(place.as_posix(), place)
     packed_config = None
     if config is not None:
@@ -83,14 +84,6 @@ def package_files(
         packed_config = packed[configs[0]]
     refuse_private_keys(files)
     return files, packed_config
-
-
-def _is_file(path: Path) -> bool:
-    """Whether a path leads to a file. A text that cannot be a path leads to none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, or with a NUL
-        return False
 
 
 def named_files(config: RunConfig) -> dict[str, str]:
@@ -224,6 +217,23 @@ def check_options(values: Mapping[str, Any], packed: Container[str]) -> None:
                 f"--{option} {value} is relative to a job's folder, which a cluster removes with the job; give an "
                 "s3:// URI where the option takes one, or an absolute path that all nodes have"
             )
+
+
+def check_data_file(file: Path, files: Mapping[str, Path | bytes]) -> list[str]:
+    """Returns a warning for an absolute path that `--data` names, which must exist on every node.
+
+    A shipped file that `--data` names without folder has such a path, too, but the job finds its own one. Raises
+    UserError if the job does not bring it. files: what the job brings, as of `package_files`.
+    """
+    if not file.is_absolute():
+        return []
+    if not file.is_relative_to(package_folder() / "configs"):
+        return [f"--data {file}: every node of the cluster must have the same file"]
+    packed = {source.resolve() for source in files.values() if isinstance(source, Path)}
+    for path in referenced_files(file):
+        if path.resolve() not in packed:
+            raise UserError(f"--data {file.stem}: the job lacks {path}, which git does not track; git add it")
+    return []
 
 
 def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[str]:

@@ -21,12 +21,11 @@ from raycap.models.config import MODEL_CONFIGS, BackboneConfig
 from raycap.pipeline.config.renamed import new_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import long_storage
-from raycap.pipeline.config.shipped import shipped_names
 from raycap.pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
 from raycap.pipeline.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
-from raycap.pipeline.untrusted.files import read_regular_file
+from raycap.pipeline.untrusted.files import is_file, is_folder, read_regular_file
 from raycap.pipeline.untrusted.names import MAX_QUOTED, quoted, shown
 
 SectionType = TypeVar("SectionType")
@@ -144,13 +143,9 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in one YAML file. Raises UserError."""
-    if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "does not exist"
-        name = path.stem if path.stem in shipped_names() else "demo"
-        raise UserError(
-            f"configuration {path} {problem}; give the path of a YAML file, or the name of a shipped one without "
-            f"folder and suffix, for example {name}"
-        )
+    if not is_file(path):
+        problem = "is a folder" if is_folder(path) else "does not exist"
+        raise UserError(f"configuration {shown(path)} {problem}; give the path of a YAML file")
     try:
         text = read_regular_file(path, max_bytes=4 * MAX_YAML_CHARACTERS)
     except OSError as error:

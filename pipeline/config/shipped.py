@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.untrusted.files import is_file, is_folder
 from raycap.pipeline.untrusted.names import MAX_QUOTED, shown
 from raycap.pipeline.version import package_folder
 
@@ -15,34 +16,49 @@ def shipped_names(folder: str = "") -> list[str]:
     return sorted(path.stem for path in _folder(folder).glob("*.yaml"))
 
 
-def shipped_file(path: Path, folder: str = "") -> Path | None:
-    """The shipped configuration that an argument names. None if it is no such name, or a file or folder here."""
-    is_name = str(path) in shipped_names(folder) and not path.exists()
-    return _folder(folder) / f"{path}.yaml" if is_name else None
+def named_place(path: Path) -> Path | None:
+    """The file or folder that an argument names, or else the shipped configuration. None if there is neither."""
+    return path if is_file(path) or is_folder(path) else _shipped_file(path, "")
 
 
 def named_config(path: Path | None) -> Path | None:
     """The file of a configuration that an argument names, which may be a shipped one. None without an argument.
 
-    Raises UserError with similar names for a name that is neither a file nor that of a shipped configuration.
+    Raises UserError for what is neither a file nor the name of a shipped configuration, with a fitting name.
     """
-    return None if path is None else _named(path, "")
+    return None if path is None else _named(path, "", "configuration", "demo")
+
+
+def named_search(path: Path) -> Path:
+    """As `named_config`, for a search."""
+    return _named(path, "", "search", "search_demo")
 
 
 def named_data(path: Path | None) -> Path | None:
     """As `named_config`, for the data files in configs/data/."""
-    return None if path is None else _named(path, "data")
+    return None if path is None else _named(path, "data", "data file", "nocaps_val")
 
 
-def _named(path: Path, folder: str) -> Path:
-    file = shipped_file(path, folder)
+def _named(path: Path, folder: str, kind: str, example: str) -> Path:
+    """kind: what the argument names, for messages. example: a name in the folder."""
+    file = path if is_file(path) else _shipped_file(path, folder)
     if file is not None:
         return file
-    if path.name != str(path) or path.suffix or path.exists():
-        return path  # the path of a file, which its reader examines
-    similar = difflib.get_close_matches(str(path)[:MAX_QUOTED], shipped_names(folder), n=3)
+    names = shipped_names(folder)
+    if is_folder(path) or path.name != str(path) or path.suffix:
+        problem = "is a folder" if is_folder(path) else "does not exist"
+        raise UserError(
+            f"{kind} {shown(path)} {problem}; give the path of a YAML file, or the name of a shipped one without "
+            f"folder and suffix, for example {path.stem if path.stem in names else example}"
+        )
+    similar = difflib.get_close_matches(str(path)[:MAX_QUOTED], names, n=3)
     hint = f"did you mean {' or '.join(similar)}?" if similar else "`raycap config --list` prints the names"
-    raise UserError(f"{shown(path)} is neither a file here nor the name of a shipped configuration; {hint}")
+    raise UserError(f"{shown(path)} is neither a file here nor the name of a shipped {kind}; {hint}")
+
+
+def _shipped_file(path: Path, folder: str) -> Path | None:
+    """The shipped file of this name. None if there is none."""
+    return _folder(folder) / f"{path}.yaml" if str(path) in shipped_names(folder) else None
 
 
 def _folder(folder: str) -> Path:

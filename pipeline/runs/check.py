@@ -103,15 +103,17 @@ class Findings:
 def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: Reader = Threads()) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Every image is read and decoded once. If too many of a sample are unusable, the others are not read. For a run on
+    Every image is read and decoded once. If too many of a sample are unusable, the others are not decoded. For a run on
     region features, the check only looks up whether they exist.
 
-    checked_keys: content keys of images that an earlier check has read. These images are not decoded again, also not in
-    a sample, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones.
+    checked_keys: content keys of images that an earlier check has decoded. The check, with its sample, leaves these
+    images out, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. All
+    images get content keys before the sample, so that new files are read.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(dataset, config.data)
+    result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
     logger.info(f"reading {len(dataset)} images")
     if checked_keys is None and _check_sample(result, dataset, config):
         return result
@@ -137,7 +139,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
     _check_decoded(result, unchecked, config, unusable)
     _check_duplicates(result, dataset, config)
     _check_resolution(result, sizes, config.backbone.image_size)
-    _check_splits(result, dataset, config)
+    _check_splits(result, config)
     result.statistics["fingerprint"] = dataset.readable().without(sorted(unusable)).fingerprint()
     return result
 
@@ -254,9 +256,8 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
     examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unusable[:MAX_EXAMPLES])
     result.error(
         f"{len(unusable)} of a sample of {SAMPLE} images cannot be used, and data.max_bad_fraction = {limit}; the "
-        f"other images were not read: {examples}"
+        f"other images were not decoded: {examples}"
     )
-    result.statistics["splits"] = dataset.split_sizes()
     result.statistics["unreadable"] = dict(unusable)
     return True
 
@@ -365,10 +366,9 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
         result.warn(f"{enlarged} images are smaller than backbone.image_size = {image_size} and get enlarged")
 
 
-def _check_splits(result: Findings, dataset: Dataset, config: RunConfig) -> None:
+def _check_splits(result: Findings, config: RunConfig) -> None:
     """Reports held-out splits with too few images for CIDEr-D."""
-    counts = Counter(dataset.split_sizes())
-    result.statistics["splits"] = dict(sorted(counts.items()))
+    counts = Counter(result.statistics["splits"])
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
         count = counts[split]
         if count < 2:

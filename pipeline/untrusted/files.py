@@ -38,6 +38,24 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     raise OSError(errno.EMSGSIZE, f"larger than {limit} bytes", str(path))
 
 
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file. A text that cannot be a path leads to none."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path leads to a folder. A text that cannot be a path leads to none."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """The mode of what a path leads to; 0 if it leads to nothing."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):  # missing, too long, or with a NUL
+        return 0
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """Opens a regular file, which a link may lead to, for reading. Raises OSError for a folder, pipe or device."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 from typer.core import TyperGroup
 
@@ -10,7 +11,10 @@ from raycap.jobs.cli import root_command
 
 
 def parse(words: list[str]) -> Any:
-    """The context of `raycap WORDS`, with the command's values in `params`; raises for options that do not fit."""
+    """The context of `raycap WORDS`, with the command's values in `params`; raises for options that do not fit.
+
+    Configurations that the words name by a path need not exist, because a reader of the documents writes them.
+    """
     group: Any = root_command()
     context = group.make_context("raycap", [words[0]], resilient_parsing=True)
     name, command, rest = group.resolve_command(context, words)
@@ -18,4 +22,5 @@ def parse(words: list[str]) -> Any:
         name, command, rest = command.resolve_command(command.make_context(name, rest[:1], parent=context), rest)
     if command is None:
         raise ValueError(f"raycap {' '.join(words)} names no command")
-    return command.make_context(name, rest, parent=context)
+    with patch("raycap.pipeline.config.shipped.is_file", lambda path: path.suffix == ".yaml"):
+        return command.make_context(name, rest, parent=context)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import cast
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.submit import parse_arguments
 from raycap.pipeline.cluster.packaging import pack, package_sources
 from raycap.pipeline.cluster.submission import (
+    check_data_file,
     check_local_paths,
     check_options,
     check_texts,
@@ -29,6 +31,7 @@ from raycap.pipeline.cluster.submission import (
     variables,
 )
 from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.version import commit
 from tests.conftest import ROOT, small_config
@@ -432,6 +435,33 @@ def test_options_that_name_files_of_this_machine() -> None:
     ):
         with pytest.raises(UserError, match=f"^{option} is relative to a job's folder"):
             check_options(values, packed)
+
+
+def test_a_data_file_is_brought_or_every_node_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped one that git does not track is refused: the job would lack it."""
+    package = checkout(tmp_path / "project")
+    data = tmp_path / "project" / "configs" / "data"
+    (data / "a.yaml").write_text("data: {}")
+    track(package)
+    (data / "mine.yaml").write_text("extends: a.yaml")
+    (data / "based.yaml").write_text("extends: mine.yaml")
+    subprocess.run([*GIT, "add", "configs/data/based.yaml"], cwd=package.parent, check=True)
+    for module in ("cluster.submission", "config.shipped"):
+        monkeypatch.setattr(f"raycap.pipeline.{module}.package_folder", lambda: package)
+    files, _ = package_files(None, package)
+    named = {name: named_data(Path(name)) for name in ("a", "mine", "based")}
+    assert check_data_file(cast(Path, named["a"]), files) == [] == check_data_file(Path("mine.yaml"), files)
+    for name in ("mine", "based"):
+        with pytest.raises(UserError, match=rf"^--data {name}: the job lacks .*/mine.yaml, which git does not track; "):
+            check_data_file(cast(Path, named[name]), files)
+
+
+def test_a_data_file_elsewhere_must_be_on_every_node(tmp_path: Path, log_lines: list[str]) -> None:
+    data = tmp_path / "data.yaml"
+    data.write_text("data: {root: s3://b/set, annotations: a.json}")
+    words = ["submit", "evaluate", str(ROOT / "configs" / "demo.yaml"), *S3, "--data", str(data)]
+    assert main([*words, "--address", "http://127.0.0.1:9"]) != 0, "nobody answers there"
+    assert f"--data {data}: every node of the cluster must have the same file" in log_lines
 
 
 FILE_KEYS: dict[str, dict[str, str]] = {  # with the other keys that they need

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from raycap.jobs.cli import main
-from raycap.pipeline.config.load import load_config
-from raycap.pipeline.config.shipped import named_config, named_data, shipped_file, shipped_names
+from raycap.jobs.config import DATA_HEADING
+from raycap.pipeline.config.load import load_config, referenced_files
+from raycap.pipeline.config.shipped import named_config, named_data, named_place, named_search, shipped_names
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.version import package_folder
 
@@ -28,38 +31,65 @@ def test_a_name_is_the_shipped_file() -> None:
     assert {"demo", "search_demo"} <= set(shipped_names()) and "nocaps_val_regions" in shipped_names("data")
 
 
-def test_a_file_or_folder_here_comes_first(empty_folder: Path) -> None:
+def test_a_file_here_comes_first_and_a_folder_only_where_one_is_expected(empty_folder: Path) -> None:
     (empty_folder / "demo").write_text("name: mine\n")
     (empty_folder / "demo_de").mkdir()
-    assert named_config(Path("demo")) == Path("demo") and shipped_file(Path("demo")) is None
-    assert named_config(Path("demo_de")) == Path("demo_de")
+    assert named_config(Path("demo")) == named_place(Path("demo")) == Path("demo")
+    assert named_config(Path("demo_de")) == CONFIGS / "demo_de.yaml" and named_place(Path("demo_de")) == Path("demo_de")
+    assert named_place(Path("demo_hi")) == CONFIGS / "demo_hi.yaml" and named_place(Path("dmo")) is None
 
 
-@pytest.mark.parametrize("path", ["demo.yaml", "configs/demo.yaml", "./a/demo", "/demo"])
-def test_a_path_is_no_name(path: str) -> None:
-    assert named_config(Path(path)) == Path(path)
+@pytest.mark.parametrize(
+    ("named", "path", "message"),
+    [
+        (named_config, "configs/demo_de.yaml", "configuration configs/demo_de.yaml does not exist; HINT demo_de"),
+        (named_config, "mine.yaml", "configuration mine.yaml does not exist; HINT demo"),
+        (named_config, "empty", "configuration empty is a folder; HINT demo"),
+        (named_search, "mine.yaml", "search mine.yaml does not exist; HINT search_demo"),
+        (named_data, "demo.yaml", "data file demo.yaml does not exist; HINT nocaps_val"),
+        (named_data, "a/coco_server.yaml", "data file a/coco_server.yaml does not exist; HINT coco_server"),
+    ],
+)
+def test_the_hint_for_a_path_is_a_name_that_the_argument_takes(
+    named: Callable[[Path], Path], path: str, message: str, empty_folder: Path
+) -> None:
+    (empty_folder / "empty").mkdir()
+    hint = "give the path of a YAML file, or the name of a shipped one without folder and suffix, for example"
+    with pytest.raises(UserError, match=f"^{re.escape(message.replace('HINT', hint))}$"):
+        named(Path(path))
+
+
+def test_a_file_that_a_file_names_has_no_hint_about_names(empty_folder: Path) -> None:
+    (empty_folder / "search.yaml").write_text("base: demo.yaml\n")
+    with pytest.raises(UserError, match=r"^configuration demo.yaml does not exist; give the path of a YAML file$"):
+        referenced_files(Path("search.yaml"))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".yaml"])
+def test_what_cannot_be_a_path_is_a_mistake(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["run", name], ["tune", name], ["evaluate", "demo", "--data", name], ["runs", name], ["sync", name]):
+        assert main(words) == 2
+        message = capsys.readouterr().err.strip()
+        assert message.count("\n") == 0 and ("is neither a file here" in message or "does not exist;" in message)
+    with pytest.raises(UserError, match="does not exist; give the path of a YAML file$"):
+        load_config(Path(name))
+    assert named_place(Path("a\0b")) is None
 
 
 def test_an_unknown_name_is_answered_with_similar_ones() -> None:
     with pytest.raises(UserError, match=r"^search_demmo is neither a file here nor .*; did you mean search_demo or "):
         named_config(Path("search_demmo"))
     with pytest.raises(
-        UserError, match=r"^xyz is neither a file here nor .*; `raycap config --list` prints the names$"
+        UserError, match=r"^xyz is neither a file here nor .* data file; `raycap config --list` prints the names$"
     ):
-        named_config(Path("xyz"))
-    with pytest.raises(
-        UserError, match=r"configs/demo_de.yaml does not exist; .* without folder and suffix, .* demo_de$"
-    ):
-        load_config(Path("configs/demo_de.yaml"))
-    with pytest.raises(UserError, match=r"mine.yaml does not exist; .* for example demo$"):
-        load_config(Path("mine.yaml"))
+        named_data(Path("xyz"))
 
 
 def test_commands_take_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "demo", "--changes"]) == 0
     assert "name: demo" in capsys.readouterr().out
     assert main(["config", "--list"]) == 0
-    assert capsys.readouterr().out.split() == shipped_names()
+    assert capsys.readouterr().out.splitlines() == [*shipped_names(), "", DATA_HEADING, *shipped_names("data")]
     for words in (["run", "dmo"], ["check", "dmo"], ["extract", "dmo"], ["tune", "dmo"], ["retrain", "dmo"],
                   ["evaluate", "dmo"], ["doctor", "dmo"], ["compare", "a", "--config", "dmo"],
                   ["soup", "a", "--config", "dmo"], ["config", "dmo"],

@@ -246,6 +246,40 @@ def test_scst_that_cannot_climb_from_another_model_is_named_once(
     assert all("after its first epochs" in line and "a better model" in line for line in found)
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["late", "new"])
+def test_the_score_of_scst_itself_is_not_taken_for_that_of_the_stage_before(
+    is_new: bool, tmp_path: Path, log_lines: list[str]
+) -> None:
+    """The printer is late, or new in a resumed stage, so that the journal has scores of SCST before the warning."""
+    folder = Folder(tmp_path / "journal")
+    printer = folder.printer()
+
+    def score(step: int, best: float, **values: Any) -> None:
+        folder.write(kind="validation", step=step, time=1.0, best=best, seconds=1.0, **{"CIDEr-D": best}, **values)
+
+    score(9, 0.00004)
+    folder.write(kind="reward", step=0, time=2.0, text="checked", stage="scst")
+    score(4, 0.00001, stage="scst")
+    score(2, 0.00002, stage="later")
+    if is_new:
+        printer = folder.printer()
+    with printer:
+        score(8, 0.00001, stage="scst")
+    found = [line for line in log_lines if "cannot climb" in line]
+    assert len(found) == 1 and "is 0.0000 after xe" in found[0] and "(stages.xe.epochs)" in found[0]
+
+
+def test_scores_of_cross_entropy_do_not_read_the_journal_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    folder, reads = Folder(tmp_path / "journal"), []
+    with folder.printer():
+        monkeypatch.setattr("raycap.jobs.journal_printer.read_journal", lambda path: reads.append(path) or [])
+        for step in range(3):
+            folder.write(kind="validation", step=step, time=1.0, best=0.0, seconds=1.0, **{"CIDEr-D": 0.0})
+    assert len(log_lines) == 3 and not reads
+
+
 def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lines: list[str]) -> None:
     folder = Folder(tmp_path / "journal")
     folder.write(kind="event", step=0, time=100.0, text="of an earlier attempt")

@@ -138,7 +138,7 @@ def test_a_sample_of_a_large_set_ends_the_check_early(
     capsys.readouterr()
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert code == 1 and "of a sample of 20 images cannot be used" in texts(found, "error")
-    assert "the other images were not read" in capsys.readouterr().out and "captions" not in found
+    assert "the other images were not decoded" in capsys.readouterr().out and "captions" not in found
     monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 21)
     code, found = check(tmp_path, root, max_bad_fraction=0.05)
     assert "110 of 200 images" in texts(found, "error"), "the set is too small for a sample"
@@ -157,7 +157,9 @@ def test_a_sample_has_no_images_that_were_checked_before(tmp_path: Path, monkeyp
     assert "of a sample" in check_data(config).findings[0].text, "nothing was checked before"
     found = check_data(config, keys[:100])
     assert found.ok and found.statistics["unreadable"] == {}
-    assert "of a sample" in check_data(config, keys[100:]).findings[0].text
+    found = check_data(config, keys[100:])
+    assert "of a sample" in found.findings[0].text and "other images were not decoded" in found.findings[0].text
+    assert found.statistics["splits"] == {"test": 2, "train": 196, "val": 2}, "also of the images checked before"
     assert not any("of a sample" in finding.text for finding in check_data(config, keys[30:]).findings), "30 are few"
 
 
