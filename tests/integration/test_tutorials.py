@@ -130,7 +130,7 @@ def write_ssh(cluster: Cluster, place: Path) -> None:
 
 @pytest.mark.ray
 def test_private_disks(tmp_path: Path) -> None:
-    """Each step of the second stage waits for a checkpoint of at least 10 requests, so that its 60 steps take a minute.
+    """The storage is slow, and each step of the second stage waits for a checkpoint, so its 60 steps take a minute.
 
     Thus the node is lost during the stage on a fast machine, too, and a slow one does not compute more for it.
     """
