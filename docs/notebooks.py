@@ -34,7 +34,8 @@ def text_cell(text: str) -> Any:
 
 
 def code_cell(language: str, text: str) -> Any:
-    return v4.new_code_cell(f"%%bash\n{text}" if language == "sh" else text)
+    # a cell ends at the first command that fails
+    return v4.new_code_cell(f"%%bash -euo pipefail\n{text}" if language == "sh" else text)
 
 
 def write_notebooks(folder: Path) -> None:

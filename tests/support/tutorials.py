@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -82,13 +83,22 @@ def programs(folder: Path) -> Path:
 
 @contextmanager
 def ended(folder: Path) -> Iterator[None]:
-    """Kills what the page's blocks have left in the background."""
+    """Kills what the page's blocks have left in the background, and what that starts meanwhile."""
     try:
         yield
     finally:
-        mark = f"{MARK}={folder}".encode()
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                # psutil's environment is empty where a process, such as Ray's agents, has changed its title
-                if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+        while processes := list(marked(folder)):
+            for process in processes:
+                with suppress(psutil.Error):
                     process.kill()
+            time.sleep(0.05)  # a process ends some time after its signal
+
+
+def marked(folder: Path) -> Iterator[psutil.Process]:
+    """The processes of a page that have not ended."""
+    mark = f"{MARK}={folder}".encode()
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            # psutil's environment is empty where a process, such as Ray's agents, has changed its title
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                yield process

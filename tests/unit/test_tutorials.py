@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +14,9 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import tutorials
 from tests.support.documents import docs_module
-from tests.support.tutorials import Block, blocks_of, run_page
+from tests.support.tutorials import MARK, Block, blocks_of, run_block, run_page
 
 PAGE = """# A page
 
@@ -79,6 +84,53 @@ def test_processes_in_the_background_are_ended(tmp_path: Path) -> None:
         raise AssertionError("the process goes on")
 
 
+def test_processes_that_start_meanwhile_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = list[subprocess.Popen[bytes]]()
+    iterate = psutil.process_iter
+
+    def with_late_start() -> Iterator[psutil.Process]:
+        """The processes that there are, before one more starts."""
+        found = list(iterate())
+        if not late:
+            late.append(subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: str(tmp_path)}))
+        yield from found
+
+    monkeypatch.setattr(psutil, "process_iter", with_late_start)
+    try:
+        run_page(write(tmp_path, "sleep 1000 &"), tmp_path, {})
+        assert late[0].wait(60) == -signal.SIGKILL
+    finally:
+        late[0].kill()
+
+
+# What a page waits for never comes: the server has ended, and the job has failed.
+FAILING = """
+raycap() { case "$*" in "submit logs"*) echo starting;; "submit status"*) echo "job: FAILED"; return 1;; esac; }
+ssh() { true; }
+curl() { false; }
+"""
+WAITS = [
+    (page, block)
+    for page in ("champion_to_page", "private_disks")
+    for block in blocks_of((ROOT / f"docs/tutorials/{page}.md").read_text(encoding="utf-8"))
+    if "until " in block.text
+]
+
+
+@pytest.mark.parametrize(("page", "block"), WAITS, ids=[f"{page}-{block.line}" for page, block in WAITS])
+def test_waits_end_without_what_they_wait_for(
+    page: str, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tutorials, "TIMEOUT_S", 60)  # the test fails after it
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name, text in {"job.txt": "job", "serve.pid": str(ended.pid), "first.json": 'digest":"1"'}.items():
+        (tmp_path / name).write_text(text)
+    with tutorials.ended(tmp_path):
+        code, output = run_block(block._replace(text=FAILING + block.text), tmp_path, {})
+    assert code == 0, output
+
+
 PAGES = [ROOT / "docs/getting_started.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 
 
@@ -92,7 +144,7 @@ def test_a_page_has_a_valid_notebook_with_its_blocks(page: Path, tmp_path: Path)
     blocks = blocks_of(page.read_text(encoding="utf-8"))
     assert len(code) == len(blocks) > 3
     for source, block in zip(code, blocks, strict=True):
-        assert source == ("%%bash\n" if block.language == "sh" else "") + block.text.rstrip("\n")
+        assert source == ("%%bash -euo pipefail\n" if block.language == "sh" else "") + block.text.rstrip("\n")
     text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert "](../" not in text and ".md)" not in text, "links to pages, which a notebook does not have beside it"
 
