@@ -32,6 +32,9 @@ def config(
     only_changes: Annotated[
         bool, typer.Option("--changes", help="Print only the keys that differ from their defaults.")
     ] = False,
+    as_written: Annotated[
+        bool, typer.Option("--file", help="Print the file as it is, to copy a shipped one, also of a search.")
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors. Needs no CONFIG.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the names of shipped files. Needs no CONFIG.")] = False,
 ) -> None:
@@ -53,6 +56,9 @@ def config(
             "raycap config prints a configuration; give its YAML file, or --schema for all keys, or --list for the "
             "names of the shipped configurations"
         )
+    if as_written:
+        print(file.read_text(encoding="utf-8", errors="replace"), end="")
+        return
     run_config = load_config(file, set_ or ())
     values = shown_values(run_config)
     if only_changes:

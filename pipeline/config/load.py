@@ -21,6 +21,7 @@ from raycap.models.config import MODEL_CONFIGS, BackboneConfig
 from raycap.pipeline.config.renamed import new_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import long_storage
+from raycap.pipeline.config.shipped import is_shipped, referenced_file
 from raycap.pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
@@ -92,7 +93,7 @@ def referenced_files(path: Path) -> list[Path]:
     """The configuration and the files that it extends. For a search, also its base and the base's extended files."""
     files = [file for file, _ in _chain(path)]
     base = read_file(path).get("base")
-    return files + ([file for file, _ in _chain(path.parent / base)] if isinstance(base, str) else [])
+    return files + ([file for file, _ in _chain(referenced_file(path.parent, base))] if isinstance(base, str) else [])
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -106,7 +107,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
         file = _extended_file(name, [file for file, _ in chain])
         values = _read_yaml(file)
         if isinstance(values.get("base"), str):
-            values["base"] = os.path.relpath(file.parent / values["base"], path.parent)
+            values["base"] = os.path.relpath(referenced_file(file.parent, values["base"]), path.parent)
         chain.append((file, values))
     return chain
 
@@ -121,9 +122,9 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
         raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted_value(name)}")
     if len(chain) >= MAX_EXTENDED:
         raise UserError(f"{chain[0]} extends more than {MAX_EXTENDED} files, one after the other; merge some of them")
-    file = last.parent / name
+    file = referenced_file(last.parent, name)
     try:
-        is_outside = Path(name).is_absolute() or not file.resolve().is_relative_to(folder)
+        is_outside = Path(name).is_absolute() or not (file.resolve().is_relative_to(folder) or is_shipped(file))
         is_file = file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
         reason = getattr(error, "strerror", None) or "it has a NUL or is a link to itself"
@@ -134,7 +135,10 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
             "this folder or below it"
         )
     if not is_file:
-        raise UserError(f"{last}: extends names {shown(name)}, which does not exist; give the path of a YAML file")
+        raise UserError(
+            f"{last}: extends names {shown(name)}, which does not exist; give the path of a YAML file, or the name of "
+            "a shipped one"
+        )
     if file.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(map(shown, (*chain, file)))
         raise UserError(f"extends forms a circle: {circle}; remove one of these keys")

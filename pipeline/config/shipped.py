@@ -39,6 +39,26 @@ def named_data(path: Path | None) -> Path | None:
     return None if path is None else _named(path, "data", "data file", "nocaps_val")
 
 
+def referenced_file(folder: Path, name: str) -> Path:
+    """The file that a configuration in `folder` names under `extends` or `base`.
+
+    It is a path relative to the folder, or else to that of the shipped configurations, where the suffix may be left
+    out. The file need not exist.
+    """
+    path = folder / name
+    if not is_file(path):
+        shipped = _folder("")
+        for file in (shipped / name, shipped / f"{name}.yaml"):
+            if is_shipped(file):
+                return file
+    return path
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a path leads to a file among the shipped configurations."""
+    return is_file(path) and path.resolve().is_relative_to(_folder("").resolve())
+
+
 def _named(path: Path, folder: str, kind: str, example: str) -> Path:
     """kind: what the argument names, for messages. example: a name in the folder."""
     file = path if is_file(path) else _shipped_file(path, folder)

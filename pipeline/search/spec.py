@@ -33,6 +33,7 @@ from raycap.pipeline.config.sections import (
     StorageSection,
     long_storage,
 )
+from raycap.pipeline.config.shipped import referenced_file
 from raycap.pipeline.config.variables import remember_secrets
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.identity import config_identity
@@ -146,7 +147,7 @@ class SearchConfig(Section):
     """The configuration of `raycap tune`."""
 
     name: FileName
-    base: Text  # the file of the base configuration, relative to the search's file
+    base: Text  # the file of the base configuration, relative to the search's file, or the name of a shipped one
     set: Values = Field(default={})  # changes of the base configuration
     storage: StorageSection | None = None  # None: the base configuration's
     space: dict[Name, SpaceSection] = Field(default={}, max_length=100)
@@ -487,7 +488,7 @@ def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
     values = read_values(path, overrides)
     remember_secrets(values)  # an error may quote any of them
     config = parse_section(SearchConfig, values)
-    base = read_values(path.parent / config.base)
+    base = read_values(referenced_file(path.parent, config.base))
     set_values(base, config.set, "set")
     if config.storage is not None:
         base = merge(base, {"storage": values["storage"]})  # with its references to variables

@@ -13,6 +13,7 @@ from raycap.jobs.config import DATA_HEADING
 from raycap.pipeline.config.load import load_config, referenced_files
 from raycap.pipeline.config.shipped import named_config, named_data, named_place, named_search, shipped_names
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.version import package_folder
 
 CONFIGS = package_folder() / "configs"
@@ -60,8 +61,8 @@ def test_the_hint_for_a_path_is_a_name_that_the_argument_takes(
 
 
 def test_a_file_that_a_file_names_has_no_hint_about_names(empty_folder: Path) -> None:
-    (empty_folder / "search.yaml").write_text("base: demo.yaml\n")
-    with pytest.raises(UserError, match=r"^configuration demo.yaml does not exist; give the path of a YAML file$"):
+    (empty_folder / "search.yaml").write_text("base: nowhere.yaml\n")
+    with pytest.raises(UserError, match=r"^configuration nowhere.yaml does not exist; give the path of a YAML file$"):
         referenced_files(Path("search.yaml"))
 
 
@@ -99,3 +100,22 @@ def test_commands_take_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "demo"]) == 0
     assert main(["sync", "demo"]) == 2
     assert "contains no run" in capsys.readouterr().err
+
+
+def test_a_configuration_extends_a_shipped_one_by_its_name(tmp_path: Path) -> None:
+    """Also a copy of a shipped file elsewhere, whose own references are paths among the shipped files."""
+    for name in ("demo", "demo.yaml"):
+        (tmp_path / "mine.yaml").write_text(f"extends: {name}\nname: mine\n")
+        assert load_config(tmp_path / "mine.yaml") == load_config(CONFIGS / "demo.yaml", ["name=mine"])
+    (tmp_path / "search.yaml").write_text((CONFIGS / "search_demo.yaml").read_text())
+    copied, shipped = (load_search(path) for path in (tmp_path / "search.yaml", CONFIGS / "search_demo.yaml"))
+    assert copied.config == shipped.config and copied.base == shipped.base
+    for name in ("nowhere", "../secret.yaml", str(CONFIGS / "demo.yaml")):
+        (tmp_path / "mine.yaml").write_text(f"extends: {name}\n")
+        with pytest.raises(UserError, match="does not exist|is outside of"):
+            load_config(tmp_path / "mine.yaml")
+
+
+def test_a_shipped_file_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "search_demo", "--file"]) == 0
+    assert capsys.readouterr().out == (CONFIGS / "search_demo.yaml").read_text()
