@@ -300,10 +300,10 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
             return f"{_dotted(location, data)}: `{location[-1]}` is now `{new}`"
     location, first = errors[0]
     if first["type"] in MISSING:  # perhaps because its name has a typing error
-        for other, details in errors:
-            is_beside = details["type"] in unknown and other[:-1] == location[:-1]
-            if is_beside and difflib.get_close_matches(str(other[-1]), [str(location[-1])]):
-                location, first = other, details
+        for place, details in errors:
+            is_beside = details["type"] in unknown and place[:-1] == location[:-1]
+            if is_beside and difflib.get_close_matches(str(place[-1]), [str(location[-1])]):
+                location, first = place, details
                 break
     key = _dotted(location, data)
     if first["type"] == "union_tag_invalid":
