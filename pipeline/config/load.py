@@ -318,8 +318,11 @@ def _sentence(error: ValidationError, data: Any, section_type: Any, section: str
             "data": "this configuration is for `raycap run`",
         }
         other = next((text for name, text in kinds.items() if isinstance(data, Mapping) and name in data), "")
-        is_other_kind = not section and key in kinds and other
-        return f"key {key} is missing; {other if is_other_kind else 'add it to the configuration'}"
+        if not section and key in kinds and other:
+            return f"key {key} is missing; {other}"
+        beside = [str(at[-1]) for at, details in errors if details["type"] in unknown and at[:-1] == location[:-1]]
+        unknown_keys = f", and unknown there: {', '.join(map(shown, beside))}" if beside else ""
+        return f"key {key} is missing{unknown_keys}; add it to the configuration"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         names = [part for part in key.split(".") if part and not part.isdigit()]

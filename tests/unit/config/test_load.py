@@ -308,6 +308,9 @@ def test_a_required_key_with_a_typing_error_is_named_as_it_is_written(tmp_path: 
     values["stages"][0]["epohcs"] = values["stages"][0].pop("epochs")
     with pytest.raises(UserError, match=r"unknown key stages\.xe_frozen\.epohcs: did you mean epochs"):
         parse_config(values)
-    del values["stages"][0]["epohcs"]
+    values["stages"][0]["passes"] = values["stages"][0].pop("epohcs")
+    with pytest.raises(UserError, match=r"key stages\.xe_frozen\.epochs is missing, and unknown there: passes; add it"):
+        parse_config(values)
+    del values["stages"][0]["passes"]
     with pytest.raises(UserError, match=r"key stages\.xe_frozen\.epochs is missing; add it"):
         parse_config(values)
