@@ -126,6 +126,7 @@ def test_run(world: World) -> None:
     assert "nothing to do" in world.submitted("run", str(world.config))
 
 
+@pytest.mark.proof  # its short form is in test_distillation.py
 def test_distillation(world: World, tmp_path: Path) -> None:
     """The teacher is on the disk of the driver's node only, and its captions are in the storage."""
     values = yaml.safe_load(world.config.read_text())
