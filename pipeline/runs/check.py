@@ -372,7 +372,10 @@ def _check_splits(result: Findings, config: RunConfig) -> None:
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
         count = counts[split]
         if count < 2:
-            result.error(f"split {split} has {count} image: CIDEr-D is 0 for every caption of a single document")
+            result.error(
+                f"split {split} has too few images for CIDEr-D: {count}, and 2 are the least; move images there, or "
+                "give it a larger share in data.split_fractions"
+            )
         elif count < MIN_IMAGES_FOR_CIDER:
             minimum = MIN_IMAGES_FOR_CIDER
             result.warn(f"split {split} has {count} images: CIDEr-D on fewer than {minimum} is mostly noise")

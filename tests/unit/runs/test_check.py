@@ -210,7 +210,7 @@ def test_odd_captions_are_found(tmp_path: Path, sentences: list[Any], kind: str,
 def test_a_split_of_one_image_is_an_error_and_an_empty_one_a_mistake(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 1})
     code, found = check(tmp_path, root)
-    assert code == 1 and "split test has 1 image" in texts(found, "error")
+    assert code == 1 and "split test has too few images for CIDEr-D: 1, and 2" in texts(found, "error")
     config = small_config(tmp_path / "storage", data={"root": str(root), "test_splits": ["novel"], "min_count": 1})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     assert main(["check", str(tmp_path / "run.yaml")]) == 2
