@@ -59,7 +59,7 @@ def run_page(page: Path, folder: Path, changes: Mapping[str, str], **variables: 
 
 
 def run_block(block: Block, folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    """The exit code of a block, and what it printed. Processes that it starts in the background go on."""
+    """The exit code of a block, and what it printed. Processes that it starts in the background continue."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: str(folder)} | variables
     environment["PATH"] = f"{programs(folder)}{os.pathsep}{environment['PATH']}"
     command = ["python", "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]

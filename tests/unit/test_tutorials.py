@@ -81,7 +81,7 @@ def test_processes_in_the_background_are_ended(tmp_path: Path) -> None:
             if sleeper.status() == psutil.STATUS_ZOMBIE:
                 return
             time.sleep(0.05)
-        raise AssertionError("the process goes on")
+        raise AssertionError("the process continues")
 
 
 def test_processes_that_start_meanwhile_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
