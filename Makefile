@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test unit lint docs wheel reproduce bench proof spice lock clean
 
 demo: $(READY)
-	$(BIN)/raycap run configs/demo.yaml
+	$(BIN)/raycap run demo
 
 # Two processes, because the tests of clusters wait more than they compute. One process runs a file from start to end.
 test: $(READY)
@@ -21,6 +21,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
 # Pages with search in build/docs/index.html, and notebooks of tutorials in build/docs/tutorials. Neither building nor reading them needs a network.

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raycap.models import config, decoding_config, views
+from raycap.models import config
+from raycap.models.decoding import config as decoding_config
+from raycap.models.encoders import views
 from raycap.pipeline.config import run, sections
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.search import space, spec

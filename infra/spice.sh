@@ -23,7 +23,7 @@ echo "checking: two captions through SPICE"
 RAYCAP_SPICE_MODELS="$folder" "$python" - <<'PYTHON'
 import sys
 
-from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.evaluation.scores.metrics import score_captions
 
 references = {1: ["A red dog runs on the grass."], 2: ["Two men ride brown horses."]}
 score = score_captions(references, {1: "a red dog on grass", 2: "a cat"}, metrics=["SPICE"]).by_name["SPICE"]

@@ -2,8 +2,6 @@
 
 docs/python.md describes it. Importing this package imports nothing else: every process of a cluster does so, and each
 name of the API is imported at its first use.
-
-The folders models, pipeline, jobs and configs of the checkout are links in this package, and folders in the wheel.
 """
 
 import importlib
@@ -11,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycap.captioner import Captioner, ModelInfo, load
-    from raycap.pipeline.confidence.image_caption import Explanation, ImageCaption, RankedCaption
     from raycap.pipeline.errors import UserError
+    from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption, RankedCaption
 
 __all__ = ["Captioner", "Explanation", "ImageCaption", "ModelInfo", "RankedCaption", "UserError", "load"]
 _MODULES = {
     "raycap.captioner": ("Captioner", "ModelInfo", "load"),
-    "raycap.pipeline.confidence.image_caption": ("Explanation", "ImageCaption", "RankedCaption"),
+    "raycap.pipeline.evaluation.confidence.image_caption": ("Explanation", "ImageCaption", "RankedCaption"),
     "raycap.pipeline.errors": ("UserError",),
 }
 

@@ -19,8 +19,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from raycap.pipeline.feature_store.manifests import read_manifests
-from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.features.store.manifests import read_manifests
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config
 from tests.support.features import gather

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raycap.pipeline.scoring import java as java_module
-from raycap.pipeline.scoring import java_metrics
-from raycap.pipeline.scoring.metrics import Score, score_captions
+from raycap.pipeline.evaluation.scores import java as java_module
+from raycap.pipeline.evaluation.scores import java_metrics
+from raycap.pipeline.evaluation.scores.metrics import Score, score_captions
 
 REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
 PREDICTIONS = {n: f"a dog runs {n}" for n in range(20)}

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from raycap.pipeline.config.sections import SceneConfig
-from raycap.pipeline.data.synthetic import write_dataset
+from raycap.pipeline.data.synthetic.scenes import write_dataset
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.conftest import ROOT

@@ -16,11 +16,11 @@ import ray.data
 import raycap.jobs.caption
 from raycap.jobs.caption import caption
 from raycap.jobs.cli import main
-from raycap.models.transform import ImageTransform
-from raycap.pipeline.captioning import ray_data
-from raycap.pipeline.captioning.model_sources import StoredBundle
-from raycap.pipeline.captioning.ray_data import CaptionPool, caption_stream
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import StalledError
+from raycap.pipeline.evaluation.captioning import ray_data
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, caption_stream
 from raycap.pipeline.features import interruptions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raycap.models.backbone import Backbone
 from raycap.models.base import Features, map_tensors
 from raycap.models.captioner import Captioner
 from raycap.models.config import (
@@ -23,17 +22,18 @@ from raycap.models.config import (
     ModelConfig,
     ModelSizes,
 )
-from raycap.models.decoding import beam_search
-from raycap.models.graphed_search import GraphedSearch
+from raycap.models.decoding.graphed_search import GraphedSearch
+from raycap.models.decoding.search import beam_search
+from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
-from raycap.pipeline.captioning import captioning
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.captioning import caption_images
-from raycap.pipeline.captioning.service import CaptionService
 from raycap.pipeline.config.sections import EvaluationSection, FeatureSection
-from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.evaluation.captioning import search as captioning
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
 from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext, any_rank
 from raycap.pipeline.runtime.precision import float32_products

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from raycap.jobs.cli import main
+from raycap.jobs.doctor.damage import find_damaged_files
 from raycap.pipeline.config.load import dump_config
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.feature_store.store import FeatureStore
-from raycap.pipeline.runs.damage import find_damaged_files
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare

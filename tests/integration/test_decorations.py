@@ -10,7 +10,7 @@ import pytest
 
 import raycap.jobs.run
 from raycap.jobs.run import run
-from raycap.pipeline.captioning.bundle import store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import store_confidence
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.run_bundle import bundle_place, stored_confidences
 from raycap.pipeline.runtime.context import LocalContext
@@ -34,8 +34,8 @@ def spice(predictions: list[Any], *_: Any) -> tuple[list[float], dict[str, float
 @pytest.fixture
 def trained(tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run with trained stages, which lacks its evaluation."""
-    monkeypatch.setattr("raycap.pipeline.scoring.java_metrics.meteor", meteor)
-    monkeypatch.setattr("raycap.pipeline.scoring.java_metrics.spice", spice)
+    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java_metrics.meteor", meteor)
+    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java_metrics.spice", spice)
     monkeypatch.setattr("raycap.jobs.run.why_unavailable", lambda name: None)  # as where Java is installed
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, tracking={"enabled": True})
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
@@ -51,12 +51,12 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     trained: RunFolder, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     config, report = trained.config, trained.path / "report.html"
-    monkeypatch.setattr("raycap.pipeline.runs.evaluation.fit_split", lambda result, search, _: make_confidence(search))
+    monkeypatch.setattr("raycap.pipeline.runs.run_scores.fit_split", lambda result, search, _: make_confidence(search))
     with monkeypatch.context() as failing:
         failing.setattr("raycap.jobs.gallery.add_maps", broken)
-        failing.setattr("raycap.pipeline.runs.summary.make_report", broken)
+        failing.setattr("raycap.pipeline.runs.run_report.make_report", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
-        failing.setattr("raycap.pipeline.scoring.java_metrics.meteor", broken)
+        failing.setattr("raycap.pipeline.evaluation.scores.java_metrics.meteor", broken)
         run(config)
     reason = "RuntimeError: broken on purpose"
     assert summary(trained)["missing"] == {"METEOR": reason, "the heat maps": reason, "the report": reason}
@@ -94,7 +94,7 @@ def test_ctrl_c_in_a_decoration_ends_the_run(trained: RunFolder, monkeypatch: py
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raycap.pipeline.runs.summary.make_report", interrupted)
+    monkeypatch.setattr("raycap.pipeline.runs.run_report.make_report", interrupted)
     monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
     with pytest.raises(KeyboardInterrupt):
         run(trained.config)

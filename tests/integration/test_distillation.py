@@ -15,17 +15,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycap.jobs.caption_tasks import NOT_READ, caption_to_store
 from raycap.jobs.cli import main
+from raycap.jobs.cluster_captions import NOT_READ, caption_to_store
 from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.run import train
-from raycap.pipeline.captioning.model_sources import bundle_source
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.loading import find_data
-from raycap.pipeline.distillation import caption_store as caption_store_module
-from raycap.pipeline.distillation.caption_store import CaptionStore, images_to_caption
-from raycap.pipeline.distillation.teacher import find_teacher
+from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.runs.distillation import caption_store as caption_store_module
+from raycap.pipeline.runs.distillation.caption_store import CaptionStore, images_to_caption
+from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.runs.folder import RunFolder
 from tests.conftest import small_config, write_karpathy
 from tests.support.distillation import make_teacher, stored_captions

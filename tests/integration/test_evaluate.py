@@ -15,16 +15,16 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from raycap.jobs.caption_tasks import SplitTask, caption_on_cluster
+from raycap.jobs.cluster_captions import SplitTask, caption_on_cluster
 from raycap.jobs.evaluate import evaluate
-from raycap.models.decoding_config import PLAIN
-from raycap.pipeline.captioning.model_sources import StoredBundle
-from raycap.pipeline.comparison.protocol import Protocol
+from raycap.models.decoding.config import PLAIN
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.feature_store.store import mark_complete, write_shard
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle
@@ -221,7 +221,7 @@ def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
     page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
     monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.reports.page.write_report", broken)
+        failing.setattr("raycap.pipeline.evaluation.reports.page.write_report", broken)
         assert evaluate(config, models=[model], out=str(out)) == 0
     missing = json.loads((out / "scores.json").read_text())["missing"]
     assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()

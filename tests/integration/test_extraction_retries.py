@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycap.models.backbone import Backbone
 from raycap.models.config import BackboneConfig
+from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset, read_dataset
 from raycap.pipeline.data.images import decode_batch
-from raycap.pipeline.feature_store.store import FeatureStore
 from raycap.pipeline.features import extraction, interruptions
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.storage.weights import save_weights

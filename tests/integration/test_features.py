@@ -20,16 +20,16 @@ from PIL import Image
 
 from raycap.jobs.cli import main
 from raycap.jobs.image_tasks import ImageTasks
-from raycap.models.backbone import Backbone
 from raycap.models.config import BackboneConfig
-from raycap.models.transform import ImageTransform
+from raycap.models.encoders.backbone import Backbone
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.dataset import read_dataset
 from raycap.pipeline.data.images import decode_image
-from raycap.pipeline.feature_store.store import FeatureStore
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.storage.path import StorageOptions
 from raycap.pipeline.storage.weights import save_weights

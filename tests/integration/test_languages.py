@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from raycap.jobs.gallery import compute_maps
-from raycap.pipeline.captioning.bundle import bundle_protocol, load_bundle
-from raycap.pipeline.captioning.model_sources import StoredBundle
+from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.vocabulary import UNK
-from raycap.pipeline.runs.evaluation import score_run, split_result
+from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.runs.run_bundle import bundle_run
-from raycap.pipeline.runs.summary import make_report, report_images, score_table
+from raycap.pipeline.runs.run_report import make_report, report_images, score_table
+from raycap.pipeline.runs.run_scores import score_run, split_result
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.scoring.metrics import score_captions
-from raycap.pipeline.scoring.result_files import read_predictions
-from raycap.pipeline.scoring.split_result import Hypothesis
 from raycap.pipeline.storage.path import StorageOptions, storage_path
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from raycap.pipeline.training.split_captions import caption_split

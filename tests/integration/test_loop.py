@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Follower, Journal, read_journal
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.scoring.split_result import Hypothesis
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module
 from raycap.pipeline.training.batches import Batch

@@ -13,9 +13,9 @@ from raycap.jobs.cli import main
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
-from raycap.pipeline.feature_store.store import FeatureStore
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, feature_key
 from raycap.pipeline.features.source import with_views
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext

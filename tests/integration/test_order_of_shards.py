@@ -11,10 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raycap.pipeline.feature_store.manifests import read_manifests
-from raycap.pipeline.feature_store.shards import _Shard
-from raycap.pipeline.feature_store.store import FeatureStore, write_shard
-from raycap.pipeline.rewards.stage_reward import StageReward
+from raycap.pipeline.features.store.manifests import read_manifests
+from raycap.pipeline.features.store.shards import _Shard
+from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder, used_bytes
@@ -22,6 +21,7 @@ from raycap.pipeline.storage.file_cache import ShardCache
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training.batches import Batches
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.training.rewards.stage_reward import StageReward
 from tests.conftest import small_config
 from tests.support.features import gather
 from tests.support.runs import FROZEN_STAGES, Killed, assert_same_weights, best_weights, prepare_run

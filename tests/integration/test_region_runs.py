@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from raycap.jobs.caption_tasks import Captioned
 from raycap.jobs.cli import main
+from raycap.jobs.cluster_captions import Captioned
 from raycap.models.base import Features
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.bundle_files import bundle_digests
-from raycap.pipeline.captioning.captioning import caption_images
-from raycap.pipeline.feature_store.store import FeatureStore
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.regions import import_regions
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import storage_path

@@ -25,9 +25,9 @@ import raycap
 from raycap.jobs.cli import main
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import ServeArguments
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.service import CaptionService
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.serving.limits import Limits
 from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT

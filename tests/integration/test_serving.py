@@ -20,9 +20,9 @@ from typing import Any
 import pandas
 import pytest
 
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.service import CaptionService
 from raycap.pipeline.data.uri_roots import NOT_READABLE
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
@@ -78,10 +78,10 @@ import mlflow, pandas
 mlflow.set_tracking_uri(sys.argv[1])
 images = json.loads(sys.argv[2])
 model = mlflow.pyfunc.load_model("models:/demo/1", model_config={"uri_roots": [images[0].rpartition("/")[0]]})
-import raycap.pipeline.captioning.service, raycap.pipeline.tracking.pyfunc
+import raycap.pipeline.evaluation.captioning.service, raycap.pipeline.tracking.pyfunc
 files = [open(path, "rb").read() for path in images]
 print(json.dumps({
-    "code": raycap.pipeline.captioning.service.__file__,
+    "code": raycap.pipeline.evaluation.captioning.service.__file__,
     "requirements": open(mlflow.pyfunc.get_model_dependencies("models:/demo/1")).read().split(),
     "bytes": model.predict(pandas.DataFrame({"image": files})),
     "uris": model.predict(pandas.DataFrame({"uri": ["file://" + images[0], images[1]]})),
@@ -102,7 +102,7 @@ def test_the_model_captions_in_a_process_without_raycap(registered: Registered, 
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert "/code/raycap/pipeline/captioning/service.py" in answer["code"], (
+    assert "/code/raycap/pipeline/evaluation/captioning/service.py" in answer["code"], (
         "the model's own code, not an installed raycap"
     )
     same(answer["bytes"], registered.expected)

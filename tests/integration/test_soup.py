@@ -10,7 +10,7 @@ import yaml
 
 from raycap.jobs.soup import soup
 from raycap.models.captioner import Captioner
-from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import make_bundle
 

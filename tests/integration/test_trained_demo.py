@@ -15,9 +15,9 @@ from torch import Tensor
 
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner
-from raycap.models.decoding import beam_search
-from raycap.pipeline.captioning.bundle import load_bundle
+from raycap.models.decoding.search import beam_search
 from raycap.pipeline.config.load import read_values
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import torch
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.scoring.result_files import read_predictions
+from raycap.pipeline.data.caption_files import read_predictions
 from tests.support.searches import LR, G, small_search, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}

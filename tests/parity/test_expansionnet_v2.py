@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycap.models.backbone import Backbone, load_tensors
 from raycap.models.base import CaptionModel, Features
 from raycap.models.config import BackboneConfig
-from raycap.models.convert import upstream_names
-from raycap.models.decoding import Captions, beam_search
-from raycap.models.tensor_files import read_tensors
-from raycap.pipeline.captioning.upstream import read_expansionnet_vocabulary
+from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.convert.upstream import upstream_names
+from raycap.models.decoding.search import Captions, beam_search
+from raycap.models.encoders.backbone import Backbone, load_tensors
+from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
 from raycap.pipeline.training.objectives import smoothed_cross_entropy
 from tests.support.golden import EXPANSIONNET as GOLDEN
 from tests.support.golden import import_expansionnet as imported

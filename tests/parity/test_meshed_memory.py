@@ -17,13 +17,13 @@ from torch import Tensor
 from raycap.jobs.cli import main
 from raycap.jobs.import_ import import_checkpoint
 from raycap.models.base import CaptionModel, Features
-from raycap.models.decoding import beam_search
-from raycap.models.score_rules import ScoreRules
-from raycap.models.tensor_files import read_tensors
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
+from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.decoding.rules import ScoreRules
+from raycap.models.decoding.search import beam_search
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
 from tests.support.golden import MESHED_MEMORY as GOLDEN
 from tests.support.golden import MESHED_WORDS as WORDS
 from tests.support.golden import write_published_form

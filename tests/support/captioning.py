@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raycap.jobs.caption_tasks import Captioned, SplitTask
-from raycap.pipeline.captioning.captioning import CaptionSearch, caption_batches
-from raycap.pipeline.captioning.model_sources import ModelSource
+from raycap.jobs.cluster_captions import Captioned, SplitTask
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
 from raycap.pipeline.features.model_inputs import Images
+from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from raycap.pipeline.version import checkout_files
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("raycap", "raycap_onnx", "models", "pipeline", "jobs", "configs")  # folders from which a wheel is built
+SOURCES = ("raycap", "raycap_onnx")  # folders from which a wheel is built
 
 
 def own(paths: Iterable[Path]) -> list[Path]:
@@ -20,13 +20,13 @@ def own(paths: Iterable[Path]) -> list[Path]:
     tracked = None
     if (ROOT / ".git").exists():
         with suppress(OSError):
-            tracked = {ROOT / name for name in checkout_files(ROOT, ())[0]}
+            tracked = {ROOT / name for name in checkout_files(ROOT, ".")[0]}
     files = (path for path in set(paths) if path.is_file() or path.is_symlink())
     return sorted(path for path in files if (path.suffix != ".pyc" if tracked is None else path in tracked))
 
 
 def copy_sources(target: Path) -> Path:
-    """Copies what a wheel is built from, with its links. Returns `target`."""
+    """Copies what a wheel is built from. Returns `target`."""
     below = (path for name in SOURCES for path in (ROOT / name).rglob("*"))
     for path in own([*below, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]):
         copy = target / path.relative_to(ROOT)

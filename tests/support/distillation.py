@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from raycap.models.backbone import Backbone
 from raycap.models.captioner import Captioner
+from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
-from raycap.pipeline.captioning.bundle import save_bundle
-from raycap.pipeline.captioning.protocols import run_protocol
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.distillation.caption_store import CaptionStore, caption_store, images_to_caption
-from raycap.pipeline.distillation.teacher import find_teacher
+from raycap.pipeline.evaluation.captioning.bundle import save_bundle
+from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.runs.distillation.caption_store import CaptionStore, caption_store, images_to_caption
+from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.runs.prepare import prepare
 from tests.conftest import small_config
 from tests.support.runs import MESHED_MEMORY, SMALL_MODEL

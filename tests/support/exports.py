@@ -12,16 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from raycap.models.backbone import Backbone, image_transform
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.registry import build_model
-from raycap.pipeline.captioning.bundle import Bundle
-from raycap.pipeline.captioning.captioning import find_captions
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.export.comparison import Differences
-from raycap.pipeline.export.folder import ExportSettings, export_captioner
+from raycap.pipeline.evaluation.captioning.bundle import Bundle
+from raycap.pipeline.evaluation.captioning.search import find_captions
+from raycap.pipeline.serving.export.comparison import Differences
+from raycap.pipeline.serving.export.folder import ExportSettings, export_captioner
 from raycap_onnx import Caption
 from tests.support.bundles import SWIN
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from raycap.models.base import Features
-from raycap.pipeline.captioning.captioning import caption_batches
 from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.evaluation.captioning.search import caption_batches
+from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.scoring.split_result import Hypothesis
 
 
 def half(rank: int) -> LocalContext:

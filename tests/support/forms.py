@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raycap.pipeline.config.sections import SceneConfig
-from raycap.pipeline.data.synthetic import write_dataset
+from raycap.pipeline.data.synthetic.scenes import write_dataset
 
 
 class Captioned(NamedTuple):

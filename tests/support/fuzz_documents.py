@@ -24,8 +24,6 @@ import yaml
 
 from raycap.jobs.constraints import constraints
 from raycap.jobs.score import score
-from raycap.pipeline.annotations.location import forget_pages
-from raycap.pipeline.captioning.constraints import load_automata
 from raycap.pipeline.config.load import (
     dump_config,
     load_config,
@@ -36,12 +34,14 @@ from raycap.pipeline.config.load import (
 )
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import build_vocabulary, read_annotations, read_dataset
+from raycap.pipeline.data.formats.location import forget_pages
 from raycap.pipeline.data.images import read_image_file
+from raycap.pipeline.data.survey.survey import survey
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.search.spec import load_search
-from raycap.pipeline.setup.survey import survey
 from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle

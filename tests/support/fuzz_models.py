@@ -22,14 +22,14 @@ from PIL import Image
 
 from raycap.jobs.import_ import import_checkpoint
 from raycap.jobs.named_files import open_bundle
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.service import CaptionService
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset, read_dataset
 from raycap.pipeline.data.image_sources import MAX_PIXELS
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.vocabulary import SPECIALS
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.features.regions import import_regions, write_regions
 from raycap.pipeline.retrain.champion import ChampionState, ChampionStore
 from raycap.pipeline.runs.journal import read_journal

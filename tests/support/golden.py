@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.pipeline.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
 
 GOLDEN = Path(__file__).resolve().parents[1] / "parity" / "golden"
 EXPANSIONNET = GOLDEN / "expansionnet_v2"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycap.models.backbone import Backbone
 from raycap.models.base import CaptionModel, Features, Memory, ModelSizes
 from raycap.models.captioner import Captioner
 from raycap.models.clusters import ClusterMaps
 from raycap.models.config import BackboneConfig, ExpansionNetConfig
-from raycap.models.constraints import ConstraintAutomaton
-from raycap.models.decoding import Captions
+from raycap.models.decoding.constraints import ConstraintAutomaton
+from raycap.models.decoding.search import Captions
+from raycap.models.encoders.backbone import Backbone
 from raycap.models.expansionnet import ExpansionNet
 from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary

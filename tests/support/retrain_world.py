@@ -22,12 +22,12 @@ import pytest
 import yaml
 from PIL import Image
 
-from raycap.pipeline.captioning.bundle_files import bundle_digests, fetched
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.loading import find_data
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.retrain.retrain import Trained, retrain
 from raycap.pipeline.runs.check import Reader, Threads

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.testclient import TestClient
 
 import raycap
-from raycap.models.transform import ImageTransform
-from raycap.pipeline.captioning.bundle_files import bundle_digests
+from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
 from raycap.pipeline.serving.app import AppSettings, make_app
 from raycap.pipeline.serving.host import ModelHost

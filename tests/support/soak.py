@@ -138,8 +138,8 @@ class SmallDisk:
 
 def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
     """Captions images of a folder on S3 for ever. In between it is sent damaged images and wrong columns."""
-    from raycap.pipeline.captioning.bundle import load_bundle
-    from raycap.pipeline.captioning.service import CaptionService
+    from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+    from raycap.pipeline.evaluation.captioning.service import CaptionService
     from raycap.pipeline.storage.path import StorageOptions, StoragePath
     from raycap.pipeline.tracking.pyfunc import PyfuncModel
 

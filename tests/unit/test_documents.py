@@ -27,7 +27,7 @@ from tests.support.documents import docs_module
 DOCUMENTS = own([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "infra").rglob("*.md")])
 # Commands of earlier versions are history, not instructions.
 INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
-CONFIGS = own((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = own((ROOT / "raycap" / "configs").rglob("*.yaml"))
 FENCE = re.compile(r"^ *```(\w*|\{[\w-]+\})\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 

@@ -278,7 +278,7 @@ def gibibytes(quantity: str) -> float:
     return float(quantity[:-2])
 
 
-@pytest.mark.parametrize("path", own((ROOT / "configs").glob("*_coco.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", own((ROOT / "raycap" / "configs").glob("*_coco.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process of a run fits one node, and all processes of a stage fit the largest cluster."""
     for name in ("RAYCAP_COCO", "RAYCAP_REGIONS"):

@@ -24,7 +24,13 @@ def names_in(wheel: Path) -> set[str]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout with files that no wheel may contain."""
     source = copy_sources(tmp_path_factory.mktemp("checkout") / "source")
-    for name in ("tests/test_a.py", "models/__pycache__/a.pyc", "configs/notes.txt", "heat-maps/a.py", "models/a.pem"):
+    for name in (
+        "tests/test_a.py",
+        "raycap/models/a.pyc",
+        "raycap/configs/notes.txt",
+        "heat-maps/a.py",
+        "raycap/models/a.pem",
+    ):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("a = 1\n")
     return source
@@ -40,7 +46,8 @@ def test_a_wheel_takes_two_names_and_contains_no_tests(names: set[str]) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"raycap", "raycap_onnx"}
     kept = {f"raycap/{name}" for name in ("configs/demo.yaml", "configs/data/nocaps_val.yaml", "py.typed")}
     kept |= {f"raycap/configs/recipes/{name}" for name in ("four_stages.yaml", "search_demo.yaml")}
-    kept |= {"raycap/pipeline/reports/report.html.jinja", "raycap/pipeline/reports/caption_page.html"}
+    reports = "raycap/pipeline/evaluation/reports"
+    kept |= {f"{reports}/report.html.jinja", f"{reports}/caption_page.html"}
     assert kept <= names
 
 

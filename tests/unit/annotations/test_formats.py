@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raycap.pipeline.annotations.formats import FORMATS
-from raycap.pipeline.annotations.rows import as_list
-from raycap.pipeline.annotations.splits import id_of_name
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, read_dataset
+from raycap.pipeline.data.formats.registry import FORMATS
+from raycap.pipeline.data.formats.rows import as_list
+from raycap.pipeline.data.formats.splits import id_of_name
+from raycap.pipeline.data.language.english import tokenize_like_spacy
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.language.english import tokenize_like_spacy
 
 ROWS: list[dict[str, Any]] = [
     {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},

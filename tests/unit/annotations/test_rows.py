@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycap.pipeline.annotations import rows as module
-from raycap.pipeline.annotations.location import has_remote_image, is_remote_image
-from raycap.pipeline.annotations.rows import IMAGES, Rows, Source
-from raycap.pipeline.annotations.table import table_entries
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.formats import rows as module
+from raycap.pipeline.data.formats.location import has_remote_image, is_remote_image
+from raycap.pipeline.data.formats.rows import IMAGES, Rows, Source
+from raycap.pipeline.data.formats.table import table_entries
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import storage_path
 from tests.support.plain_data import plain_table
@@ -66,7 +66,7 @@ def test_tables_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.Mo
     """Names in several spellings, rows in any order, splits that are missing, and sometimes ones that contradict."""
     monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     monkeypatch.setattr(module, "BUFFERED_ROWS", 5)
-    monkeypatch.setattr("raycap.pipeline.annotations.name_index.FIRST_SLOTS", 4)
+    monkeypatch.setattr("raycap.pipeline.data.formats.name_index.FIRST_SLOTS", 4)
     rng, outcomes = np.random.default_rng(0), set[str]()
     for _ in range(60):
         lines = []
@@ -121,7 +121,7 @@ def test_many_files_of_a_folder_are_in_the_order_of_their_names(
     """The names of images and texts, in any order, of which some are not ASCII and some have several texts."""
     monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", 0)
     for name, value in (("_SORTED_NAMES", 7), ("_MERGED_NAMES", 2), ("_FILES_PER_SLICE", 5)):
-        monkeypatch.setattr(f"raycap.pipeline.annotations.text_files.{name}", value)
+        monkeypatch.setattr(f"raycap.pipeline.data.formats.text_files.{name}", value)
     rng, texts = np.random.default_rng(0), dict[str, str]()
     stems = [
         f"{folder}{number}{mark}" for folder in ("", "b/", "é/") for number in range(20) for mark in "-\U0001f600\ue000"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raycap.models.base import Features
-from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from tests.support.bundles import without_digests
 from tests.support.models import (
     one_thread,  # noqa: F401

@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.bundle_files import (
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.bundle_files import (
     BUNDLE_FILES,
     FILE_LIMITS,
     bundle_digests,
@@ -29,7 +30,6 @@ from raycap.pipeline.captioning.bundle_files import (
     require_intact,
     seal,
 )
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import forget_all, without_secrets
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from tests.support.bundles import make_bundle, without_digests
@@ -192,7 +192,7 @@ def test_a_bundle_on_s3_with_a_file_that_is_too_large_is_not_fetched(
     values: dict[str, Any] = {"FILE_LIMITS": {name: 9999}, "memory_bytes": lambda: 9999}
     value = values.get(limit.split(".")[-1], lambda _: SimpleNamespace(free=9999))
     with monkeypatch.context() as limited:
-        limited.setattr(f"raycap.pipeline.captioning.{limit}", value)
+        limited.setattr(f"raycap.pipeline.evaluation.captioning.{limit}", value)
         limited.setattr(StoragePath, "download", lambda *_: pytest.fail("a file was fetched"))
         with pytest.raises(UserError, match=words) as raised:
             fetched(home)

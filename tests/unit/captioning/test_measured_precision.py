@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.captioning import measured_precision
-from raycap.pipeline.captioning.measured_precision import measure_search, with_kept_precision, with_search_precision
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.evaluation.captioning import measured_precision
+from raycap.pipeline.evaluation.captioning.measured_precision import (
+    measure_search,
+    with_kept_precision,
+    with_search_precision,
+)
 from raycap.pipeline.runtime.precision import PrecisionTimes
 from tests.conftest import small_config
 

@@ -11,11 +11,18 @@ import torch
 
 from raycap.jobs.cli import main
 from raycap.jobs.constraints import constraints as make_constraints
-from raycap.models.decoding_config import PLAIN
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.captioning import CaptionSearch
-from raycap.pipeline.captioning.constraints import ImageConstraints, build_automata, read_constraints, write_constraints
-from raycap.pipeline.captioning.detections import (
+from raycap.models.decoding.config import PLAIN
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.constraints import (
+    ImageConstraints,
+    build_automata,
+    read_constraints,
+    write_constraints,
+)
+from raycap.pipeline.evaluation.captioning.detections import (
     EXCLUDED,
     Detection,
     choose_constraints,
@@ -23,12 +30,10 @@ from raycap.pipeline.captioning.detections import (
     read_detections,
     read_hierarchy,
 )
-from raycap.pipeline.config.sections import EvaluationSection
-from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.evaluation import split_result
+from raycap.pipeline.evaluation.captioning.search import CaptionSearch
+from raycap.pipeline.evaluation.scores.split_result import ConstraintCounts, SplitResult
+from raycap.pipeline.runs.run_scores import split_result
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.scoring.split_result import ConstraintCounts, SplitResult
 from raycap.pipeline.storage.file_cache import ChangedError
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle

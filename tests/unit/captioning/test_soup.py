@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycap.models.config import ExpansionNetConfig
-from raycap.models.decoding_config import PLAIN, Decoding
-from raycap.pipeline.captioning.bundle import Bundle, load_bundle
-from raycap.pipeline.captioning.model_sources import StoredBundle
-from raycap.pipeline.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
-from raycap.pipeline.comparison.protocol import Protocol
+from raycap.models.decoding.config import PLAIN, Decoding
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.storage.path import storage_path
 from tests.support.bundles import make_bundle, without_digests
 from tests.support.confidence import make_confidence

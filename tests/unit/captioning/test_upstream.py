@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.captioning import upstream
-from raycap.pipeline.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
+from raycap.pipeline.evaluation.captioning import upstream
+from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
 
 COUNTER = b"ccollections\nCounter\n"
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.jobs import doctor
 from raycap.jobs.cli import main
+from raycap.jobs.doctor import command as doctor
+from raycap.jobs.doctor.cluster_facts import ClusterFacts
+from raycap.jobs.doctor.finding import Finding
+from raycap.jobs.doctor.node_facts import NodeFacts, Probe, collect, look
 from raycap.pipeline.cluster import cluster_checks, node_facts
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
-from raycap.pipeline.cluster.cluster_facts import ClusterFacts
-from raycap.pipeline.cluster.finding import Finding
-from raycap.pipeline.cluster.node_facts import NodeFacts, Probe, collect, look
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.storage.path import StorageOptions, StoragePath

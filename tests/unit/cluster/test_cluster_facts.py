@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.cluster import cluster_facts as module
-from raycap.pipeline.cluster.node_facts import look
+from raycap.jobs.doctor import cluster_facts as module
+from raycap.jobs.doctor.node_facts import look
 
 
 def test_the_clocks_of_many_nodes_are_asked_in_a_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from raycap.jobs.cli import main
-from raycap.pipeline.cluster import machine_checks as checks
-from raycap.pipeline.cluster.finding import Finding
+from raycap.jobs.doctor import machine_checks as checks
+from raycap.jobs.doctor.finding import Finding
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.precision import PrecisionTimes
@@ -44,7 +44,7 @@ def test_the_faster_precision_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, float32: float, faster: str
 ) -> None:
     times = PrecisionTimes("a processor", float32, bfloat16=0.1)
-    monkeypatch.setattr("raycap.pipeline.cluster.machine_checks.measure_extraction", lambda *_: times)
+    monkeypatch.setattr("raycap.jobs.doctor.machine_checks.measure_extraction", lambda *_: times)
     asked = checks.bfloat16(config_of(tmp_path, features={"compute_dtype": "bfloat16"}))
     assert asked.level == ("ok" if faster == "bfloat16" else "warn")
     plain = checks.bfloat16(None)
@@ -54,7 +54,7 @@ def test_the_faster_precision_is_measured(
     def fail(*_: object) -> PrecisionTimes:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr("raycap.pipeline.cluster.machine_checks.measure_extraction", fail)
+    monkeypatch.setattr("raycap.jobs.doctor.machine_checks.measure_extraction", fail)
     assert checks.bfloat16(None).level == "warn" and "out of memory" in checks.bfloat16(None).text
 
 
@@ -98,7 +98,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: 
     ("free_mb", "level", "eight"), [(800, "fail", "fail"), (2500, "warn", "fail"), (20_000, "ok", "ok")]
 )
 def test_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mb: float, level: str, eight: str) -> None:
-    monkeypatch.setattr("raycap.pipeline.cluster.machine_checks.free_memory_mb", lambda: free_mb)
+    monkeypatch.setattr("raycap.jobs.doctor.machine_checks.free_memory_mb", lambda: free_mb)
     assert checks.memory(config_of(tmp_path), on_cluster=False).level == level
     many = config_of(tmp_path, workers__num_workers=8)
     assert checks.memory(many, on_cluster=False).level == eight and checks.memory(many, on_cluster=True).level == level

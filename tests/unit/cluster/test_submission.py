@@ -43,22 +43,22 @@ S3 = ["--set", "storage=s3://b/prefix"]
 
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
-CODE = ("jobs/cli.py", "pipeline/reports/page.html", "models/base.py", "configs/data/a.yaml", "raycap/__main__.py")
-PACKED = {"raycap/__main__.py", *(f"raycap/{name}" for name in CODE[:-1])}
+CODE = ("jobs/cli.py", "pipeline/reports/page.html", "models/base.py", "configs/data/a.yaml", "__main__.py")
+PACKED = {f"raycap/{name}" for name in CODE}
 
 
 def checkout(root: Path) -> Path:
     """A small project with everything that must stay where it is, and links as in a checkout. Returns the package."""
     others = (
-        *("tests/test_a.py", "docs/a.md", "pyproject.toml", "raycap_onnx/a.py", "models/key.pem", "jobs/README.md"),
-        *("results/model.safetensors", "heat-maps/1.png", "notes.txt", ".env", "jobs/__pycache__/a.pyc"),
+        *("tests/test_a.py", "docs/a.md", "pyproject.toml", "raycap_onnx/a.py", "raycap/models/key.pem"),
+        *("results/model.safetensors", "heat-maps/1.png", "notes.txt", ".env", "raycap/jobs/__pycache__/a.pyc"),
     )
-    for name in (*CODE, *others):
+    for name in (*sorted(PACKED), *others):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
     for name in ("jobs", "pipeline", "models", "configs"):
-        (root / "raycap" / name).symlink_to(Path("..") / name)
+        (root / name).symlink_to(Path("raycap") / name)
     return root / "raycap"
 
 
@@ -72,8 +72,15 @@ def test_only_the_package_is_packed(tmp_path: Path) -> None:
     outside = tmp_path / "outside.py"
     outside.write_text(SECRET)
     (package / "link.py").symlink_to(outside)
-    assert set(package_sources(package)) == PACKED, "without git"
     track(package)
+    assert set(package_sources(package)) == PACKED
+
+
+def test_a_checkout_without_git_and_links_is_packed(tmp_path: Path) -> None:
+    """A downloaded archive of the project has no .git, and on some systems no links."""
+    package = checkout(tmp_path / "project")
+    for name in ("jobs", "pipeline", "models", "configs"):
+        (package.parent / name).unlink()
     assert set(package_sources(package)) == PACKED
 
 
@@ -86,12 +93,12 @@ def test_a_checkout_sends_what_git_tracks_and_names_modules_that_it_does_not(
     package_sources(package)
     assert not caplog.records
     (root / ".gitignore").write_text("ignored.py\n")
-    for name in ("models/new.py", "models/ignored.py", "configs/mine.yaml", "tests/new.py"):
-        (root / name).write_text("x = 1\n")
-    (root / "jobs" / "cli.py").unlink()
+    for name in ("models/new.py", "models/ignored.py", "configs/mine.yaml"):
+        (package / name).write_text("x = 1\n")
+    (package / "jobs" / "cli.py").unlink()
     assert set(package_sources(package)) == PACKED - {"raycap/jobs/cli.py"}
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message == "git does not track models/new.py, which the job lacks; git add what it needs"
+    assert message == "git does not track raycap/models/new.py, which the job lacks; git add what it needs"
 
 
 @pytest.mark.parametrize("fault", ["owner", "no git", "dangling"])
@@ -113,19 +120,18 @@ def test_a_checkout_whose_files_git_cannot_list_is_refused(
         package_sources(package)
 
 
-def test_a_tracked_link_to_a_file_that_git_does_not_track_is_left_out(tmp_path: Path) -> None:
+def test_a_tracked_link_is_left_out(tmp_path: Path) -> None:
     package = checkout(tmp_path / "project")
     root = package.parent
-    for name, target in {"a.yaml": "../results/private.yaml", "b.yaml": "data/a.yaml"}.items():
-        (root / "configs" / name).symlink_to(target)
+    (package / "configs" / "a.yaml").symlink_to("../../results/private.yaml")
     track(package)
     (root / "results" / "private.yaml").write_text(SECRET)
-    assert set(package_sources(package)) == PACKED | {"raycap/configs/b.yaml"}
+    assert set(package_sources(package)) == PACKED
 
 
 def test_an_installed_package_in_the_repository_of_another_project_is_packed(tmp_path: Path) -> None:
     package = tmp_path / "project" / "raycap"
-    for name in (*CODE[:-1], "__main__.py", "../models/theirs.py"):
+    for name in (*CODE, "../models/theirs.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(name)
     track(package)
@@ -135,7 +141,7 @@ def test_an_installed_package_in_the_repository_of_another_project_is_packed(tmp
 def test_a_package_of_links_is_packed_and_an_incomplete_one_refused(tmp_path: Path) -> None:
     """Some installers link files from their cache."""
     package = tmp_path / "site-packages" / "raycap"
-    for name in (*CODE[:-1], "__main__.py"):
+    for name in CODE:
         source = tmp_path / "cache" / name
         for place in (source, package / name):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +193,13 @@ def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     assert path == "raycap/configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2 * 2**20
     with zipfile.ZipFile(tmp_path / "code.zip") as archive:
         names = set(archive.namelist())
-        needed = {"jobs/cli.py", "pipeline/reports/report.html.jinja", "models/base.py", "__main__.py", "COMMIT"}
+        needed = {
+            "jobs/cli.py",
+            "pipeline/evaluation/reports/report.html.jinja",
+            "models/base.py",
+            "__main__.py",
+            "COMMIT",
+        }
         assert {f"raycap/{name}" for name in needed} <= names
         assert all(name.startswith("raycap/") for name in names)
         assert archive.read("raycap/COMMIT").decode() == commit()
@@ -440,12 +452,12 @@ def test_options_that_name_files_of_this_machine() -> None:
 def test_a_data_file_is_brought_or_every_node_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shipped one that git does not track is refused: the job would lack it."""
     package = checkout(tmp_path / "project")
-    data = tmp_path / "project" / "configs" / "data"
+    data = package / "configs" / "data"
     (data / "a.yaml").write_text("data: {}")
     track(package)
     (data / "mine.yaml").write_text("extends: a.yaml")
     (data / "based.yaml").write_text("extends: mine.yaml")
-    subprocess.run([*GIT, "add", "configs/data/based.yaml"], cwd=package.parent, check=True)
+    subprocess.run([*GIT, "add", "raycap/configs/data/based.yaml"], cwd=package.parent, check=True)
     for module in ("cluster.submission", "config.shipped"):
         monkeypatch.setattr(f"raycap.pipeline.{module}.package_folder", lambda: package)
     files, _ = package_files(None, package)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raycap.pipeline.comparison import bootstrap
-from raycap.pipeline.comparison.bootstrap import difference_of_seeds, paired_difference
+from raycap.pipeline.evaluation.comparison import bootstrap
+from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds, paired_difference
 
 
 def test_the_interval_is_the_normal_one_for_many_images() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycap.pipeline.comparison.front import Point, chord, ends, grid_size, pareto_front, weight_grid
+from raycap.pipeline.evaluation.comparison.front import Point, chord, ends, grid_size, pareto_front, weight_grid
 
 SCORES = st.tuples(*[st.integers(0, 5).map(float)] * 2)
 

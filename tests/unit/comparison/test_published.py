@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.comparison.protocol import Protocol
-from raycap.pipeline.comparison.published import published_rows
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.published import published_rows
 
 COCO = [f"/data/val2014/COCO_val2014_{number:012d}.jpg" for number in range(5000)]
 TEST2014 = [f"/data/test2014/COCO_test2014_{number:012d}.jpg" for number in range(40_775)]

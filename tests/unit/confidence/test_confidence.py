@@ -14,8 +14,9 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from raycap.pipeline.confidence import quality
-from raycap.pipeline.confidence.confidence import (
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.confidence import quality
+from raycap.pipeline.evaluation.confidence.confidence import (
     MAX_FITS,
     NUM_FIRST,
     NUM_LOWEST,
@@ -28,8 +29,8 @@ from raycap.pipeline.confidence.confidence import (
     parse_confidences,
     with_fit,
 )
-from raycap.pipeline.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
-from raycap.pipeline.confidence.quality import (
+from raycap.pipeline.evaluation.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
+from raycap.pipeline.evaluation.confidence.quality import (
     COVERAGES,
     Risk,
     auroc,
@@ -38,9 +39,8 @@ from raycap.pipeline.confidence.quality import (
     reliability,
     risk_coverage,
 )
-from raycap.pipeline.errors import UserError
-from raycap.pipeline.scoring.metrics import Score, Scores
-from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.evaluation.scores.metrics import Score, Scores
+from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from tests.support.confidence import make_confidence
 
 WIDTH = len(SIGNALS)

@@ -15,7 +15,6 @@ from raycap.models.base import ModelSizes
 from raycap.models.captioner import Captioner
 from raycap.models.config import MODEL_CONFIGS, ExpansionNetConfig
 from raycap.models.registry import build_model
-from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.config.load import (
     load_config,
     merge,
@@ -29,6 +28,7 @@ from raycap.pipeline.config.renamed import RENAMED_KEYS, RENAMED_VALUES, new_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.search.spec import load_search
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import without_digests
@@ -201,7 +201,7 @@ def test_keys_of_a_storage_in_its_short_form_can_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", own((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_is_extended(path: Path) -> None:
     assert path.read_text().startswith("# ")
-    assert any(path in referenced_files(config) for config in own((ROOT / "configs").glob("*.yaml")))
+    assert any(path in referenced_files(config) for config in own((ROOT / "raycap" / "configs").glob("*.yaml")))
 
 
 def location(key: str, stage: str) -> str:

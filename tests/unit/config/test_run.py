@@ -18,16 +18,16 @@ from raycap.pipeline.config.load import (
 )
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import DataSection, FeatureSection, FurtherMetrics
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.evaluation.scores.metrics import FURTHER_METRICS
 from raycap.pipeline.runs.identity import config_identity
-from raycap.pipeline.scoring.metrics import FURTHER_METRICS
 from raycap.pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
 
 DATA_FILES = own((ROOT / "configs" / "data").glob("*.yaml"))
-SHIPPED = [path for path in own((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("search_")]
+SHIPPED = [path for path in own((ROOT / "raycap" / "configs").glob("*.yaml")) if not path.name.startswith("search_")]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

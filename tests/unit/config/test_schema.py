@@ -17,10 +17,9 @@ from raycap.pipeline.config.variables import variable_names
 from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
 
+CONFIGS = ROOT / "raycap" / "configs"
 SEARCH_KEYS = {"base", "space", "rows"}
-FILES = [
-    path for path in own((ROOT / "configs").glob("*.yaml")) if not SEARCH_KEYS & yaml.safe_load(path.read_text()).keys()
-]
+FILES = [path for path in own(CONFIGS.glob("*.yaml")) if not SEARCH_KEYS & yaml.safe_load(path.read_text()).keys()]
 
 
 def problems(values: Any) -> list[str]:
@@ -75,7 +74,7 @@ def test_comments_of_the_code_are_descriptions() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_changes_are_what_a_file_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key that the file sets to something else than its default, and no other one."""
-    for name in variable_names("".join(file.read_text() for file in own((ROOT / "configs").rglob("*.yaml")))):
+    for name in variable_names("".join(file.read_text() for file in own(CONFIGS.rglob("*.yaml")))):
         monkeypatch.setenv(name, "/data")
     config, written = load_config(path), read_values(path)
     found = list(changes(config, shown_values(config)))

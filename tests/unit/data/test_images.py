@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, features
 
-from raycap.models.transform import ImageTransform
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data import images
 from raycap.pipeline.data.images import (
     FORMATS,
@@ -240,7 +240,7 @@ def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch
     (tmp_path / "folder.png").mkdir()
     code = (
         "import resource, sys; from pathlib import Path; from raycap.pipeline.data.images import decode_batch\n"
-        "from raycap.models.transform import ImageTransform\n"
+        "from raycap.models.encoders.transform import ImageTransform\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))\n"
         "batch = {'uri': sys.argv[1:], 'key': sys.argv[1:]}\n"
         "print(*decode_batch(batch, ImageTransform(8), 100)['reason'], sep='\\n')\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from raycap.pipeline.config.languages import suggested_tokenizer
 from raycap.pipeline.config.sections import SceneConfig
-from raycap.pipeline.data.scene_captions import GRAMMARS, main_object
-from raycap.pipeline.data.synthetic import SHAPES, main_object_hits, make_scene, write_dataset
-from raycap.pipeline.language.languages import suggested_tokenizer
-from raycap.pipeline.language.tokenizers import TOKENIZERS
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS, main_object
+from raycap.pipeline.data.synthetic.scenes import SHAPES, main_object_hits, make_scene, write_dataset
 
 LANGUAGES = tuple(GRAMMARS)
 OTHERS = tuple(language for language in LANGUAGES if language != "en")

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycap.pipeline.comparison.protocol import Protocol
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.distillation.caption_store import MAX_CAPTION, CaptionStore, images_to_caption
 from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.runs.distillation.caption_store import MAX_CAPTION, CaptionStore, images_to_caption
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle

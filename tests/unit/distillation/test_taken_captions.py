@@ -10,8 +10,9 @@ import pytest
 
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.distillation.caption_store import CaptionStore
-from raycap.pipeline.distillation.taken_captions import (
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.runs.distillation.caption_store import CaptionStore
+from raycap.pipeline.runs.distillation.taken_captions import (
     NO_WORD,
     NOT_FINISHED,
     TOO_LONG,
@@ -20,7 +21,6 @@ from raycap.pipeline.distillation.taken_captions import (
     count_taken,
     read_taken,
 )
-from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.storage.path import storage_path
 
 WORDS = Vocabulary.build([["a", "red", "cat", "on", "the", "mat"]], 1)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.models.decoding_config import Decoding
-from raycap.pipeline.comparison.protocol import Protocol
+from raycap.models.decoding.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.distillation.teacher import check_teacher, find_teacher
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.runs.distillation.teacher import check_teacher, find_teacher
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.runs.preflight import check_files
 from tests.conftest import small_config

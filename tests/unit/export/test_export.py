@@ -13,15 +13,15 @@ import onnx
 import pytest
 import torch
 
-import raycap.pipeline.export.comparison
-import raycap.pipeline.export.folder
+import raycap.pipeline.serving.export.comparison
+import raycap.pipeline.serving.export.folder
 from raycap.models.base import Features
-from raycap.models.export_graphs import EncoderGraph, StepGraph
+from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.export.comparison import Exported, compare_graphs
-from raycap.pipeline.export.folder import ExportSettings, export_captioner
-from raycap.pipeline.export.onnx_graphs import OnnxGraph
-from raycap.pipeline.export.torch_graphs import TorchProgram
+from raycap.pipeline.serving.export.comparison import Exported, compare_graphs
+from raycap.pipeline.serving.export.folder import ExportSettings, export_captioner
+from raycap.pipeline.serving.export.onnx_graphs import OnnxGraph
+from raycap.pipeline.serving.export.torch_graphs import TorchProgram
 from raycap_onnx import Caption, Captioner
 from tests.conftest import ROOT
 from tests.support.exports import (
@@ -95,13 +95,13 @@ def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.
         for parameter in graph.parameters():
             parameter.data /= 1.5
 
-    write = raycap.pipeline.export.folder.write_program
-    monkeypatch.setattr(raycap.pipeline.export.folder, "write_program", write_other)
+    write = raycap.pipeline.serving.export.folder.write_program
+    monkeypatch.setattr(raycap.pipeline.serving.export.folder, "write_program", write_other)
     with pytest.raises(JobFailedError, match=r"differ from the model by up to .*; nothing was written"):
         export_captioner(make_captioner_bundle("transformer"), tmp_path / "out", ExportSettings("torch"))
     assert not list(tmp_path.iterdir())
-    assert not raycap.pipeline.export.comparison.Differences(np.inf, 0.0).are_small("float16")
-    assert raycap.pipeline.export.comparison._difference(torch.zeros(2), np.array([0.0, np.nan])) == np.inf
+    assert not raycap.pipeline.serving.export.comparison.Differences(np.inf, 0.0).are_small("float16")
+    assert raycap.pipeline.serving.export.comparison._difference(torch.zeros(2), np.array([0.0, np.nan])) == np.inf
 
 
 def test_programs_of_torch(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_the_exporter_cannot_translate_is_one_sentence(tmp_path: Path, monk
 def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycap.pipeline.export.onnx_graphs.MAX_EMBEDDED_BYTES", 2**10)
+    monkeypatch.setattr("raycap.pipeline.serving.export.onnx_graphs.MAX_EMBEDDED_BYTES", 2**10)
     bundle = make_captioner_bundle("meshed memory")
     assert export_captioner(bundle, tmp_path / "out", ExportSettings()) is not None
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"encoder.onnx.data", "decoder.onnx.data"}

@@ -24,13 +24,13 @@ from PIL import Image
 import raycap.pipeline.data.images
 import raycap_onnx.images
 from raycap.models.base import Features
-from raycap.models.decoding_config import Decoding
-from raycap.models.score_rules import length_divisor
-from raycap.models.transform import ImageTransform
-from raycap.pipeline.captioning.captioning import score_rules
+from raycap.models.decoding.config import Decoding
+from raycap.models.decoding.rules import length_divisor
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.export.description import describe_words
+from raycap.pipeline.evaluation.captioning.search import score_rules
+from raycap.pipeline.serving.export.description import describe_words
 from raycap_onnx import Captioner, CaptionerError
 from raycap_onnx.__main__ import main
 from raycap_onnx.images import Transform, load_image

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.data.dataset import SCHEMA, Dataset, Selection
-from raycap.pipeline.feature_store import manifests
-from raycap.pipeline.feature_store.key_table import KeyTable, key_digests
-from raycap.pipeline.feature_store.manifests import ManifestRows, read_manifests, write_index
-from raycap.pipeline.feature_store.store import FeatureStore, remove_damaged, shard_name, write_shard
 from raycap.pipeline.features.extraction import plan_extraction, write_quarantine
+from raycap.pipeline.features.store import manifests
+from raycap.pipeline.features.store.key_table import KeyTable, key_digests
+from raycap.pipeline.features.store.manifests import ManifestRows, read_manifests, write_index
+from raycap.pipeline.features.store.store import FeatureStore, remove_damaged, shard_name, write_shard
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.damage import flip_any
 from tests.support.features import gather

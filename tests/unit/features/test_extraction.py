@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raycap.models.backbone import Backbone
 from raycap.models.config import BackboneConfig
+from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.feature_store.store import FeatureStore
 from raycap.pipeline.features import extraction, measured_precision
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction, write_quarantine
 from raycap.pipeline.features.measured_precision import extraction_precision, measure_extraction
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights

@@ -19,8 +19,8 @@ import yaml
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.feature_store.store import FeatureStore
 from raycap.pipeline.features.regions import open_regions, read_image
+from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
 from tests.support.damage import flip_any, replace_by_garbage

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.inventory.contents import Inventory, read_inventory
-from raycap.pipeline.inventory.folders import folders
-from raycap.pipeline.inventory.prune import Plan, plan_removals, remove
-from raycap.pipeline.inventory.runs import RunEntry
+from raycap.jobs.runs.contents import Inventory, read_inventory
+from raycap.jobs.runs.entries import RunEntry
+from raycap.jobs.runs.folders import folders
+from raycap.jobs.runs.prune import Plan, plan_removals, remove
 from raycap.pipeline.runs.folder import try_lock
 from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
@@ -267,7 +267,7 @@ def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytes
     found = plan(storage)
     assert len(found.removals) == 4
     with monkeypatch.context() as patch:
-        patch.setattr("raycap.pipeline.inventory.prune.shutil.rmtree", die)
+        patch.setattr("raycap.jobs.runs.prune.shutil.rmtree", die)
         for removal in found.removals:
             with pytest.raises(Killed):
                 remove(storage.place, removal, 30)

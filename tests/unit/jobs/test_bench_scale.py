@@ -13,8 +13,8 @@ from raycap.jobs.bench.scale.data import CAPTIONS_PER_IMAGE
 from raycap.jobs.bench.scale.measured import HEADER, Measurement
 from raycap.jobs.bench.scale.model import Cluster, line, parts, report
 from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.data.language.token_files import TokenFiles
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.language.token_files import TokenFiles
 
 ROWS = 1000
 

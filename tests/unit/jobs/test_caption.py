@@ -21,21 +21,21 @@ from safetensors.torch import load_file, save_file
 from raycap.jobs.caption import ClusterOptions, caption, start_pool
 from raycap.jobs.caption_output import Parts, open_output
 from raycap.jobs.cli import main
-from raycap.models.attention_maps import cross_attention
-from raycap.models.backbone import Backbone
 from raycap.models.base import Features, Memory, ModelSizes
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig
+from raycap.models.encoders.backbone import Backbone
+from raycap.models.explain.attention_maps import cross_attention
 from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
-from raycap.pipeline.annotations.image_paths import find_images
-from raycap.pipeline.captioning.bundle import load_bundle, save_bundle, store_confidence
-from raycap.pipeline.captioning.model_sources import StoredBundle
-from raycap.pipeline.captioning.protocols import confidence_search
-from raycap.pipeline.captioning.ray_data import CaptionPool, _CaptionActor
-from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.data.formats.image_paths import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.reports.heat_maps import caption_picture, heat_map, region_maps
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.protocols import confidence_search
+from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, _CaptionActor
+from raycap.pipeline.evaluation.captioning.service import CaptionService
+from raycap.pipeline.evaluation.reports.heat_maps import caption_picture, heat_map, region_maps
 from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError
@@ -104,7 +104,7 @@ def test_auto_takes_the_precision_that_was_faster_here(
         seconds = {"float32": 1.0, "bfloat16": 1.0} | {fastest: 0.1}
         return PrecisionTimes("CPU", **seconds)
 
-    monkeypatch.setattr("raycap.pipeline.captioning.service.measure_precisions", measure)
+    monkeypatch.setattr("raycap.pipeline.evaluation.captioning.service.measure_precisions", measure)
     assert caption(names, str(bundle), out=str(out), precision="auto") == 0
     assert len(measured) == 1 and measured[0].float32 > 0
     more = write_images(tmp_path, 4)
@@ -235,7 +235,7 @@ def test_a_failure_of_the_storage_is_no_error_of_an_image(
             raise error
         return read_bytes(path, max_bytes)
 
-    monkeypatch.setattr("raycap.pipeline.captioning.service.BATCH_SIZE", 2)
+    monkeypatch.setattr("raycap.pipeline.evaluation.captioning.service.BATCH_SIZE", 2)
     with monkeypatched as failure:
         failure.setattr(StoragePath, "read_bytes", failing)
         with pytest.raises(type(error)):

@@ -14,18 +14,18 @@ import yaml
 from PIL import Image
 from ray import cloudpickle
 
-from raycap.jobs.caption_tasks import caption_on_cluster
+from raycap.jobs.cluster_captions import caption_on_cluster
 from raycap.jobs.gallery import add_maps, compute_maps
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.registry import build_model
-from raycap.pipeline.captioning.bundle import save_bundle
-from raycap.pipeline.captioning.model_sources import StoredBundle
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.feature_store.store import mark_complete, write_shard
-from raycap.pipeline.reports.page import ReportImage
+from raycap.pipeline.evaluation.captioning.bundle import save_bundle
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.reports.page import ReportImage
+from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import WORDS, make_bundle, write_images

@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 
 from raycap.jobs.cli import main
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models import tensor_files
-from raycap.models.backbone import Backbone
 from raycap.models.config import BackboneConfig, ExpansionNetConfig
-from raycap.models.convert import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
-from raycap.models.tensor_files import read_tensors
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.upstream import read_expansionnet_vocabulary
+from raycap.models.convert import tensor_files
+from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.convert.upstream import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
+from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
 from tests.support.models import (
     one_thread,  # noqa: F401
 )

@@ -21,10 +21,10 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.content_keys import hash_with_threads
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.runs.evaluation import stored_results
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_run, stored_confidences
+from raycap.pipeline.runs.run_scores import stored_results
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config

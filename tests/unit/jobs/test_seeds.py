@@ -11,21 +11,21 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raycap.jobs.compare import EvaluatedModel, compare, summarize_systems
 from raycap.jobs.evaluation import Evaluation
 from raycap.jobs.run import command, run_seeds
 from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from raycap.jobs.submit import parse_arguments
-from raycap.pipeline.comparison.bootstrap import difference_of_seeds
-from raycap.pipeline.comparison.protocol import Protocol
+from raycap.jobs.systems import EvaluatedModel, compare, summarize_systems
 from raycap.pipeline.config.load import dump_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection, TrackingSection
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.scores.metrics import Score, Scores
+from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import run_identity
-from raycap.pipeline.scoring.metrics import Score, Scores
-from raycap.pipeline.scoring.split_result import SplitResult
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.tracking.mlflow_client import public_uri

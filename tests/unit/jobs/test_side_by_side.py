@@ -14,14 +14,14 @@ import yaml
 
 import raycap.jobs.evaluation
 import raycap.jobs.gallery
+from raycap.jobs.compare import compare_models
 from raycap.jobs.evaluate import evaluate
-from raycap.jobs.side_by_side import compare_models
 from raycap.jobs.soup import soup
-from raycap.models.backbone import backbone_macs
+from raycap.models.encoders.backbone import backbone_macs
 from raycap.models.macs import cost
-from raycap.pipeline.captioning.bundle import load_bundle
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.captioning import Captioning
@@ -121,7 +121,7 @@ def test_a_page_that_fails_costs_no_score(
     def broken(*_: Any) -> str:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("raycap.jobs.side_by_side.report_html", broken)
+    monkeypatch.setattr("raycap.jobs.compare.report_html", broken)
     assert compare_models(bundles[:2], config, out=str(tmp_path / "out")) == 0
     assert (tmp_path / "out" / "compare.json").is_file() and not (tmp_path / "out" / "compare.html").exists()
     assert any("the page of the comparison could not be made" in line for line in log_lines)

@@ -13,21 +13,21 @@ import yaml
 from PIL import Image
 
 import raycap.jobs.soup_front
-from raycap.jobs.caption_tasks import SplitTask
 from raycap.jobs.cli import main
+from raycap.jobs.cluster_captions import SplitTask
 from raycap.jobs.evaluation import Evaluation
 from raycap.jobs.soup import soup
 from raycap.models.captioner import Captioner
-from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.captioning.model_sources import bundle_source
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.feature_store.store import write_shard
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.source import Extracted
-from raycap.pipeline.scoring.metrics import score_captions
+from raycap.pipeline.features.store.store import write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import make_bundle

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raycap.jobs.tune.features import BackboneSource, find_backbone
-from raycap.models.backbone import Backbone
+from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.loading import find_data
 from raycap.pipeline.errors import UserError

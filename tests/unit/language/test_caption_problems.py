@@ -6,9 +6,9 @@ import unicodedata
 
 import pytest
 
-from raycap.pipeline.language.caption_problems import CaptionProblems, cuts_letters
-from raycap.pipeline.language.tokenizers import TOKENIZERS
-from raycap.pipeline.untrusted.names import quoted
+from raycap.pipeline.data.language.caption_problems import CaptionProblems, cuts_letters
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.runtime.names import quoted
 from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycap.pipeline.data.language.subwords import MAX_MERGES, SubwordModel
+from raycap.pipeline.data.language.words import normalized
 from raycap.pipeline.data.vocabulary import SPECIALS, UNK, Vocabulary
-from raycap.pipeline.language.subwords import MAX_MERGES, SubwordModel
-from raycap.pipeline.language.words import normalized
 from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 
 ALL = CAPTIONS | WITHOUT_SPACES

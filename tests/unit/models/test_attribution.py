@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raycap.models.attribution import Attribution, Quadrature, gauss_legendre, integrated_gradients
 from raycap.models.base import Cache, CaptionModel, Features, Memory
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from raycap.models.explain.attribution import Attribution, Quadrature, gauss_legendre, integrated_gradients
 from raycap.models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from raycap.models.backbone import Backbone, load_tensors, set_drop_path
 from raycap.models.captioner import Captioner
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.encoders.backbone import Backbone, load_tensors, set_drop_path
 from raycap.models.registry import build_model
 from tests.support.models import (
     SMALL_SWIN,

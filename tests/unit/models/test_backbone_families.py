@@ -21,7 +21,10 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from raycap.jobs.caption import _draw_words
-from raycap.models.backbone import (
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.encoders.backbone import (
     Backbone,
     backbone_macs,
     image_transform,
@@ -29,14 +32,11 @@ from raycap.models.backbone import (
     set_drop_path,
     with_one_block_per_stage,
 )
-from raycap.models.base import Features
-from raycap.models.captioner import Captioner
-from raycap.models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.encoders.transform import ImageTransform
 from raycap.models.registry import build_model
-from raycap.models.transform import ImageTransform
-from raycap.pipeline.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.captioning.service import CaptionService
 from raycap.pipeline.config.load import load_config
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.storage.weights import export_backbone, save_weights
 from tests.support.backbones import FAMILIES
 from tests.support.bundles import WORDS, write_images

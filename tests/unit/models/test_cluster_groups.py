@@ -7,11 +7,17 @@ import torch
 from PIL import Image
 
 from raycap.models.base import Features
-from raycap.models.cluster_groups import Clusters, find_clusters, grid_groups, sequence_groups
 from raycap.models.clustformer import ClustFormer
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.explain.cluster_groups import Clusters, find_clusters, grid_groups, sequence_groups
 from raycap.models.registry import build_model
-from raycap.pipeline.reports.cluster_pictures import COLORS, cluster_picture, color_cells, layer_colors, text_color
+from raycap.pipeline.evaluation.reports.cluster_pictures import (
+    COLORS,
+    cluster_picture,
+    color_cells,
+    layer_colors,
+    text_color,
+)
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 3, "num_decoder_layers": 2}

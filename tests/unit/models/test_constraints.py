@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from raycap.models.base import CaptionModel, Features, ModelSizes
 from raycap.models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
-from raycap.models.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from raycap.models.decoding import beam_search
+from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
+from raycap.models.decoding.rules import ScoreRules
+from raycap.models.decoding.search import beam_search
 from raycap.models.registry import build_model
-from raycap.models.score_rules import ScoreRules
 from tests.support.models import (
     every_caption,
     features_for,

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel
 from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.beam_cache import TreeCache, TreeSlots
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
-from raycap.models.decoding import (
+from raycap.models.decoding.cache import TreeCache, TreeSlots
+from raycap.models.decoding.config import Decoding
+from raycap.models.decoding.rules import ScoreRules
+from raycap.models.decoding.search import (
     Captions,
     Decoder,
     beam_search,
@@ -26,10 +28,8 @@ from raycap.models.decoding import (
     greedy,
     sample,
 )
-from raycap.models.decoding_config import Decoding
 from raycap.models.expansion import DynamicExpansion
 from raycap.models.registry import build_model
-from raycap.models.score_rules import ScoreRules
 from tests.support.models import (
     MIXERS,
     SIZES,

@@ -11,7 +11,7 @@ import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 
-from raycap.models.dual_encoder import DualEncoder
+from raycap.models.encoders.dual_encoder import DualEncoder
 from tests.support.clip import (
     EMBEDDING,
     IMAGE_SIZE,

@@ -11,8 +11,8 @@ from torch import Tensor
 from raycap.models.base import CaptionModel, Features
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.models.encoder_decoder import cross_bias
-from raycap.models.export_graphs import EncoderGraph, StepGraph
 from tests.support.exports import REGIONS, SIZES, SYSTEMS, make_captioner
 from tests.support.models import exact
 

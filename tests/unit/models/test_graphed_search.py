@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from raycap.models import graphed_search
 from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.config import MODEL_CONFIGS
-from raycap.models.decoding import BEAM_TENSORS, Beams, Captions, beam_search
-from raycap.models.decoding_config import Decoding
-from raycap.models.graphed_search import MAX_GRAPHS, GraphedSearch, SearchGraph
+from raycap.models.decoding import graphed_search
+from raycap.models.decoding.config import Decoding
+from raycap.models.decoding.graphed_search import MAX_GRAPHS, GraphedSearch, SearchGraph
+from raycap.models.decoding.rules import ScoreRules
+from raycap.models.decoding.search import BEAM_TENSORS, Beams, Captions, beam_search
 from raycap.models.registry import build_model
-from raycap.models.score_rules import ScoreRules
 from tests.support.models import SIZES
 from tests.support.models import one_thread as one_thread
 from tests.support.operations import counted

@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.base import CaptionModel, Features, Memory, ModelConfig, ModelSizes
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
-from raycap.models.decoding import beam_search
+from raycap.models.decoding.search import beam_search
 from raycap.models.expansionnet import ExpansionNet
 from raycap.models.macs import TABLE_6_SIZES, cost
 from raycap.models.registry import build_model
-from raycap.pipeline.comparison.published import ablation
+from raycap.pipeline.evaluation.comparison.published import ablation
 
 
 def test_parameters_of_the_paper() -> None:

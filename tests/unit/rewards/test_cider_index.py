@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raycap.jobs.bench.reference_cider import grams
-from raycap.pipeline.rewards import spills
-from raycap.pipeline.rewards.cider_index import build_index
-from raycap.pipeline.rewards.spills import Runs, Spill, distinct_keys
+from raycap.pipeline.training.rewards import spills
+from raycap.pipeline.training.rewards.cider_index import build_index
+from raycap.pipeline.training.rewards.spills import Runs, Spill, distinct_keys
 
 Images = Sequence[Sequence[Sequence[int]]]
 
@@ -201,7 +201,7 @@ def test_a_full_disk_under_the_index_leaves_nothing(tmp_path: Path) -> None:
     """The limit on the size of a file stands for a disk; a process of its own has it."""
     code = (
         "import resource, signal; from pathlib import Path\n"
-        "from raycap.pipeline.rewards.cider_index import build_index\n"
+        "from raycap.pipeline.training.rewards.cider_index import build_index\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
         f"build_index([[[i, i + 1, i + 2]] for i in range(2000)], path=Path({str(tmp_path / 'index')!r}))"
     )

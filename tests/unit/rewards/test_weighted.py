@@ -11,18 +11,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import RewardName
-from raycap.pipeline.data.synthetic import make_scene
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.language.tokenizers import TOKENIZERS
-from raycap.pipeline.rewards import words as words_module
-from raycap.pipeline.rewards.cider_d import CiderDReward
-from raycap.pipeline.rewards.references import References
-from raycap.pipeline.rewards.weighted import REWARDS, WeightedReward
-from raycap.pipeline.rewards.words import Length, Repetition
+from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
 from raycap.pipeline.runs.identity import config_identity
-from raycap.pipeline.scoring.metric_words import metric_words
-from raycap.pipeline.scoring.metrics import CaptionWords, score_captions
+from raycap.pipeline.training.rewards import words as words_module
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.references import References
+from raycap.pipeline.training.rewards.weighted import REWARDS, WeightedReward
+from raycap.pipeline.training.rewards.words import Length, Repetition
 from tests.conftest import small_config
 
 METRICS = {"bleu1": "BLEU-1", "bleu2": "BLEU-2", "bleu3": "BLEU-3", "bleu4": "BLEU-4", "rouge_l": "ROUGE-L"}

@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from raycap.jobs.cli import main
-from raycap.models.transform import ImageTransform
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.images import decode_batch, decode_image
 from raycap.pipeline.runs.check import check_data

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raycap.pipeline.runs.damage import find_damaged_files
+from raycap.jobs.doctor.damage import find_damaged_files
 from raycap.pipeline.storage.path import storage_path
 
 ENTRY = json.dumps({"stage": "xe", "kind": "train", "step": 1, "time": 1.0}).encode()

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from raycap.jobs.doctor.damage import find_damaged_files
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.features.model_inputs import Images
-from raycap.pipeline.runs.damage import find_damaged_files
 from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from raycap.pipeline.runs.folder import DISTILLED, RunFolder
 from raycap.pipeline.runs.prepare import prepare

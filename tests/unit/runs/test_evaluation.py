@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.runs.evaluation import RunScores, score_run, stored_results
-from raycap.pipeline.runs.summary import score_table
-from raycap.pipeline.scoring import java_metrics
-from raycap.pipeline.scoring.metrics import why_unavailable
-from raycap.pipeline.scoring.result_files import N_BEST, write_n_best, write_predictions
-from raycap.pipeline.scoring.split_result import SplitResult
+from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
+from raycap.pipeline.evaluation.scores import java_metrics
+from raycap.pipeline.evaluation.scores.metrics import why_unavailable
+from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.runs.run_report import score_table
+from raycap.pipeline.runs.run_scores import RunScores, score_run, stored_results
 from raycap.pipeline.storage.atomic import write_json
 from tests.conftest import small_config
 
@@ -54,7 +54,7 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
         return [0.2, 0.4], {"Color": 0.5}
 
     monkeypatch.setattr(java_metrics, "spice", stand_in)
-    monkeypatch.setattr("raycap.pipeline.runs.evaluation.why_unavailable", lambda _: None)
+    monkeypatch.setattr("raycap.pipeline.runs.run_scores.why_unavailable", lambda _: None)
     scores = scored(tmp_path, "test", "nocaps")
     assert counts == [1, 1]
     assert scores.flat()["test_SPICE"] == scores.flat()["nocaps_SPICE"] == pytest.approx(0.3)
@@ -101,8 +101,8 @@ def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(t
     folder: Any = SimpleNamespace(config=config, path=tmp_path, last_kept=lambda: None, stage=tmp_path.joinpath)
     folder.sizes = SimpleNamespace(max_positions=10)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("raycap.pipeline.runs.evaluation.metrics_of_split", lambda *_, **__: ("CIDEr-D",))
-        patched.setattr("raycap.pipeline.runs.evaluation.main_object_hits", lambda captions, *_: {})
+        patched.setattr("raycap.pipeline.runs.run_scores.metrics_of_split", lambda *_, **__: ("CIDEr-D",))
+        patched.setattr("raycap.pipeline.runs.run_scores.main_object_hits", lambda captions, *_: {})
         scores = score_run(folder, dataset, results)
     assert scores.confidence is not None and scores.confidence.good_ciderd == 0.3
     assert json.loads(scores.confidence.search)["max_length"] == 10, "of the model's positions"

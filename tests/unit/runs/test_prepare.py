@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 
-from raycap.models.backbone import Backbone
+from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.load import dump_config, parse_config
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.features.extraction import Extractor, ShardWriter

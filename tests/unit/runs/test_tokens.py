@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from raycap.jobs.doctor.damage import find_damaged_files
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.runs.damage import find_damaged_files
 from raycap.pipeline.runs.distilled import with_distilled_captions
 from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder
 from raycap.pipeline.runs.prepare import prepare

@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from raycap.jobs.score import score
-from raycap.models.dual_encoder import DualEncoder
-from raycap.pipeline.language.subwords import ClipTokenizer
-from raycap.pipeline.scoring.grounding import image_similarity, with_references
+from raycap.models.encoders.dual_encoder import DualEncoder
+from raycap.pipeline.data.language.subwords import ClipTokenizer
+from raycap.pipeline.evaluation.scores.grounding import image_similarity, with_references
 from tests.support.clip import IMAGE_SIZE, MERGES, NUM_PIECES, POSITIONS, clip_tensors
 
 REFERENCES = {7: ["a red dog", "a photo on a dog"], 8: ["two cats"], 9: ["ein Hund", "a red", "in red"]}

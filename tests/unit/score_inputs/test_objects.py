@@ -11,13 +11,13 @@ import pytest
 from raycap.jobs.score import score
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
-from raycap.pipeline.data.scene_captions import GRAMMARS
-from raycap.pipeline.data.synthetic import make_scene
+from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS
+from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.scores.objects import read_instances, read_names
 from raycap.pipeline.runs.identity import config_identity
-from raycap.pipeline.score_inputs.inputs import score_inputs
-from raycap.pipeline.score_inputs.objects import read_instances, read_names
-from raycap.pipeline.scoring.metrics import score_captions
 from tests.conftest import small_config
 
 NAMES = "dog, puppy\nhot dog, hot dogs\nperson, man, woman\n\ntraffic light, stoplight\n"

@@ -18,17 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raycap.jobs.score import score
-from raycap.models.text_encoder import TextEncoder, TextEncoderSizes
+from raycap.models.encoders.text_encoder import TextEncoder, TextEncoderSizes
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import ScoreInputsSection, TextEncoderSection
+from raycap.pipeline.data.language.bert_tokenizer import BertTokenizer
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.language.bert_tokenizer import BertTokenizer
+from raycap.pipeline.evaluation.scores import grounding, text_encoders
+from raycap.pipeline.evaluation.scores.grounding import bert_score
+from raycap.pipeline.evaluation.scores.metrics import UnavailableError
+from raycap.pipeline.evaluation.scores.text_encoders import FileTextEncoder
 from raycap.pipeline.runs.preflight import check_score_inputs
-from raycap.pipeline.score_inputs import text_encoders
-from raycap.pipeline.score_inputs.text_encoders import FileTextEncoder
-from raycap.pipeline.scoring import grounding
-from raycap.pipeline.scoring.grounding import bert_score
-from raycap.pipeline.scoring.metrics import UnavailableError
 from tests.conftest import small_config
 from tests.support.golden import GOLDEN
 

@@ -12,10 +12,11 @@ import pytest
 from pycocoevalcap.bleu.bleu import Bleu
 
 from raycap.jobs.bench.reference_cider import PlainCiderD
+from raycap.pipeline.data.caption_files import read_n_best, write_n_best
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.scoring.grounding import Objects
-from raycap.pipeline.scoring.metric_words import metric_words
-from raycap.pipeline.scoring.metrics import (
+from raycap.pipeline.evaluation.scores.grounding import Objects
+from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores.metrics import (
     DEFAULT_METRICS,
     FURTHER_METRICS,
     ScoreInputs,
@@ -23,7 +24,6 @@ from raycap.pipeline.scoring.metrics import (
     score_captions,
     why_unavailable,
 )
-from raycap.pipeline.scoring.result_files import read_n_best, write_n_best
 
 WORDS = ["a", "the", "man", "dog", "on", "red", "street", "x", "y", "runs"]
 

@@ -17,11 +17,11 @@ import pytest
 
 from raycap.jobs.bench.metrics import bench_metrics
 from raycap.jobs.score import score
+from raycap.pipeline.data.caption_files import read_predictions, read_references, write_predictions
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.scoring import java, ngrams, ptb
-from raycap.pipeline.scoring.diagnostics import caption_stats
-from raycap.pipeline.scoring.metrics import BLEU, score_captions, why_unavailable
-from raycap.pipeline.scoring.result_files import read_predictions, read_references, write_predictions
+from raycap.pipeline.evaluation.scores import java, ngrams, ptb
+from raycap.pipeline.evaluation.scores.diagnostics import caption_stats
+from raycap.pipeline.evaluation.scores.metrics import BLEU, score_captions, why_unavailable
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
 WITHOUT_JAVA = (*BLEU, "ROUGE-L", "CIDEr-D")

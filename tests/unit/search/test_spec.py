@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.pipeline.comparison.protocol import Protocol
 from raycap.pipeline.config.load import parse_config, parse_section
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.search.results import selection_note
 from raycap.pipeline.search.space import GenerateSection, SpaceSection, show_value, space_of
 from raycap.pipeline.search.spec import Search, SearchConfig, flatten, load_search
@@ -22,7 +22,7 @@ from tests.support.bundles import make_bundle
 from tests.support.checkout import own
 from tests.support.searches import LR, N_E, G, small_search, write_search
 
-SHIPPED = own((ROOT / "configs").glob("search_*.yaml"))
+SHIPPED = own((ROOT / "raycap" / "configs").glob("search_*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -36,7 +36,7 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 12 rows are those of Table I, in order; a trial is the recipe's first stage, validated with beam 3."""
-    from raycap.pipeline.comparison.published import ablation
+    from raycap.pipeline.evaluation.comparison.published import ablation
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     search = load_search(ROOT / "configs" / "search_table1.yaml")
@@ -58,7 +58,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The points are the printed rows, in order; each trains the whole recipe."""
-    from raycap.pipeline.comparison.published import printed_tables
+    from raycap.pipeline.evaluation.comparison.published import printed_tables
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
         monkeypatch.setenv(variable, "/somewhere")
@@ -73,7 +73,7 @@ def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: 
 
 
 def test_printed_rows_are_those_of_the_paper_tables(shared: Path) -> None:
-    from raycap.pipeline.comparison.published import printed_tables
+    from raycap.pipeline.evaluation.comparison.published import printed_tables
 
     papers = json.loads((shared / "paper_tables.json").read_text())
     memory, connection = papers["meshed_memory_transformer"], papers["meshed_memory_transformer"]["ablation_cider"]

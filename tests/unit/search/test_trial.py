@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 
 from raycap.jobs.tune import workers
 from raycap.jobs.tune.features import extract_once
-from raycap.models.decoding import beam_search
+from raycap.models.decoding.search import beam_search
 from raycap.models.registry import build_model
+from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.loading import find_data
-from raycap.pipeline.feature_store.store import open_store
+from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.scoring.metrics import score_captions
-from raycap.pipeline.scoring.result_files import read_predictions
 from raycap.pipeline.search import trial as module
 from raycap.pipeline.search.spec import SCORE, Search, SearchConfig
 from raycap.pipeline.search.trial import TrialTask, run_trial

@@ -15,9 +15,9 @@ import yaml
 from matplotlib.container import ErrorbarContainer
 
 from raycap.jobs.cli import main
-from raycap.pipeline.comparison.published import ablation
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.search.ablations import comparisons, expansionnet_matches
 from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
 from raycap.pipeline.search.report import importances, write_page, write_plots

@@ -15,8 +15,8 @@ from PIL import Image
 
 import raycap
 from raycap.jobs.cli import main
-from raycap.pipeline.captioning.bundle import load_bundle
-from raycap.pipeline.captioning.service import CaptionService
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import crown

@@ -12,8 +12,8 @@ import pytest
 
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.survey.survey import survey
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.setup.survey import survey
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.forms import FORMS, Captioned, scenes, write_images

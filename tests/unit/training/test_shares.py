@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models import decoding
 from raycap.models.base import Features, Memory
 from raycap.models.captioner import Captioner
 from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.decoding import search as decoding
 from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training import objectives

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycap.models.backbone import Backbone
 from raycap.models.base import CaptionModel, Features
-from raycap.models.decoding import beam_search
+from raycap.models.decoding.search import beam_search
+from raycap.models.encoders.backbone import Backbone
+from raycap.models.encoders.transform import ImageTransform
 from raycap.models.registry import build_model
-from raycap.models.transform import ImageTransform
-from raycap.pipeline.captioning.captioning import score_rules
+from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.evaluation.captioning.search import score_rules
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.scoring.result_files import read_predictions
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.weights import load_weights, save_weights
 from raycap.pipeline.training.loop import StageJob, train_stages

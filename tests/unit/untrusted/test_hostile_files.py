@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.jobs.cli import main
-from raycap.pipeline.captioning.constraints import ImageConstraints, read_constraints
-from raycap.pipeline.captioning.detections import read_detections, read_hierarchy
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset, read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.untrusted import documents, parquet_files
+from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, read_constraints
+from raycap.pipeline.evaluation.captioning.detections import read_detections, read_hierarchy
+from raycap.pipeline.storage.untrusted import documents, parquet_files
 
 DEEP = "[" * 100_000
 NESTED = "[" * 700 + "]" * 700  # the parser accepts this, and `repr` may fail at it

@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raycap.pipeline.annotations.location import ImageLocation, forget_pages
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.formats.location import ImageLocation, forget_pages
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.untrusted import parquet_values
-from raycap.pipeline.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.untrusted.parquet_footer import read_row_groups
+from raycap.pipeline.storage.untrusted import parquet_values
+from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
+from raycap.pipeline.storage.untrusted.parquet_footer import read_row_groups
 
 
 def written(**options: Any) -> bytes:

@@ -17,8 +17,8 @@ from raycap.pipeline.data.dataset import read_annotations
 from raycap.pipeline.data.images import read_image_file
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.untrusted import tar_headers
-from raycap.pipeline.untrusted.tar_headers import BLOCK, TarMember, tar_members
+from raycap.pipeline.storage.untrusted import tar_headers
+from raycap.pipeline.storage.untrusted.tar_headers import BLOCK, TarMember, tar_members
 from tests.support.forms import add_file
 
 

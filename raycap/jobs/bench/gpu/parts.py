@@ -1,0 +1,227 @@
+"""The parts of the benchmark: training steps, extraction, decoding, and captions from image files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from raycap.jobs.bench.gpu.device import Measured, measure
+from raycap.jobs.bench.gpu.training_step import Case, Scale, training_step
+from raycap.jobs.bench.measuring import noise_jpegs
+from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.decoding.graphed_search import GraphedSearch
+from raycap.models.decoding.search import beam_search, sample
+from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.registry import build_model
+from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.runtime.precision import float32_products
+
+COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
+BEAMS, SAMPLES, TOKENS = 5, 5, 20
+BEAM, GRAPHED_BEAM = "beam 5", "beam 5 as a CUDA graph"
+PRECISIONS = ("float32", "tf32", "bfloat16")
+MAX_PIXELS = 10**8
+STAGES = (
+    Case("xe_frozen", "cross_entropy", 48, samples=8 * COCO_PAIRS),
+    Case("xe_finetune", "cross_entropy", 48, end_to_end=True, samples=2 * COCO_PAIRS),
+    Case("scst_frozen", "scst", 48, samples=9 * COCO_IMAGES),
+    Case("scst_finetune", "scst", 20, end_to_end=True, samples=COCO_IMAGES),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large everything is: at the paper's size, or small for a rehearsal on a CPU."""
+
+    scale: Scale
+    stages: tuple[Case, ...]
+    max_images: int  # per training step
+    extraction_batches: tuple[int, ...]
+    decoding_batches: tuple[int, ...]
+    num_files: int
+    vit: str
+    vit_size: int
+    compiles: bool
+
+
+PAPER = Plan(Scale(), STAGES, 48, (32, 128), (16, 64, 256, 512), 512, "vit_base_patch16_384", 384, compiles=True)
+_SMALL_SWIN = BackboneConfig(
+    name="swin_tiny_patch4_window7_224", image_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
+)
+_SMALL_MODEL = ExpansionNetConfig(
+    d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4, 8),
+    dynamic_expansion=2,
+)  # fmt: skip
+REHEARSAL = Plan(
+    Scale(_SMALL_MODEL, _SMALL_SWIN, vocabulary=60, feature_width=32, tokens=16, words=5, reference_images=8),
+    STAGES,
+    4,
+    (2,),
+    (2,),
+    3,
+    "vit_tiny_patch16_224",
+    32,
+    compiles=False,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. count: images (or pairs) per call. samples: those of the paper's stage, or 0."""
+
+    part: str
+    case: str
+    precision: str
+    measured: Measured
+    count: int
+    samples: int = 0
+
+    @property
+    def per_second(self) -> float:
+        return self.count / self.measured.seconds
+
+    @property
+    def hours(self) -> float:
+        return self.samples / self.per_second / 3600
+
+
+Rows = Iterator[tuple[str, Callable[[], Row]]]  # the name of each row, and a function that measures it
+
+
+def training(plan: Plan, device: torch.device) -> Rows:
+    """Steps of the recipe's four stages: each precision, without checkpointing of activations, and compiled."""
+    for stage in plan.stages:
+        cases = [replace(stage, precision=precision) for precision in PRECISIONS]
+        if stage.end_to_end:
+            cases.append(replace(cases[-1], checkpointing=False))
+        if plan.compiles:
+            cases.append(replace(cases[-1], compiled=True))
+        for case in cases:
+            case = replace(case, images=min(case.images, plan.max_images))
+            name = stage.name
+            if stage.end_to_end:
+                name += ", checkpointing" if case.checkpointing else ", all activations kept"
+            if case.compiled:
+                name += ", compiled"
+
+            def row(case: Case = case, name: str = name) -> Row:
+                step = training_step(case, device, plan.scale)
+                measured = measure(step, device, counts=not case.compiled)
+                return Row("training", name, case.precision, measured, case.images, case.samples)
+
+            yield f"{name} {case.precision}", row
+
+
+def extraction(plan: Plan, device: torch.device) -> Rows:
+    """Features of Swin and ViT-B from pixels on the processor's side."""
+    for config in (plan.scale.backbone, BackboneConfig(name=plan.vit, image_size=plan.vit_size)):
+        name = config.name
+        for batch in plan.extraction_batches:
+            for precision in PRECISIONS:
+
+                def row(config: BackboneConfig = config, batch: int = batch, precision: str = precision) -> Row:
+                    backbone = Backbone(config, with_weights=False).eval().to(device)
+                    transform, side = image_transform(config), config.image_size
+                    pixels = pinned(torch.randint(256, (batch, side, side, 3), dtype=torch.uint8), device)
+
+                    def run() -> torch.Tensor:
+                        images = transform.normalize(pixels.to(device, non_blocking=True)).contiguous()
+                        features: torch.Tensor = backbone(images)
+                        return features.half()
+
+                    with torch.no_grad(), products(precision, device):
+                        case = f"{config.name}, {batch} images"
+                        return Row("extraction", case, precision, measure(run, device), batch)
+
+                yield f"{name} {batch} {precision}", row
+
+
+def decoding(plan: Plan, device: torch.device) -> Rows:
+    """Beam search and sampling from features, to 20 tokens. A CPU cannot capture a graph."""
+    kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
+    for batch in plan.decoding_batches:
+        for kind in kinds:
+            for precision in PRECISIONS:
+
+                def row(batch: int = batch, kind: str = kind, precision: str = precision) -> Row:
+                    model = endless_model(plan.scale, device)
+                    features = Features(torch.randn(batch, plan.scale.tokens, plan.scale.feature_width, device=device))
+                    graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
+
+                    def run() -> Any:
+                        memory = model.encode(features)
+                        if kind == BEAM:
+                            return beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
+                        if kind == GRAPHED_BEAM:
+                            return graphed([memory])
+                        return sample(model, memory, num_samples=SAMPLES, max_length=TOKENS)
+
+                    with torch.no_grad(), products(precision, device):
+                        measured = measure(run, device)
+                    if kind == GRAPHED_BEAM:  # whose memory torch does not count as allocated
+                        measured = replace(measured, memory_gib=torch.cuda.max_memory_reserved() / 2**30)
+                    return Row("decoding", f"{kind}, {batch} images", precision, measured, batch)
+
+                yield f"{kind} {batch} {precision}", row
+
+
+def captions(plan: Plan, device: torch.device) -> Rows:
+    """Captions of JPEG files of 640 x 480 pixels in memory. Threads decode a batch while the GPU captions another."""
+    for precision in PRECISIONS:
+
+        def row(precision: str = precision) -> Row:
+            model = endless_model(plan.scale, device)
+            captioner = Captioner(model, Backbone(plan.scale.backbone, with_weights=False)).eval().to(device)
+            files = list(noise_jpegs(plan.num_files, rows=30, columns=40))
+            transform, size = image_transform(plan.scale.backbone), max(1, plan.num_files // 8)
+
+            def decoded(data: bytes) -> torch.Tensor:
+                return torch.from_numpy(np.array(transform.resize(decode_image(data, MAX_PIXELS))))
+
+            def run() -> None:
+                with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                    pixels = pool.map(decoded, files)
+                    for first in range(0, len(files), size):
+                        stacked = torch.stack([next(pixels) for _ in files[first : first + size]])
+                        images = transform.normalize(pinned(stacked, device).to(device, non_blocking=True))
+                        memory = captioner.encode(Features(images))
+                        beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
+
+            with torch.no_grad(), products(precision, device):
+                measured = measure(run, device, warm_up=1, counts=False)
+            return Row("captions", f"JPEG files, beam 5, {size} at a time", precision, measured, len(files))
+
+        yield f"files {precision}", row
+
+
+PARTS = (training, extraction, decoding, captions)
+
+
+def endless_model(scale: Scale, device: torch.device) -> CaptionModel:
+    """A model with random weights whose captions never end before the limit, so that every search takes all steps."""
+    torch.manual_seed(0)
+    model = build_model(scale.model, scale.sizes)
+    with torch.no_grad():
+        model.lm_head.bias[scale.sizes.eos] = -1e4  # type: ignore[union-attr, operator]
+    return model.to(device).eval()
+
+
+def products(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which products have this precision."""
+    if precision == "bfloat16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return float32_products(precision) if device.type == "cuda" else nullcontext()
+
+
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor in page-locked memory, for a GPU."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,0 +1,177 @@
+"""A training step on random features at a given size. It needs torch and timm, and neither Ray nor pydantic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.layers import set_dropout
+from raycap.models.registry import build_model
+from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.training.batches import Batch, target_positions
+from raycap.pipeline.training.finite import FiniteCheck
+from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
+from raycap.pipeline.training.optimizer import make_optimizer
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.references import References
+from raycap.pipeline.training.rewards.weighted import WeightedReward
+
+# the settings that objectives and optimizers read, with the configuration's defaults
+OPTIMIZER: Any = SimpleNamespace(
+    name="radam",
+    betas=(0.9, 0.98),
+    eps=1e-9,
+    weight_decay=0.0,
+    decayed_weights="all",
+    backbone_lr_factor=1.0,
+    layer_decay=1.0,
+)
+LABEL_SMOOTHING = 0.1
+DROP_PATH = 0.1  # of the recipe's stages
+SAMPLING: dict[str, Any] = {
+    "num_samples": 5,
+    "max_length": 21,  # 20 tokens and SOS
+    "sampler": "multinomial",
+    "temperature": 1.0,
+    "baseline": "leave_one_out",
+    "eos_in_reward": True,
+    "eos_in_loss": True,
+    "fixed_length": None,
+    "document_frequency": "images",
+    "sampling_dropout": False,
+    "reward": {"ciderd": 1.0},
+    "divide_by_deviation": False,
+    "kl": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of model, backbone and data; the defaults are the paper's."""
+
+    model: ExpansionNetConfig = field(default_factory=ExpansionNetConfig)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    vocabulary: int = 10_000
+    feature_width: int = 1536
+    tokens: int = 144  # image tokens
+    words: int = 13  # of a typical caption, as in the paper's cost table
+    reference_images: int = 2000  # images with references in the reward's index
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes(self.feature_width, self.vocabulary, max_positions=74, sos=2, eos=0, pad=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table: a training step on `images` images.
+
+    reference: the reference's time and memory for it. captions: their number per image in cross entropy. samples: the
+    number of samples in all epochs of the paper's stage.
+    """
+
+    name: str
+    objective: str
+    images: int
+    captions: int = 1
+    dropout: str = "reference"
+    precision: str = "float32"
+    end_to_end: bool = False
+    checkpointing: bool = True
+    compiled: bool = False
+    reference: str = ""
+    samples: int = 0
+
+
+def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> Callable[[], None]:
+    """A function that trains on the same random batch in each call: forward, backward and update.
+
+    On a GPU it does not wait for the end of the step. The batch is copied from the processor's memory in each call.
+    """
+    torch.manual_seed(0)
+    sizes = scale.sizes
+    model = build_model(replace(scale.model, expansion_dropout=case.dropout), sizes)  # type: ignore[arg-type]
+    set_dropout(model, 0.1 if case.objective == "scst" else 0.3)  # the dropout of the paper's stages
+    backbone = None
+    if case.end_to_end:
+        config = replace(scale.backbone, gradient_checkpointing=case.checkpointing, drop_path=DROP_PATH)
+        backbone = Backbone(config, with_weights=False)
+        backbone = backbone.to(memory_format=torch.channels_last)
+    captioner = Captioner(model, backbone).to(device).train()
+    if case.compiled:
+        captioner.compile_layers()
+    optimizer = make_optimizer(captioner, OPTIMIZER, 1e-5)
+    batch = _random_batch(case, scale)
+    batch = batch.pinned() if device.type == "cuda" else batch
+    objective, generator = _objective(case, device, scale), torch.Generator(device)
+    finite, number = FiniteCheck(case.name, 0, defers=device.type == "cuda"), 0
+
+    def step() -> None:
+        nonlocal number
+        optimizer.zero_grad(set_to_none=True)
+        with float32_products(case.precision):
+            on_device = batch.to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bfloat16"):
+                # one process: the module for the gradient is the captioner itself, without a wrapper
+                output = objective(captioner, captioner, on_device, generator)
+            output.loss.backward()
+            norm = nn.utils.clip_grad_norm_(captioner.parameters(), math.inf)
+            finite.add(number, {"loss": output.metrics["loss"], "gradient norm": norm})
+            optimizer.step()
+        number += 1
+        if number % 20 == 0:
+            finite.require()
+
+    return step
+
+
+def _random_batch(case: Case, scale: Scale) -> Batch:
+    """Pixels or features as a store has them, and captions that all have `scale.words` words."""
+    side, sizes = scale.backbone.image_size, scale.sizes
+    if case.end_to_end:
+        features = Features(torch.randint(256, (case.images, side, side, 3), dtype=torch.uint8))
+    else:
+        features = Features(torch.randn(case.images, scale.tokens, scale.feature_width).half())
+    # the special tokens come first in the vocabulary
+    tokens = torch.randint(len(SPECIALS), scale.vocabulary, (case.images * case.captions, scale.words + 2))
+    tokens[:, 0], tokens[:, -1] = sizes.sos, sizes.eos
+    return Batch(
+        features,
+        tokens,
+        target_positions(tokens, sizes.pad),
+        images=torch.arange(case.images),
+        global_targets=tokens[:, 1:].numel(),
+        global_images=case.images,
+        transform=image_transform(scale.backbone),
+    )
+
+
+def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
+    """The objective of a case; that of SCST has a CIDEr-D reward over random references."""
+    stage: Any = SimpleNamespace(label_smoothing=LABEL_SMOOTHING, sampling=SimpleNamespace(**SAMPLING))
+    if case.objective == "cross_entropy":
+        return cross_entropy_objective(stage)
+    words = [f"w{number:05d}" for number in range(scale.vocabulary - len(SPECIALS))]
+    vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
+    rng = np.random.default_rng(0)
+    texts = {
+        image: [" ".join(words[number] for number in rng.integers(0, min(2000, len(words)), 12)) for _ in range(5)]
+        for image in range(max(scale.reference_images, case.images))
+    }
+    references = References.of_texts(texts)
+    cider_d = CiderDReward(references, vocabulary, eos=True, device=device)
+    reward = WeightedReward(SAMPLING["reward"], cider_d, references, vocabulary, ENGLISH)
+    return scst_objective(stage, reward, device, scale.sizes.pad, vocabulary.words)

@@ -1,0 +1,82 @@
+"""`raycap check`: whether a data set is fit to train on, and what is unusual about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from raycap.jobs.cluster import check_address
+from raycap.jobs.named_files import check_output_file
+from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.runtime.names import printable
+from raycap.pipeline.runtime.secrets import without_secrets
+
+
+def check(
+    config: Config,
+    set_: Set = None,
+    address: Address = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings to this JSON file.")] = None,
+) -> int:
+    """Check whether a data set is fit to train on.
+
+    The exit code is 1 when training on the data would be wrong. Every image is read: by threads of this machine, or
+    with --address by the nodes of a cluster. If a sample of a large data set has far too many unusable images, the
+    check ends there.
+
+    Example: raycap check coco_subset --set data.root=/path/to/folder
+    """
+    from raycap.jobs.image_tasks import image_reader
+    from raycap.pipeline.data.loading import planned_data
+    from raycap.pipeline.runs.check import check_data
+    from raycap.pipeline.runs.preflight import check_distill, check_storage
+
+    run_config = load_config(config, set_ or ())
+    if json_file is not None:
+        check_output_file("--json", json_file)
+    check_address(address)
+    check_storage(run_config)
+    check_distill(run_config)
+    planned_data(run_config)
+    result = check_data(run_config, reader=image_reader(run_config, address))
+    if "captions" in result.statistics:  # not if a sample ended the check
+        _print_statistics(result.statistics)
+    findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]
+    for finding in findings:
+        _print(f"{finding.kind:<8} {finding.text}")
+    print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
+    if json_file is not None:
+        body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in findings]}
+        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), "utf-8", "backslashreplace")
+        print(f"written to {json_file}")
+    return 0 if result.ok else 1
+
+
+def _print_statistics(statistics: dict[str, Any]) -> None:
+    """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
+    captions, duplicates = statistics["captions"], statistics["duplicates"]
+    _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
+    _print(
+        f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, "
+        f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text"
+    )
+    for split, counts in captions["per_image"].items():
+        _print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
+    _print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
+    _print(
+        f"images       {len(statistics['unreadable'])} missing or unreadable; "
+        f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise"
+    )
+    short_sides = statistics.get("short_side", {})
+    _print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_sides.items()))
+    _print(f"fingerprint  {statistics['fingerprint']}")
+
+
+def _print(line: str) -> None:
+    """Prints a line in which names from the data set cannot control the terminal."""
+    print(printable(line))

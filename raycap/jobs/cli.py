@@ -1,0 +1,267 @@
+"""`raycap`: the command line.
+
+Exit codes: 0 success, 2 a mistake of the caller (one sentence), 1 a failure, 130 and 143 stopped by Ctrl-C and SIGTERM.
+
+Each command is a function in the module that does its work. This file contains only the commands' names and summaries,
+so that `raycap --help` imports none of these modules.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import TracebackType
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+from raycap.pipeline.errors import JobFailedError, UserError, cause_of
+from raycap.pipeline.runtime.log import configure_logging
+from raycap.pipeline.runtime.names import printable
+from raycap.pipeline.runtime.secrets import forget_all, without_secrets
+from raycap.pipeline.runtime.stopping import STOPPED, exit_code, handle_signals
+from raycap.pipeline.version import version_lines
+
+COMPLETION = "_RAYCAP_COMPLETE"  # a shell that completes a command line sets this variable
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One command of the tables `COMMANDS` and `BENCHMARKS`.
+
+    target: the function, written as module:function.
+    summary: the first sentence of the function's docstring.
+    can_submit: `raycap submit` accepts the command, because a cluster can read all that its arguments name.
+    passes_options_on: the command accepts unknown options, because it passes them to another command.
+    """
+
+    target: str
+    summary: str
+    can_submit: bool = False
+    passes_options_on: bool = False
+
+    def load(self, name: str) -> TyperCommand:
+        """Imports the function and turns it into a command."""
+        module, _, function = self.target.partition(":")
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if self.passes_options_on else None
+        command = _as_command(getattr(import_module(module), function), name, settings)
+        if not self.passes_options_on:  # otherwise --verbose belongs to the other command
+            command.params.extend(_as_command(_log_levels, "options").params)
+        return command
+
+
+COMMANDS = {
+    "init": Entry("raycap.jobs.init:init", "Look at captioned images and write a configuration for them."),
+    "run": Entry("raycap.jobs.run:command", "Train, evaluate and register a model.", can_submit=True),
+    "check": Entry("raycap.jobs.check:check", "Check whether a data set is fit to train on.", can_submit=True),
+    "config": Entry("raycap.jobs.config:config", "Print a configuration as it will be used."),
+    "extract": Entry("raycap.jobs.extract:extract", "Compute the features of a data set.", can_submit=True),
+    "score": Entry("raycap.jobs.score:score", "Score a COCO result file."),
+    "evaluate": Entry("raycap.jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
+    "compare": Entry("raycap.jobs.compare:compare_models", "Score several models on a split, side by side."),
+    "constraints": Entry("raycap.jobs.constraints:constraints", "Turn detected objects into words for captions."),
+    "tune": Entry("raycap.jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
+    "caption": Entry("raycap.jobs.caption:caption", "Caption image files.", can_submit=True),
+    "serve": Entry("raycap.jobs.serve.command:command", "Serve captions over HTTP."),
+    "retrain": Entry("raycap.jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
+    "import": Entry("raycap.jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
+    "export": Entry("raycap.jobs.export:export", "Write a captioner as graphs that run without raycap."),
+    "soup": Entry("raycap.jobs.soup:soup", "Join models by the weighted sum of their weights."),
+    "reproduce": Entry("raycap.jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
+    "runs": Entry("raycap.jobs.runs.command:runs", "List what a storage contains, and remove what is not needed."),
+    "sync": Entry("raycap.jobs.sync:sync", "Send the tracker what it missed while it was down."),
+    "submit": Entry("raycap.jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
+    "doctor": Entry(
+        "raycap.jobs.doctor.command:doctor", "Check what this machine or a cluster can run.", can_submit=True
+    ),
+}
+BENCHMARKS = {
+    "models": Entry("raycap.jobs.bench.models:bench_models", "Speed of the model's forms and cost of Table VI's rows."),
+    "metrics": Entry("raycap.jobs.bench.metrics:bench_metrics", "Time of the caption metrics beside pycocoevalcap."),
+    "caption": Entry("raycap.jobs.bench.caption:bench_caption", "Images captioned per second with beam 5."),
+    "ray": Entry("raycap.jobs.bench.ray:bench_ray", "Time that Ray Train and a slow storage add to a training step."),
+    "tracker": Entry("raycap.jobs.bench.tracker:bench_tracker", "Time that tracking adds to a training step."),
+    "reward": Entry(
+        "raycap.jobs.bench.reward:bench_reward", "CIDEr-D rewards per second beside a plain Python scorer."
+    ),
+    "gpu": Entry(
+        "raycap.jobs.bench.gpu.command:bench_gpu",
+        "Speed of training, extraction and decoding on one GPU.",
+    ),
+    "train": Entry("raycap.jobs.bench.train:bench_train", "Time and memory of a training step at the paper's size."),
+    "extract": Entry(
+        "raycap.jobs.bench.extract:bench_extract", "Feature extraction through Ray Data beside a plain loop."
+    ),
+    "serve": Entry("raycap.jobs.serve.bench:bench_serve", "Requests per second of a served model."),
+    "scale": Entry("raycap.jobs.bench.scale.command:bench_scale", "Time and memory of what grows with the data set."),
+    "store": Entry("raycap.jobs.bench.store:bench_store", "Random reads from the feature store."),
+    "plan": Entry("raycap.jobs.bench.store:bench_plan", "Time and memory to plan an extraction of a million images."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group of commands that imports a command only when it is used. The group's help is made from the table.
+
+    is_light: importing a command is fast enough for a shell that completes its options.
+    """
+
+    def __init__(self, table: Mapping[str, Entry], *, is_light: bool = True, **settings: Any) -> None:
+        super().__init__(no_args_is_help=True, rich_markup_mode=None, **settings)
+        self.table, self.is_light = table, is_light
+        self.params.extend(_as_command(_log_levels, "options").params)
+        for name, entry in table.items():
+            self.add_command(TyperCommand(name, short_help=entry.summary, help=entry.summary))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Finds the named command and imports it, because the group contains only placeholders."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name in self.table and (self.is_light or COMPLETION not in os.environ):
+            command = self.table[name].load(name)
+        return name, command, rest
+
+
+def root_command() -> LazyGroup:
+    """`raycap` with all its commands."""
+    root = LazyGroup(COMMANDS, name="raycap", help="Train, tune and evaluate image-captioning models on a Ray cluster.")
+    root.params.extend(_as_command(_version, "options", completes=True).params)
+    bench = LazyGroup(BENCHMARKS, is_light=False, name="bench", help="Run one of the benchmarks of BENCHMARKS.md.")
+    root.add_command(bench)
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    handle_signals()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Each line reaches a log file as soon as it is printed. File names that are not UTF-8 are printed escaped.
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    configure_logging()
+    forget_all()
+    _install_hooks()
+    root = root_command()
+    if COMPLETION in os.environ:
+        root.main([], prog_name="raycap")  # answers the shell and ends the process
+    try:
+        with root.make_context("raycap", list(sys.argv[1:] if argv is None else argv)) as context:
+            result = root.invoke(context)
+    except typer.Exit as error:
+        return error.exit_code
+    except TyperException as error:  # the command line cannot be parsed
+        error.show(text := io.StringIO())  # type: ignore[attr-defined]
+        _print_text(text.getvalue())
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print(STOPPED, file=sys.stderr)
+        return exit_code()
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended. Python must not write to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        cause = cause_of(error)
+        if not isinstance(cause, UserError | JobFailedError | OSError):
+            raise
+        _print_error(cause)
+        return 2 if isinstance(cause, UserError) else 1
+    return result if isinstance(result, int) else 0
+
+
+def _print_error(error: Exception) -> None:
+    """Prints an error in one line, in which names from elsewhere cannot control the terminal."""
+    print(f"raycap: {printable(' '.join(without_secrets(str(error)).split()))}", file=sys.stderr)
+
+
+def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None, *, completes: bool = False) -> Any:
+    """Turns a function into a Typer command. settings: the command's context settings; None for the defaults.
+
+    completes: adds Typer's options --install-completion and --show-completion.
+    """
+    app = typer.Typer(add_completion=completes, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name, context_settings=settings)(function)
+    return get_command(app)
+
+
+def _set_log_level(option: typer.CallbackParam, is_set: bool) -> None:
+    """If --quiet is given, shows warnings only; if --verbose is given, shows details, too."""
+    if is_set:
+        configure_logging(logging.WARNING if option.name == "quiet" else logging.DEBUG)
+
+
+def _log_levels(
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Log warnings only.", callback=_set_log_level, expose_value=False)
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_set_log_level, expose_value=False)
+    ] = False,
+) -> None:
+    """Declares the options that every command and every group accepts. Only their callbacks are called."""
+
+
+def _print_version(is_set: bool) -> None:
+    if is_set:
+        print("\n".join(map(printable, version_lines())))
+        raise typer.Exit
+
+
+def _version(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print versions, commit and device.", callback=_print_version, expose_value=False
+        ),
+    ] = False,
+) -> None:
+    """Declares an option of `raycap` itself. Only its callback is called."""
+
+
+def _install_hooks() -> None:
+    """Makes Python print errors and warnings by `_print_text`. Hooks of another program, such as pytest, remain."""
+    sys.excepthook = _print_traceback
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_error_of_thread
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _print_ignored
+    warnings.showwarning = _print_warning
+
+
+def _print_ignored(found: sys.UnraisableHookArgs) -> None:
+    _print_text(f"{found.err_msg or 'Exception ignored in'}: {found.object!r}")
+    _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:
+    if found.exc_type is not SystemExit:  # which ends a thread, as in Python
+        _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    _print_text(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Prints an unexpected error as Python does, without secrets and control characters."""
+    _print_text("".join(traceback.format_exception(kind, error, trace)))
+
+
+def _print_text(text: str) -> None:
+    """Prints lines on standard error, without secrets and control characters."""
+    print("\n".join(map(printable, without_secrets(text).rstrip("\n").split("\n"))), file=sys.stderr)

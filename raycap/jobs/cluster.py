@@ -1,0 +1,189 @@
+"""Starts Ray on this machine or joins a cluster."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import socket
+import time
+from typing import Literal
+
+from raycap.pipeline.cluster.capacity import wait_for
+from raycap.pipeline.cluster.local_ray import start_local_ray
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.evaluation.captioning.measured_precision import with_search_precision
+from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.runtime.stopping import keeping_handlers
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
+
+# A local Ray starts a process for each CPU that it is given, and processes may share a core.
+MAX_CPUS_PER_CORE = 32
+JOIN_WAIT_S = 10.0  # for a head that is just starting
+
+Stage = Literal["images", "features", "dry run", "training", "captions"]
+
+
+def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
+    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine; later calls use the same Ray.
+
+    On a cluster it waits until the processes of `stage` can be placed. A Ray that this process has started ends with
+    the process, also when it is killed. Raises UserError if this machine or no node of the cluster has what the stage
+    needs, and WaitedTooLongError after `workers.max_wait_minutes`.
+    """
+    import ray
+
+    bundles = stage_bundles(config, stage)
+    training, extraction = stage_bundles(config, "training"), stage_bundles(config, "features")
+    needed_cpus = max(sum(bundle["CPU"] for bundle in each) for each in (training, extraction))
+    if connect(address, needed_cpus=math.ceil(needed_cpus)):
+        wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
+        return
+    _require_gpus(config, ray.cluster_resources().get("GPU", 0))
+    require_others(config.workers, len(stage_bundles(config, "training")))
+
+
+def with_precision(config: RunConfig, address: str | None) -> RunConfig:
+    """The configuration with the precision of its searches. Ray is needed if `auto` has not been measured yet."""
+
+    def start() -> StallWatch:
+        start_ray(config, address, "captions")
+        return StallWatch("the measurement of precisions", config.workers)
+
+    return with_search_precision(config, start)
+
+
+def require_others(workers: WorkersSection, count: int) -> None:
+    """Raises UserError if Ray on this machine lacks what `workers.resources` asks for. count: of the processes."""
+    import ray
+
+    available = ray.cluster_resources()
+    for name, amount in workers.resources.items():
+        if amount * count > available.get(name, 0):
+            raise UserError(
+                f"workers.resources asks for {amount * count:g} {shown(name)} in all and this Ray has "
+                f"{available.get(name, 0):g}; leave it out, or join a cluster with --address"
+            )
+
+
+def check_resources(config: RunConfig, address: str | None) -> None:
+    """Raises UserError before anything starts if the address is none, or this machine lacks what a run asks for."""
+    check_address(address)
+    import ray
+
+    if cluster_address(address) or ray.is_initialized():
+        return  # a cluster may grow, and `start_ray` looks at a Ray that runs
+    import torch
+
+    stages: tuple[Stage, Stage] = ("training", "features")
+    cpus = max(sum(bundle["CPU"] for bundle in stage_bundles(config, stage)) for stage in stages)
+    most = MAX_CPUS_PER_CORE * (os.cpu_count() or 1)
+    if cpus > most:
+        raise UserError(
+            f"workers and features ask for {cpus:g} CPUs at a time, and this machine has {os.cpu_count()}; lower "
+            "workers.num_workers, workers.cpus_per_worker or features.num_actors, or join a cluster with --address"
+        )
+    _require_gpus(config, torch.cuda.device_count())
+
+
+def _require_gpus(config: RunConfig, num_gpus: float) -> None:
+    """Raises UserError if training or extraction asks for more GPUs than a Ray on this machine has."""
+    keys: dict[Stage, str] = {"training": "workers.gpus_per_worker", "features": "features.gpus_per_actor"}
+    for stage, key in keys.items():
+        count = sum(bundle.get("GPU", 0.0) for bundle in stage_bundles(config, stage))
+        if count > num_gpus:
+            raise UserError(
+                f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}; set it to 0, or join a cluster "
+                "with --address"
+            )
+
+
+def cluster_address(address: str | None) -> str | None:
+    """The address of the cluster to join: `address`, else RAY_ADDRESS; None for a Ray on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address
+
+
+def check_address(address: str | None) -> None:
+    """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins."""
+    address = cluster_address(address)
+    if address and not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
+        raise UserError(
+            f"--address {shown(address)} (or RAY_ADDRESS) is no address of a Ray cluster; give auto or HOST:PORT, for "
+            "example head:6379"
+        )
+
+
+def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
+    """The resources of each process that a stage needs before it can make progress."""
+    workers, features = config.workers, config.features
+    if stage == "images":
+        return [{"CPU": 1}]
+    if stage == "features":
+        actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
+        return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]
+    # Captions and the dry run progress with one worker, and training with the smallest number of workers.
+    count = workers.counts[0] if stage == "training" else 1
+    return [workers.bundle] * count
+
+
+def _require_answer(address: str) -> None:
+    """Raises JobFailedError unless something listens at HOST:PORT within JOIN_WAIT_S. Ray tries for many minutes."""
+    host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
+    if not host:  # auto
+        return
+    deadline = time.monotonic() + JOIN_WAIT_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                reason = f"nothing answered for {JOIN_WAIT_S:.0f} s ({one_line(error)})"
+                raise JobFailedError(
+                    f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
+                ) from error
+        time.sleep(0.5)
+
+
+def connect(address: str | None, needed_cpus: int = 2) -> bool:
+    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one on this machine and returns False.
+
+    A second call only returns the same answer. needed_cpus: a Ray that is started gets this number of CPUs, or more if
+    the machine has more.
+    """
+    # Ray sends no usage reports and no state of Ray Train, and leaves CUDA_VISIBLE_DEVICES of tasks without GPUs alone.
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        os.environ.setdefault(name, "0")
+    import ray
+
+    address = cluster_address(address)
+    if ray.is_initialized():
+        return bool(address)
+    with keeping_handlers():
+        if address:
+            _require_answer(address)
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
+                raise JobFailedError(
+                    f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
+                ) from error
+        else:
+            start_local_ray(
+                num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    place = f"joined {address}" if address else "started on this machine"
+    logger.debug(f"ray       {place}: {ray.cluster_resources()}")
+    return bool(address)

@@ -1,0 +1,263 @@
+"""`raycap compare`: several models on one split side by side: intervals, costs, and the captions that differ most."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycap.jobs.cluster import check_resources
+from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.named_files import check_output_place
+from raycap.jobs.options import Address, Set
+from raycap.jobs.seeds import group_id
+from raycap.jobs.systems import EvaluatedModel, compare
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.config.shipped import named_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
+from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
+from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.runs.run_report import report_images, score_table
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+
+logger = logging.getLogger(__name__)
+
+MAX_PICTURES = 60  # of the page
+INTERVAL_NOTE = "95 % bootstrap intervals over the images"
+COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
+METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score above differs."
+
+
+def compare_models(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model bundles, or folders of runs.")],
+    config: Annotated[Path, typer.Option(help="The YAML file that names the images.", callback=named_config)],
+    set_: Set = None,
+    split: Annotated[str | None, typer.Option(help="The default is the first of data.test_splits.")] = None,
+    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The output folder, also on S3.")] = None,
+    address: Address = None,
+) -> int:
+    """Score several models on a split, side by side.
+
+    Each model captions and is scored as by `raycap evaluate`. The page compare.html has all scores with intervals, the
+    differences from the first model, the costs, and the pictures whose captions differ most in CIDEr-D. The exit code
+    is 1 when an image cannot be read.
+
+    Example: raycap compare models/one models/two results/runs/demo-0123456789 --config demo
+    """
+    if len(models) < 2:
+        raise UserError(f"{len(models)} model is given; a comparison needs two or more")
+    run_config = load_config(config, set_ or ())
+    if out is not None:
+        check_output_place("-o", storage_path(out, run_config.storage.options))
+    check_resources(run_config, address)
+    check_storage(run_config)
+    bundles = [_bundle_of(model, run_config.storage.options) for model in models]
+    evaluation = Evaluation(run_config, bundles, features, run_config.evaluation.constraints, None)
+    split = split or run_config.data.test_splits[0]
+    evaluation.find_images([split], run_config, None)
+    if not any(evaluation.images_by_split[split].references().values()):
+        raise UserError(f"--split {split} has no reference captions; name a split with references")
+    name = group_id(run_config.name, [*map(str, evaluation.bundles), split])
+    place = str(run_config.storage_place / f"comparisons/{name}") if out is None else out
+    evaluation.choose_place(place, one_by_one=True)
+
+    def summarize(place: StoragePath, ours: Sequence[EvaluatedModel], _: Sequence[EvaluatedModel]) -> None:
+        write_comparison(place, Comparison(ours, split), evaluation)
+
+    results = evaluation.run_systems(address, (), summarize)
+    return 1 if any(result.unreadable for result in results) else 0
+
+
+def _bundle_of(model: str, options: StorageOptions) -> str:
+    """The bundle of a run's folder; other folders are bundles. Raises UserError for a run without a bundle."""
+    run = storage_path(model, options)
+    if not (run / "run.json").exists():
+        return model
+    storage = run.uri.rstrip("/").rsplit("/", 2)[0]
+    bundle = StoragePath(join(storage, f"models/{run.name.rpartition('-')[0]}/{run.name}"), options)
+    if not (bundle / "config.yaml").exists():
+        raise UserError(f"{model} is a run without a bundle in {bundle}; finish it with `raycap run`")
+    return str(bundle)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Models with their results on a split, of which the first one is what the others are compared with."""
+
+    models: Sequence[EvaluatedModel]
+    split: str
+
+    @property
+    def names(self) -> list[str]:
+        """A short name for each model: its bundle's, with a number where several have the same."""
+        names = [model.evaluation.bundles[0].name for model in self.models]
+        counts = Counter(names)
+        return [f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(names, 1)]
+
+    @property
+    def results(self) -> dict[str, SplitResult]:
+        """The results by the model's name."""
+        pairs = zip(self.names, self.models, strict=True)
+        return {name: replace(model.result(self.split), split=name) for name, model in pairs}
+
+    def intervals(self) -> dict[str, dict[str, Difference]]:
+        """{model: {metric: mean with its interval}} of the metrics that are means over images."""
+        return {
+            name: {
+                metric: paired_difference(score.per_image, [0.0] * len(score.per_image))
+                for metric, score in (result.scores.by_name if result.scores else {}).items()
+                if metric in COMPARED_BY_IMAGE and score.per_image
+            }
+            for name, result in self.results.items()
+        }
+
+    def differences(self) -> dict[str, dict[str, Difference]]:
+        """{model: {metric: difference from the first model}}. Also logs the scores of both."""
+        (first, base), *others = self.results.items()
+        found = {}
+        for name, result in others:
+            logger.info(f"\n{name} (this) and {first} (other)")
+            found[name] = compare([result], [base])
+        return found
+
+    def pictures(self, images: Sequence[ReportImage]) -> list[ReportImage]:
+        """The images on which the models' captions differ most in CIDEr-D, with the captions of all.
+
+        images: with the captions of the first model. Images that all models caption with equal scores are left out.
+        """
+        scores = {name: result.cider_by_image for name, result in self.results.items()}
+        others = list(self.results.items())[1:]
+        found = []
+        for image in images:
+            number = int(image.image_id)
+            values = [by_image[number] for by_image in scores.values() if number in by_image]
+            if len(values) == len(scores) and max(values) > min(values):
+                captions = {
+                    f"{name}, CIDEr-D {scores[name][number]:.2f}": result.captions[number] for name, result in others
+                }
+                found.append(replace(image, alternatives=captions, contrast=max(values) - min(values)))
+        return sorted(found, key=lambda image: -(image.contrast or 0.0))[:MAX_PICTURES]
+
+
+def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
+    """Parameters and multiply-accumulates per image of a bundle, with its backbone if it has one.
+
+    The multiply-accumulates are those of the search; without a backbone, whose number of tokens is not recorded, there
+    are none.
+    """
+    from raycap.models.encoders.backbone import backbone_macs
+    from raycap.models.macs import cost
+
+    captioner = load_bundle(fetched(bundle)).captioner
+    model, backbone = captioner.model, captioner.backbone
+    costs: dict[str, float] = {"parameters": sum(each.numel() for each in captioner.parameters())}
+    if backbone is None:
+        return costs
+    steps = search.max_length - 1
+    tokens = backbone.num_tokens
+    of_model = cost(
+        model.config, model.sizes, image_tokens=tokens, caption_tokens=steps, beams=search.beam_size, steps=steps
+    )
+    return costs | {"macs": of_model.beam_search + backbone_macs(backbone.config)}
+
+
+def write_comparison(place: StoragePath, comparison: Comparison, evaluation: Evaluation) -> None:
+    """Logs the comparison, and writes compare.json and, unless that fails, the page compare.html to a folder."""
+    results = list(comparison.results.values())
+    intervals, differences = comparison.intervals(), comparison.differences()
+    costs = {}
+    for name, model in zip(comparison.names, comparison.models, strict=True):
+        costs[name] = cost_of(model.evaluation.bundles[0], model.evaluation.config.evaluation)
+        if model.evaluation.seconds_per_image is not None:
+            costs[name]["seconds_per_image"] = model.evaluation.seconds_per_image
+    columns, rows = score_table(results, with_alignment=True)
+    logger.info(f"\n{format_table(columns, rows)}\n")
+    cost_columns, cost_rows = cost_table(costs)
+    logger.info(f"{format_table(cost_columns, cost_rows)}\n")
+    content = {
+        "models": dict(zip(comparison.names, (model.name for model in comparison.models), strict=True)),
+        "split": comparison.split,
+        "signature": comparison.models[0].evaluation.protocol.signature,
+        "scores": {name: result.values for name, result in comparison.results.items()},
+        "intervals": {
+            name: {key: [each.low, each.high] for key, each in row.items()} for name, row in intervals.items()
+        },
+        "differences": {name: {key: asdict(each) for key, each in row.items()} for name, row in differences.items()},
+        "costs": costs,
+    }
+    (place / "compare.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
+    decorations = Decorations()
+    with decorations.making("the page of the comparison"):
+        note = f"Means over the images with {INTERVAL_NOTE}."
+        if any("METEOR" in by_metric for by_metric in intervals.values()):
+            note += f" {METEOR_NOTE}"
+        tables = [
+            _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
+            _table("Differences", f"Each model minus {comparison.names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
+            Table("Cost", COST_NOTE, *cost_table(costs)),
+        ]
+        page = _page(comparison, evaluation, tables, (columns, rows))
+        (place / "compare.html").write_bytes(report_html(page).encode())
+    decorations.log_failed()
+    logger.info(f"comparison   {place / 'compare.html'}")
+
+
+def cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The columns and the rows of the costs, by model."""
+    texts = {"parameters": "{:,.0f}", "macs": "{:.3g}", "seconds_per_image": "{:.3g}"}
+    rows = [
+        (name, [text.format(values[key]) if key in values else "" for key, text in texts.items()])
+        for name, values in costs.items()
+    ]
+    return ["parameters", "multiply-accumulates per image", "s per image"], rows
+
+
+def _table(title: str, note: str, values: Mapping[str, Mapping[str, Difference]], form: str) -> Table:
+    """A table of values by model and metric. form: of a cell."""
+    columns = list(dict.fromkeys(metric for by_metric in values.values() for metric in by_metric))
+    rows = [
+        (name, [form.format(by_metric[column]) if column in by_metric else "" for column in columns])
+        for name, by_metric in values.items()
+    ]
+    return Table(title, note, columns, rows)
+
+
+def _page(
+    comparison: Comparison,
+    evaluation: Evaluation,
+    tables: Sequence[Table],
+    scores: tuple[list[str], list[tuple[str, list[str]]]],
+) -> Report:
+    """The content of compare.html."""
+    first, dataset = comparison.models[0].result(comparison.split), evaluation.images_by_split[comparison.split]
+    pictures = comparison.pictures(report_images(first, dataset, evaluation.config.storage.options))
+    note = f"The {len(pictures)} of {len(first.captions)} images on which CIDEr-D differs most between the models. "
+    name = comparison.names[0]
+    return Report(
+        title=f"{len(comparison.models)} models on {comparison.split}",
+        run_id=" / ".join(comparison.names),
+        protocol=f"{comparison.models[0].evaluation.protocol.signature}, {first.signature}",
+        score_columns=scores[0],
+        score_rows=scores[1],
+        stages=[],
+        images=pictures,
+        metadata=dict(zip(comparison.names, (model.name for model in comparison.models), strict=True)),
+        language=evaluation.language,
+        tables=tables,
+        gallery_note=f"{note}The large caption and its score are those of {name}.",
+    )

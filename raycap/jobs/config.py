@@ -1,0 +1,80 @@
+"""`raycap config`: what a configuration says after `extends`, `--set` and variables, and which keys there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from raycap.jobs.options import Set
+from raycap.pipeline.config.changes import REQUIRED, changes
+from raycap.pipeline.config.load import load_config, shown_values
+from raycap.pipeline.config.schema import config_schema
+from raycap.pipeline.config.shipped import named_config, shipped_names
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import printable
+from raycap.pipeline.runtime.secrets import without_secrets
+
+DATA_HEADING = "data files, for `raycap evaluate --data`:"
+
+
+def config(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The run's YAML file, or the name of a shipped one.", metavar="[CONFIG]", callback=named_config
+        ),
+    ] = None,
+    set_: Set = None,
+    only_changes: Annotated[
+        bool, typer.Option("--changes", help="Print only the keys that differ from their defaults.")
+    ] = False,
+    as_written: Annotated[
+        bool, typer.Option("--file", help="Print the file as it is, to copy a shipped one, also of a search.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema for editors. Needs no CONFIG.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the names of shipped files. Needs no CONFIG.")] = False,
+) -> None:
+    """Print a configuration as it will be used.
+
+    All keys are printed, with the values of extended files, of --set, and the defaults. Texts contain ${NAME} as they
+    were written, and passwords are left out. The output can be run.
+
+    Example: raycap config demo --changes
+    """
+    if names:
+        print("\n".join([*shipped_names(), "", DATA_HEADING, *shipped_names("data")]))
+        return
+    if schema:
+        print(json.dumps(config_schema(), indent=1, ensure_ascii=False))
+        return
+    if file is None:
+        raise UserError(
+            "raycap config prints a configuration; give its YAML file, or --schema for all keys, or --list for the "
+            "names of the shipped configurations"
+        )
+    if as_written:
+        print(file.read_text(encoding="utf-8", errors="replace"), end="")
+        return
+    run_config = load_config(file, set_ or ())
+    values = shown_values(run_config)
+    if only_changes:
+        lines = [f"{each.key}: {_flow(each.value)}  # {_origin(each.default)}" for each in changes(run_config, values)]
+        text = "\n".join(lines)
+    else:
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
+    for line in without_secrets(text).splitlines():
+        print(printable(line))
+
+
+def _flow(value: Any) -> str:
+    """A plain value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
+def _origin(default: Any) -> str:
+    return "no default" if default is REQUIRED else f"default: {_flow(default)}"

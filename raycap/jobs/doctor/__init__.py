@@ -1,0 +1,1 @@
+"""`raycap doctor`: what this machine or a cluster can run."""

@@ -1,0 +1,173 @@
+"""`raycap extract`: writes the features of a data set to the feature store. `--verify` reads the whole store back."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from raycap.jobs.cluster import check_resources, start_ray
+from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.regions import changed_images
+from raycap.pipeline.features.source import extract_features, hash_and_extract, with_views
+from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import file_digest, has_digest
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import save_weights
+
+logger = logging.getLogger(__name__)
+
+
+def extract(
+    config: Config,
+    set_: Set = None,
+    address: Address = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole store back and compare digests.")] = False,
+) -> int:
+    """Compute the features of a data set.
+
+    The features of the configuration's backbone go to the feature store. Images that the store contains already are
+    not computed again. Many new images are read once, by the tasks that compute their features. The exit code is 1 when
+    too many images give no features, or --verify finds damage.
+
+    Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
+    """
+    from raycap.pipeline.data.loading import read_data, snapshot_of
+
+    begin = time.monotonic()
+    run_config = load_config(config, set_ or ())
+    check_resources(run_config, address)
+    check_before_writing(run_config)
+    dataset = _with_stored_features(read_data(run_config), run_config)
+    logger.info(f"data         {len(dataset)} images in {len(dataset.split_sizes())} splits")
+    start = partial(start_extraction, run_config, address)
+    with TemporaryDirectory(prefix="raycap-") as scratch:
+        weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
+        hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
+        dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
+        if unreadable and not len(dataset.readable()):  # the path is probably wrong; the files are not all damaged
+            uri, reason = next(iter(unreadable.items()))
+            raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
+        extracted = extract_features(run_config, dataset, weights, start, unreadable)
+    store = FeatureStore(extracted.store)
+    logger.info(f"store        {extracted.store}: {len(store)} images in {len(store.shards)} shards")
+    with_features = dataset.without(sorted(extracted.missing)).readable()
+    num_bad = len(dataset.readable()) - len(with_features) + len(unreadable)
+    exit_code = 0
+    if num_bad:
+        first = next(iter(extracted.missing.values()), "") or next(iter(unreadable.values()))
+        logger.info(f"quarantine   {num_bad} of {len(dataset)} images gave no features (first: {first}):")
+        logger.info(f"             {extracted.store / 'quarantine.parquet'}")
+    if num_bad > run_config.data.max_bad_fraction * len(dataset):
+        logger.info(f"failed       that is more than data.max_bad_fraction = {run_config.data.max_bad_fraction}")
+        exit_code = 1
+    if verify and not _verify(store, with_features, run_config):
+        exit_code = 1
+    logger.info(f"finished in {time.monotonic() - begin:.1f} s")
+    return exit_code
+
+
+def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
+    """The images whose features `features.store` allows to store: without those that are only for training, or all."""
+    if config.features.store != "never":
+        return dataset
+    logger.info("features     of training images are computed during training, because features.store is never")
+    data = config.data
+    held_out = {*dataset.split_sizes()} - {*data.train_splits} | {data.val_split, *data.test_splits}
+    return dataset.split(*held_out)
+
+
+def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
+    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing.
+
+    Imported region features are also compared with those in their file.
+    """
+    damages = store.verify()
+    num_missing = int((~store.contains(with_views(dataset, config).table["key"])).sum())
+    for damage in damages:
+        logger.info(f"damaged      {damage}")
+    logger.info(
+        f"verify       {len(store.shards) - len(damages)} of {len(store.shards)} shards are whole, "
+        f"{num_missing} images are missing"
+    )
+    changed = [] if config.has_backbone or damages else changed_images(dataset, config, store)
+    if changed:
+        logger.info(
+            f"changed      {len(changed)} images, for example {changed[0]}, have other features in "
+            f"{config.features.hdf5} than in the store; remove the store's folder and import them again"
+        )
+    return not damages and not num_missing and not changed
+
+
+def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
+    """Starts or joins Ray for an extraction. Returns the watch that ends a stalled one."""
+    start_ray(config, address, "features")
+    return StallWatch("extraction", config.workers)
+
+
+def initial_weights(config: RunConfig, scratch: Path) -> Path:
+    """The file with the initial weights of the configuration's backbone; for a storage on S3, a copy in `scratch`.
+
+    The storage caches this file, because building a backbone can take longer than the rest of an extraction that finds
+    all features in the store. The file's name is a digest of everything that decides the weights. A file beside it has
+    the SHA-256 of its content; a damaged file is made again.
+    """
+    versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
+    identity = json.dumps([asdict(config.backbone), config.seed, versions, _size_and_mtime(config)], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+    stored = config.storage_place / f"backbones/{digest}.safetensors"
+    path = scratch / stored.name if stored.is_remote else stored.path
+    digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
+    if not _fetch_whole(stored, path, digest_file):
+        from raycap.pipeline.runs.prepare import initial_backbone
+
+        save_weights(initial_backbone(config), path)
+        if stored.is_remote:
+            stored.upload(path)
+        digest_file.write_bytes(file_digest(path).encode())
+    return path
+
+
+def _fetch_whole(stored: StoragePath, path: Path, digest_file: StoragePath) -> bool:
+    """Whether the stored file exists and has its digest; it is then at `path`."""
+    if not stored.exists():
+        return False
+    if stored.is_remote:
+        with atomic_path(path, durable=False) as temporary:
+            stored.download(temporary)
+    try:
+        digest = digest_file.read_bytes().decode(errors="replace")
+    except FileNotFoundError:  # an older version wrote the file, or a process that was killed before the digest
+        digest_file.write_bytes(file_digest(path).encode())
+        return True
+    is_whole = has_digest(path, digest)
+    if not is_whole:
+        logger.warning(f"damaged   {stored} does not have the digest in {digest_file.name}; it is made again")
+    return is_whole
+
+
+def _size_and_mtime(config: RunConfig) -> list[int]:
+    """Size and modification time of the weights file that the configuration names; [] if it names none."""
+    if config.backbone.weights in ("none", "pretrained"):
+        return []
+    try:
+        status = Path(config.backbone.weights).stat()
+    except OSError as error:
+        raise UserError(f"backbone.weights: {config.backbone.weights} cannot be read: {error.strerror}") from error
+    return [status.st_size, status.st_mtime_ns]

@@ -1,0 +1,578 @@
+"""`raycap run`: makes a scored and registered model from images. Finished parts are not repeated."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from raycap.jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
+from raycap.jobs.cluster_captions import RunModel, SplitTask, caption_on_cluster
+from raycap.jobs.distillation import caption_training_images
+from raycap.jobs.evaluate import evaluate_ensemble
+from raycap.jobs.extract import initial_weights, start_extraction
+from raycap.jobs.image_tasks import image_reader
+from raycap.jobs.journal_printer import JournalPrinter, format_duration
+from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
+from raycap.jobs.seeds import seed_configs, summarize_runs
+from raycap.jobs.sync import register
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.load import dump_config, load_config
+from raycap.pipeline.config.run import RunConfig, total_steps
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.caption_files import N_BEST, write_predictions
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
+from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.confidence.confidence import Confidence, with_fit
+from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.scores.metrics import why_unavailable
+from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.features.source import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
+from raycap.pipeline.runs.folder import RunFolder, try_lock
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.run_scores import RunScores, score_run, split_result, stored_results
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import log_file
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.atomic import write_json, write_text
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.tracking.mlflow_client import public_uri
+from raycap.pipeline.tracking.run_tracker import Tracker
+
+if TYPE_CHECKING:
+    from raycap.models.decoding.constraints import ConstraintAutomaton
+
+logger = logging.getLogger(__name__)
+
+NUM_CHECKPOINTS = 2  # on the disk at a time
+NUM_WEIGHT_COPIES = 3  # an estimate for a checkpoint: the weights and two moments of Adam
+
+
+def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
+    """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
+
+    data: the result of `find_data`, given by a command that makes several runs on the same data.
+
+    Raises UserError for mistakes in the configuration before anything long starts.
+    """
+    from raycap.pipeline.runs.prepare import prepare
+    from raycap.pipeline.runs.run_bundle import stored_confidences
+
+    begin = time.monotonic()
+    folder = prepare(config, data or find_run_data(config, address))
+    try:
+        summary = folder.summary
+    except DamagedError as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
+        summary = None
+    missing = [] if summary is None else _repairable(summary)
+    if summary is not None and not missing:
+        _finish_registration(folder, config, summary)
+        logger.info(f"{folder.run_id} is complete; nothing to do")
+        logger.info(summary["table"])
+        return folder
+    with alone(folder.path), run_log(folder):
+        driver = RunDriver(config, folder, address)
+        try:
+            if summary is None:
+                driver.train()
+            else:
+                logger.info(f"{folder.run_id} is complete except for {', '.join(missing)}")
+                driver.durations |= summary["durations"]
+                driver.confidences = stored_confidences(folder)
+            driver.evaluate()
+        except BaseException as error:
+            failure = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            driver.tracker.close(failure if summary is None else "FINISHED")
+            raise
+        logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
+    return folder
+
+
+def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
+    """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features.
+
+    Otherwise tasks on a cluster read the new images, or threads without one.
+    """
+    reads_images = config.stages[0].train_backbone or config.features.store != "always"  # `fits` is decided later
+    if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
+        return find_data(config, image_reader(config, address).hash_files)
+    with TemporaryDirectory(prefix="raycap-") as scratch:
+        weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
+        return find_data(config, hash_and_extract(config, weights, start))
+
+
+def _repairable(summary: Mapping[str, Any]) -> list[str]:
+    """The missing decorations and scores of a complete run that this machine can make."""
+    return [name for name in summary.get("missing", {}) if why_unavailable(name) is None]
+
+
+def _finish_registration(folder: RunFolder, config: RunConfig, summary: Mapping[str, Any]) -> None:
+    """Registers a complete run whose tracker has not accepted everything."""
+    decorations = Decorations()
+    if config.tracking.enabled and not summary["tracked"]:
+        with decorations.making("the registration"):
+            register(folder, config)
+    decorations.log_failed()
+
+
+@contextmanager
+def run_log(folder: RunFolder) -> Iterator[None]:
+    """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
+    can_upload = True
+    try:
+        with log_file(folder.path / "log" / "run.log"):
+            yield
+    except StorageError:
+        can_upload = False  # further attempts would only delay the end
+        raise
+    finally:
+        if can_upload:
+            with suppress(OSError):  # the log is also on this machine
+                folder.push("log/run.log")
+
+
+def train(config: RunConfig, address: str | None = None) -> RunFolder:
+    """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
+    from raycap.pipeline.runs.prepare import prepare
+
+    folder = prepare(config, find_run_data(config, address))
+    if not all(folder.result(stage.name) for stage in config.stages):
+        with alone(folder.path):
+            RunDriver(config, folder, address).train()
+    return folder
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a run or search in the context. Raises UserError when one is working on it."""
+    with try_lock(folder) as has_lock:
+        if not has_lock:
+            raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
+        yield
+
+
+def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
+    """Groups consecutive stages that one call of `jobs.train.fit` can run. Features are extracted before each group.
+
+    A frozen stage after a stage that trains the backbone begins a group, because only the trained backbone can compute
+    its features.
+    """
+    groups: list[list[StageSection]] = []
+    for stage in stages:
+        if not groups or (not stage.train_backbone and any(earlier.train_backbone for earlier in groups[-1])):
+            groups.append([])
+        groups[-1].append(stage)
+    return groups
+
+
+def shares_text(config: RunConfig, stage: StageSection) -> str:
+    """How the workers share a batch, such as `3 workers x 6 to 7 x 2 accumulated`."""
+
+    def span(low: int, high: int) -> str:
+        return f"{low}" if low == high else f"{low} to {high}"
+
+    counts, steps = config.workers.counts, stage.gradient_accumulation_steps
+    accumulated = f" x {steps} accumulated" if steps > 1 else ""
+    return f"{span(counts[0], counts[-1])} workers x {span(*config.micro_batch_sizes(stage))}{accumulated}"
+
+
+def _stored_config(folder: RunFolder) -> RunConfig | None:
+    """The configuration in a run's folder, with the precision that the run has decided; None if it is damaged."""
+    try:
+        return folder.config
+    except (DamagedError, UserError) as error:  # a UserError for keys that were renamed since
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+        return None
+
+
+class RunDriver:
+    """One attempt at a run. It starts with the prepared folder and ends with the summary."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
+        self.folder, self.address = folder, address
+        # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
+        stored = _stored_config(folder)
+        self.config = config if stored is None else with_kept_precision(config, stored)
+        if stored != self.config:
+            self._write(self.config)
+        self.driver_token = self.folder.new_driver_token()
+        self.durations: dict[str, float] = {}
+        self.excluded: set[str] = set()  # the content keys of images without features
+        self.confidences: tuple[Confidence, ...] = ()  # in the bundle of a complete run; `raycap evaluate` adds some
+        self.tracker = Tracker(self.folder, self.config)
+        self.tracker.start()
+
+    def _write(self, config: RunConfig) -> None:
+        """Writes the configuration that workers read."""
+        self.config = config
+        write_text(self.folder.path / "config.yaml", dump_config(config))
+        self.folder.push("config.yaml")
+        self.folder = RunFolder(self.folder.path, self.folder.home)  # the other object has cached the old values
+
+    def _decide_precision(self) -> None:
+        """Replaces `evaluation.precision: auto` by the faster precision, for this and later attempts."""
+        decided = with_precision(self.config, self.address)
+        if decided is not self.config:
+            self._write(decided)
+            self.tracker.config = decided  # served models compute in this precision
+
+    def train(self) -> None:
+        """Runs the stages that are not finished."""
+        self._decide_precision()
+        self._log_plan()
+        self._check_disk()
+        if shutil.which("java") is None:
+            logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
+        if self.config.workers.dry_run and (
+            self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
+        ):
+            self._dry_run()
+        self._distill()
+        for group in stage_groups(self.config.stages):
+            if not all(self.folder.result(stage.name) for stage in group):
+                self._train(group)
+
+    def evaluate(self) -> None:
+        """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model.
+
+        Captions of an earlier attempt are used again.
+        """
+        from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
+
+        self._decide_precision()
+        folder, data = self.folder, self.config.data
+        splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
+        store = self._extract(folder.dataset.split(*splits), stage=None)
+        dataset = folder.dataset.without(sorted(self.excluded))
+        with self._timed("evaluation"):
+            results = stored_results(folder, dataset, splits) or self._caption(dataset, splits, store)
+            scores = score_run(folder, dataset, results)
+        folder.push("predictions", "scores.json")
+        confidences = self.confidences if scores.confidence is None else with_fit(self.confidences, scores.confidence)
+        bundle, location = bundle_run(folder, scores=scores.flat(), confidences=confidences), bundle_place(folder)
+        decorations = Decorations()
+        with self._timed("report"), decorations.making("the report"):
+            self._report(dataset, scores, store, StoredBundle(location), decorations)
+            folder.push("report.html")
+        with self._timed("registration"):
+            registered = self.tracker.finish(scores.flat(), bundle)
+        self._complete(scores, store, location, registered, decorations)
+
+    def _log_plan(self) -> None:
+        """Logs the folder, data, model and stages of the run before it starts."""
+        folder, config, metadata = self.folder, self.config, self.folder.metadata
+        logger.info(f"run       {folder.run_id}  in {folder.path}")
+        counts = ", ".join(f"{split} {count}" for split, count in metadata.splits.items())
+        logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
+        source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
+        logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
+        if metadata.distilled is not None:
+            logger.info(f"teacher   {metadata.distilled}")
+        for number, stage in enumerate(config.stages, 1):
+            logger.info(f"stage {number}   {self._describe(stage)}")
+        if metadata.unreadable:
+            logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
+
+    def _describe(self, stage: StageSection) -> str:
+        """A stage as a line of the plan."""
+        from raycap.pipeline.training.batches import num_samples
+
+        per_sample = ""
+        if stage.objective == "scst":
+            per_sample = f" x {stage.sampling.num_samples} samples"
+        elif stage.captions_per_image > 1:
+            per_sample = f" x {stage.captions_per_image} captions"
+        features = "end to end" if stage.train_backbone else "frozen features"
+        if not stage.train_backbone and not self.folder.metadata.stores_features:
+            features += " computed at each step"
+        what = f"{stage.name}: {stage.objective}, {features}"
+        if stage.ema is not None:
+            what += f", weights averaged with decay {stage.ema:g}"
+        if stage.freeze:
+            what += f", without training {', '.join(stage.freeze)}"
+        if self.folder.result(stage.name):
+            return f"{what}, done"
+        is_open = not has_distilled_captions(self.folder)
+        more = " or more" if is_open and stage.samples_are_pairs else ""
+        return (
+            f"{what}, {total_steps(stage, num_samples(stage, self.folder))}{more} steps "
+            f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
+            f"{shares_text(self.config, stage)}"
+        )
+
+    def _distill(self) -> None:
+        """Gives the run the captions of its teacher, if it has one. Missing captions are computed on the cluster.
+
+        This follows the dry run, which shows a lack of memory before a teacher captions for hours.
+        """
+        is_learned = any(stage.objective == "cross_entropy" for stage in self._pending)
+        if is_learned and not has_distilled_captions(self.folder):
+            with self._timed("teacher"):
+                caption_training_images(self.config, self.folder.dataset, self.address)
+                self.folder = with_distilled_captions(self.folder)
+
+    def _dry_run(self) -> None:
+        """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
+        import ray
+
+        from raycap.pipeline.training.dry_run import dry_run
+
+        self._start_ray("dry run")
+        workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
+        task = ray.remote(dry_run).options(num_returns="streaming", **workers.task_options)
+        checkpointing = False
+        with self._timed("dry run"), watch:
+            for result in watch.results([task.remote(self.folder)]):
+                if result.error is not None:
+                    raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
+                checkpointing |= result.checkpointing
+                text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
+                logger.info(text + (", with activations computed again" if result.checkpointing else ""))
+        if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
+            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
+            self._write(self.config.model_copy(update={"backbone": backbone}))
+
+    @property
+    def _decides_checkpointing(self) -> bool:
+        """Whether a dry run must decide if the GPUs' memory suffices to keep the activations of a backbone."""
+        trains_backbone = any(stage.train_backbone for stage in self._pending)
+        is_open = self.config.backbone.gradient_checkpointing == "auto"
+        return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
+
+    def _check_disk(self) -> None:
+        """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
+        metadata, pending = self.folder.metadata, self._pending
+        bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
+        num_stores = num_training = 0
+        if pending and not self.folder.home:  # stores on S3 need no local disk
+            # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
+            trains = [stage.train_backbone for stage in pending]
+            num_stores = int(not trains[0]) + sum(trains)
+            if metadata.stores_features:
+                num_training = self.config.num_training_stores(pending)
+        train = self.folder.dataset.split(*self.config.data.train_splits)
+        num_rows = num_stores * (len(self.folder.dataset) - len(train))
+        num_rows += num_training * len(train) * max(1, self.config.features.views)
+        features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
+        copies = NUM_WEIGHT_COPIES + any(stage.ema is not None for stage in pending)
+        weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
+        free = shutil.disk_usage(self.folder.path).free
+        if features + weights > free:
+            raise UserError(
+                f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
+                f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
+                f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
+                + (", or features.store to never, which keeps none of training images" if num_training else "")
+            )
+        logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
+
+    @property
+    def _pending(self) -> list[StageSection]:
+        """The stages that are not finished."""
+        return [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
+
+    def _start_ray(self, stage: Stage) -> None:
+        """Starts or joins Ray, and waits until a cluster can place the processes of `stage`."""
+        with self._timed("starting ray"):
+            start_ray(self.config, self.address, stage)
+
+    def _start_extraction(self) -> StallWatch:
+        self._start_ray("features")
+        return StallWatch("extraction", self.config.workers)
+
+    def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
+        """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
+        weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
+        with self._timed("features"):
+            extracted = extract_features(self.config, part, weights, self._start_extraction)
+        extracted.require_enough(len(part), self.config)
+        if extracted.missing:
+            quarantine = extracted.store / "quarantine.parquet"
+            logger.info(f"features  {len(extracted.missing)} images in quarantine: {quarantine}")
+        self.excluded |= extracted.missing.keys()
+        return extracted.store
+
+    def _train(self, group: list[StageSection]) -> None:
+        """Trains a group of stages on the cluster, and prints their journal meanwhile."""
+        from raycap.jobs.train import fit
+        from raycap.pipeline.training.loop import StageJob
+
+        store, data = None, self.config.data
+        frozen = [stage for stage in group if not stage.train_backbone]
+        if frozen:
+            stored = data.train_splits if self.folder.metadata.stores_features else ()
+            store = self._extract(self.folder.dataset.split(*stored, data.val_split), frozen[0])
+        self._start_ray("training")
+        names = tuple(stage.name for stage in group)
+        job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
+        watch = StallWatch("training", self.config.workers)
+        with self._timed(" + ".join(names)), watch, JournalPrinter(self.folder, watch.progressed):
+            fit(job, self.config, lambda: self._start_ray("training"))
+        self.folder.pull("stages")
+
+    def _caption(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> list[SplitResult]:
+        """Captions the splits with the final weights, and writes the captions to predictions/."""
+        self._start_ray("captions")
+        logger.info(
+            f"evaluate  {', '.join(splits)} with {run_protocol(self.config, self.folder.last_kept()).signature}"
+        )
+        automata = self._load_constraints(dataset)
+        tasks = {
+            # Validations during training had no constraints. Without them here, the scores can be compared.
+            split: SplitTask(dataset.split(split), {} if split == self.config.data.val_split else automata)
+            for split in splits
+        }
+        captioned = caption_on_cluster([RunModel(self.folder)], tasks, self.config, store=store, skip_unreadable=False)
+        results = []
+        for split, task in tasks.items():
+            best = dict(sorted(captioned[split].best.items()))
+            label = f"evaluate  {split}: "
+            several = captioned[split].several
+            result = split_result(split, best, task.constraints, unreadable={}, label=label)
+            results.append(replace(result, several=several))
+            folder = self.folder.path / "predictions"
+            write_predictions(folder / f"{split}.json", result.captions)
+            if several:
+                captioned[split].write_n_best(folder / N_BEST.format(split))
+        return results
+
+    def _report(
+        self, dataset: Dataset, scores: RunScores, store: StoragePath, model: StoredBundle, decorations: Decorations
+    ) -> None:
+        """Writes report.html, with attention and attribution maps unless these fail."""
+        from raycap.jobs.gallery import add_maps
+        from raycap.pipeline.runs.run_report import make_report, report_images
+
+        config, by_split = self.config, {result.split: result for result in scores.splits}
+        images = [
+            image
+            for split in config.data.test_splits
+            for image in report_images(by_split[split], dataset.split(split), config.storage.options)
+        ]
+        with decorations.making("the heat maps"):
+            self._start_ray("captions")
+            images = add_maps(images, model, config, store, dataset, seed=self.folder.run_id)
+        make_report(self.folder, dataset, scores, self.durations, images)
+
+    def _complete(
+        self,
+        scores: RunScores,
+        store: StoragePath,
+        bundle: StoragePath,
+        registered: str | None,
+        decorations: Decorations,
+    ) -> None:
+        """Prints the summary and marks the run as complete.
+
+        registered: name/version of the registered model; None if the tracker is off or did not accept everything.
+        COMPLETE.json records the decorations that failed and the scores that are unavailable, for the next attempt.
+        """
+        from raycap.pipeline.runs.run_report import score_table, validation_lines
+
+        folder = self.folder
+        tracking = "off"
+        if self.config.tracking.enabled and registered:
+            tracking = f"{public_uri(self.config)}, model {registered}"
+        elif self.config.tracking.enabled:
+            tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
+        has_report = (folder.path / "report.html").is_file()
+        lines = [
+            "",
+            format_table(*score_table(scores.splits)),
+            "",
+            *validation_lines(self.config, scores.validation_by_stage),
+            "",
+            f"report       {folder.root / 'report.html' if has_report else 'not made'}",
+            f"predictions  {folder.root / 'predictions'}",
+            f"model        {bundle}",
+            f"tracking     {tracking}",
+            f"features     {store}",
+            f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
+        ]
+        summary = {
+            "table": without_secrets("\n".join(lines)),
+            "durations": self.durations,
+            "bundle": without_secrets(str(bundle)),
+            "scores": scores.flat(),
+            "tracked": registered is not None,
+            "missing": scores.unavailable | decorations.failed,
+        }
+        write_json(folder.path / "COMPLETE.json", summary)
+        folder.push("COMPLETE.json")
+        logger.info(summary["table"])
+        decorations.log_failed()
+
+    def _load_constraints(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
+        """Reads the constraints of the test images, by image id; {} if the configuration names no constraint file."""
+        from raycap.pipeline.evaluation.captioning.constraints import load_automata
+
+        if self.config.evaluation.constraints is None:
+            return {}
+        images = dataset.split(*self.config.data.test_splits).column("image_id")
+        return load_automata(Path(self.config.evaluation.constraints), images, self.folder.vocabulary)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Adds the duration of the context to `durations`."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.durations[name] = self.durations.get(name, 0.0) + time.monotonic() - begin
+
+
+def _may_be_complete(config: RunConfig) -> bool:
+    """Whether the run may need no resources, because one of its name is complete. S3 is not asked."""
+    place = config.storage_place
+    return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
+
+
+def run_seeds(config: RunConfig, count: int, address: str | None, *, with_ensemble: bool) -> None:
+    """Runs the configuration with several seeds, one after the other, on the same data, and summarizes the scores.
+
+    Runs that are complete are not repeated. with_ensemble: also captions the test splits with the ensemble of all runs.
+    """
+    configs, data = seed_configs(config, count), find_run_data(config, address)
+    folders = []
+    for number, each in enumerate(configs, 1):
+        logger.info(f"seed {each.seed}    run {number} of {count}")
+        folders.append(run(each, address, data))
+    summarize_runs(configs, folders, evaluate_ensemble(configs[0], folders, address) if with_ensemble else {})
+
+
+def command(
+    config: Config, set_: Set = None, address: Address = None, seeds: Seeds = 1, ensemble: Ensemble = False
+) -> None:
+    """Train, evaluate and register a model.
+
+    The run is resumed where an earlier attempt ended; finished stages are not repeated. With --seeds, each seed has a
+    run of its own, as if started alone with --set seed=SEED, and the last lines are their mean scores with the standard
+    deviation. The same command resumes all of them.
+
+    Example: raycap run demo --seeds 5 --set data.min_count=3
+    """
+    check_ensemble(ensemble, seeds)
+    run_config = load_config(config, set_ or ())
+    if _may_be_complete(run_config):
+        check_address(address)
+    else:
+        check_resources(run_config, address)
+    check_before_writing(run_config)
+    if seeds > 1:
+        run_seeds(run_config, seeds, address, with_ensemble=ensemble)
+    else:
+        run(run_config, address)

@@ -1,0 +1,153 @@
+"""`raycap score`: scores any COCO result file against COCO or Karpathy references. It needs no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycap.jobs.named_files import check_output_file
+from raycap.pipeline.config.languages import ENGLISH, code_problem
+from raycap.pipeline.config.load import parse_section, read_file
+from raycap.pipeline.config.sections import ScoreInputsSection
+from raycap.pipeline.data.caption_files import (
+    ImageId,
+    read_file_names,
+    read_n_best,
+    read_predictions,
+    read_references,
+    shorten,
+)
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
+from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.storage.atomic import atomic_path, write_text
+
+
+def score(
+    references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's format, gzipped or not.")],
+    predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write scores, signature and extras to this JSON file.")
+    ] = None,
+    per_image: Annotated[Path | None, typer.Option(help="Write one row per image to this .parquet or .csv.")] = None,
+    split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
+    complete: Annotated[bool, typer.Option("--complete", help="Require a prediction for every image.")] = False,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
+    ] = None,
+    language: Annotated[
+        str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")
+    ] = ENGLISH,
+    inputs: Annotated[Path | None, typer.Option(help="A YAML file with the keys of evaluation.inputs.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="The folder of the images that the references name, for CLIPScore and PAC-S.")
+    ] = None,
+    n_best: Annotated[
+        Path | None, typer.Option(help="Several captions per image, as `raycap evaluate` writes them, for diversity.")
+    ] = None,
+    java_deadline_s: Annotated[
+        float | None, typer.Option("--java-deadline", help="Seconds that METEOR and SPICE may take.")
+    ] = None,
+) -> Scores:
+    """Score a COCO result file.
+
+    Neither a model nor Ray is needed. Mistakes in the files are reported before anything is written. In the JSON file,
+    a score that cannot be computed is null, and `unavailable` contains the reason.
+
+    Example: raycap score --references captions_val2014.json --predictions results.json --json scores.json
+    """
+    if problem := code_problem(language):
+        raise UserError(f"--language {shown(language)} {problem}")
+    if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
+        raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
+    for option, path in (("--json", json_file), ("--per-image", per_image)):
+        if path is not None:
+            check_output_file(option, path)
+    candidates = read_predictions(predictions)
+    captions = read_references(references, split)
+    source = f"split {split} of {references}" if split else str(references)
+    missing = [image for image in captions if image not in candidates]
+    if missing and (complete or split):
+        raise UserError(
+            f"{len(missing)} of {len(captions)} images of {source} have no prediction in {predictions} (image ids "
+            f"{shorten(missing)}); predict them too, or leave --complete and --split out"
+        )
+    print(f"Scoring {len(candidates)} captions of {predictions} against {source} ({len(captions)} images)", flush=True)
+    if missing:
+        count = f"{len(missing)} of {len(captions)} reference images"
+        print(f"{count} have no prediction: left out, also of the document frequencies")
+    section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
+    several = None if n_best is None else read_n_best(n_best)
+    uris = None if images is None else _image_files(images, references)
+    scores = score_captions(
+        captions,
+        candidates,
+        metrics=metrics or DEFAULT_METRICS,
+        java_deadline_s=java_deadline_s,
+        language=language,
+        inputs=score_inputs(section, language, several=several, uris=uris),
+    )
+    print(format_scores(scores))
+    if json_file is not None:
+        content = scores.to_json() | {"images": len(scores.image_ids)}
+        write_text(json_file, json.dumps(content, indent=2) + "\n")
+        print(f"Scores: {json_file}")
+    if per_image is not None:
+        _write_per_image(per_image, scores, [candidates[image] for image in scores.image_ids])
+        print(f"Scores of each image: {per_image}")
+    return scores
+
+
+def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
+    """The file of each image, by id. Raises UserError for a folder that does not exist."""
+    if not folder.is_dir():
+        raise UserError(f"--images {folder}: no such folder; give the folder of the images")
+    return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}
+
+
+def format_scores(scores: Scores) -> str:
+    """The scores as text: one line per metric, then statistics of the captions, then the signature."""
+    lines, width = [""], max(9, *map(len, scores.by_name))
+    for name, score in scores.by_name.items():
+        value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
+        lines.append(f"  {name:<{width}} {value}")
+    extras = scores.extras
+    if "spice_categories" in extras:
+        parts = (f"{name} {value:.3f}" for name, value in extras["spice_categories"].items() if value is not None)
+        lines.append(f"  {'':<{width}} {', '.join(parts)}")
+    repeated = ", ".join(f"{share:.1%} {n}-grams" for n, share in extras["repeated_ngrams"].items())
+    endings = "" if extras["broken_endings"] is None else f"broken endings {extras['broken_endings']:.1%}, "
+    lines += [
+        "",
+        f"  {len(scores.image_ids)} captions, {extras['mean_length']:.1f} words on average, "
+        f"{extras['distinct_words']} distinct words",
+        f"  {endings}doubled words {extras['doubled_words']:.1%}, captions that repeat: {repeated}",
+    ]
+    if extras["empty"]:
+        empty = round(extras["empty"] * len(scores.image_ids))
+        lines.append(f"  {empty} of the captions have no words: they match nothing and score 0")
+    return "\n".join([*lines, f"  {scores.signature}", ""])
+
+
+def _write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:
+    """Writes one row per image: image_id, caption, and a column for every metric with a value per image."""
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    columns = {name: score.per_image for name, score in scores.by_name.items() if score.per_image is not None}
+    # a column has one type of at most 64 bits, so that all other ids become strings
+    are_numbers = all(isinstance(image, int) and -(2**63) <= image < 2**63 for image in scores.image_ids)
+    ids = scores.image_ids if are_numbers else map(str, scores.image_ids)
+    table = pa.table({"image_id": list(ids), "caption": list(captions), **columns})
+    with atomic_path(path) as temporary:
+        if path.suffix == ".csv":
+            pyarrow.csv.write_csv(table, temporary)
+        else:
+            pyarrow.parquet.write_table(table, temporary)

@@ -1,0 +1,152 @@
+"""Runs that differ only in their seed: their configurations, and the summary of their scores."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import Seed
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.evaluation.captioning.protocols import common_protocol, run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.published import published_rows
+from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spread
+from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.storage.atomic import read_json
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.tracking.mlflow_client import BoundedClient, tracking_client
+from raycap.pipeline.tracking.run_sync import tag_run
+
+logger = logging.getLogger(__name__)
+
+SCORES_KEYS = frozenset(["splits", "validation_by_stage"])  # of a run's scores.json
+
+
+def seed_configs(config: RunConfig, count: int) -> list[RunConfig]:
+    """The configuration with its seed and with the count - 1 seeds after it. Raises UserError for a seed too large."""
+    try:
+        TypeAdapter(Seed).validate_python(config.seed + count - 1)
+    except ValidationError as error:
+        raise UserError(f"--seeds {count}: the last seed would be {config.seed + count - 1}; lower seed") from error
+    return [config.model_copy(update={"seed": config.seed + number}) for number in range(count)]
+
+
+def group_id(name: str, members: Sequence[str]) -> str:
+    """A name for several runs or bundles, from their names: equal members give the same name."""
+    return f"{name}-{hashlib.sha256(' '.join(members).encode()).hexdigest()[:10]}"
+
+
+def group_place(config: RunConfig, folders: Sequence[RunFolder]) -> StoragePath:
+    """The folder seeds/NAME-HASH of the storage, for the results of several runs."""
+    return config.storage_place / f"seeds/{group_id(config.name, [folder.run_id for folder in folders])}"
+
+
+def write_summary(
+    place: StoragePath,
+    content: Mapping[str, Any],
+    columns: list[str],
+    rows: Rows,
+    metadata: Mapping[str, str],
+    decorations: Decorations,
+) -> None:
+    """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
+
+    content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
+    """
+    from raycap.pipeline.evaluation.reports.page import Report, report_html
+
+    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
+    with decorations.making("the report of the seeds"):
+        page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
+        (place / "report.html").write_bytes(report_html(page).encode())
+
+
+def summarize_runs(
+    configs: Sequence[RunConfig], folders: Sequence[RunFolder], ensemble: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Prints the mean scores of complete runs with their spread, and writes them to `group_place`.
+
+    configs: of the runs, with the tracker, in which a tag groups them. ensemble: the entries of scores.json of the
+    runs' ensemble, by split; {} without one. Raises DamagedError.
+    """
+    place = group_place(configs[0], folders)
+    stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
+    scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
+    protocol = common_protocol([run_protocol(folder.config, folder.last_kept()) for folder in folders])
+    columns, rows, page_rows = scores.columns, Rows(), Rows()
+    for split in scores.splits:
+        own = scores.rows(split, columns)
+        if split in ensemble:
+            joined = SeedScores.of({f"ensemble of {len(folders)}": {split: ensemble[split]}})
+            own += joined.rows_of_models(split, columns)
+        rows += own
+        page_rows += own + scores.rows_of_models(split, columns)
+        if split in configs[0].data.test_splits:
+            page_rows += _published(protocol, folders[0], columns, split, scores.splits[split][0])
+    validation = _validation([content["validation_by_stage"] for content in stored.values()])
+    content = {
+        "runs": {label: folder.run_id for label, folder in zip(stored, folders, strict=True)},
+        "protocol": asdict(protocol),
+        "signature": protocol.signature,
+        "splits": scores.to_json(),
+        "validation_by_stage": {name: asdict(spread) for name, spread in validation.items()},
+        "ensemble": {split: entry["scores"] for split, entry in ensemble.items()},
+    }
+    stages = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
+    logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {stages}")
+    decorations, metadata = Decorations(), {"runs": ", ".join(folder.run_id for folder in folders)}
+    write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": stages}, decorations)
+    with decorations.making("the tag of the seeds in the tracker"):
+        _tag(configs, folders, place.name)
+    decorations.log_failed()
+    logger.info(f"\nseeds        {place}")
+
+
+def _stored_scores(folder: RunFolder) -> dict[str, Any]:
+    """The content of a complete run's scores.json. Raises DamagedError."""
+    path = folder.path / "scores.json"
+    try:
+        content: dict[str, Any] = read_json(path)
+        if not isinstance(content, dict) or not content.keys() >= SCORES_KEYS:
+            raise DamagedError(f"{path} is damaged: it lacks scores")
+    except (DamagedError, FileNotFoundError) as error:
+        remedy = f"remove {folder.path / 'COMPLETE.json'}, and the same command scores the captions again"
+        raise DamagedError(f"{error}; {remedy}") from error
+    return content
+
+
+def _validation(by_run: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """The validation scores by stage, of the stages that all runs have scored."""
+    stages = [stage for stage in by_run[0] if all(stage in values for values in by_run)]
+    return {stage: Spread.of([values[stage] for values in by_run]) for stage in stages}
+
+
+def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
+    """The printed scores of the runs' system on the same images.
+
+    protocol: of all runs. entry: the split in the scores.json of the run in `folder`.
+    """
+    from raycap.pipeline.runs.run_report import published_table
+
+    part = folder.dataset.split(split)
+    scored = entry["per_image_CIDEr-D"]  # by image id, which is a text in JSON
+    images = zip(part.column("image_id"), part.column("uri"), strict=True)
+    uris = [uri for image, uri in images if str(image) in scored]
+    return published_table(columns, published_rows(protocol, split, uris))
+
+
+def _tag(configs: Sequence[RunConfig], folders: Sequence[RunFolder], group: str) -> None:
+    """Gives the runs in the tracker the tag `raycap.seeds` with the name of their group."""
+    if configs[0].tracking.enabled:
+        client = BoundedClient(tracking_client(configs[0]))
+        for config, folder in zip(configs, folders, strict=True):
+            tag_run(folder, config, client, "raycap.seeds", group)

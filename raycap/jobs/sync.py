@@ -1,0 +1,133 @@
+"""`raycap sync`: sends a tracker the data of runs that it missed while it was down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycap.jobs.options import Set
+from raycap.pipeline.config.load import load_config, parse_config, read_values
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.shipped import named_place
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
+from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.runtime.names import expanded_path, shown
+from raycap.pipeline.tracking.mlflow_client import public_uri
+from raycap.pipeline.tracking.run_sync import SentRecord, stored_records
+from raycap.pipeline.tracking.run_tracker import Tracker, register_run
+
+logger = logging.getLogger(__name__)
+
+Runs = Iterator[tuple[RunFolder, RunConfig]]
+
+
+def sync(
+    target: Annotated[
+        Path, typer.Argument(help="A run's folder, a storage's, or a configuration.", metavar="[RUN_FOLDER|CONFIG]")
+    ] = Path("results"),
+    set_: Set = None,
+) -> int:
+    """Send the tracker what it missed while it was down.
+
+    The exit code is 1 when a tracker does not accept everything.
+
+    Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
+    """
+    overrides = set_ or ()
+    place = named_place(target)
+    if place is None:
+        raise UserError(
+            f"{shown(target)} does not exist; give a run's folder, a storage's, or the configuration of a run"
+        )
+    num_runs, unreachable = 0, set()
+    runs = _runs_of_config(place, overrides) if place.is_file() else _runs_in_folder(place, overrides)
+    for folder, config in runs:
+        num_runs += 1
+        uri = public_uri(config)
+        if uri in unreachable:  # another attempt would wait for the tracker again
+            logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
+        elif not send(folder, config):
+            unreachable.add(uri)
+    if not num_runs:
+        raise UserError(f"{target} contains no run; give a run's folder, a storage's, or the configuration of a run")
+    return 1 if unreachable else 0
+
+
+def send(folder: RunFolder, config: RunConfig) -> bool:
+    """Sends the data of one run that the tracker lacks. Returns False when the tracker does not accept everything."""
+    if not config.tracking.enabled:
+        logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
+        return True
+    with try_lock(folder.path) as has_lock:
+        if not has_lock:
+            logger.info(f"{folder.run_id}: another process is working on the run and sends what is missing")
+            return True
+        if (folder.path / "COMPLETE.json").is_file():
+            return register(folder, config)
+        # A killed driver has recorded no ending. Without one, a run on S3 may still be active on another machine.
+        status = SentRecord(folder, config).values.get("ending") or (None if folder.home else "KILLED")
+        if not Tracker(folder, config).close(status):
+            return False
+        logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not finished'}")
+        return True
+
+
+def register(folder: RunFolder, config: RunConfig) -> bool:
+    """Sends what the tracker lacks of a complete run and its model. Returns False if it does not accept all of it."""
+    summary = folder.summary
+    if summary is not None and summary["tracked"] and public_uri(config) in stored_records(folder):
+        logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
+        return True
+    registered = register_run(folder, config)
+    if registered is None:
+        return False
+    logger.info(f"{folder.run_id}: {public_uri(config)} has everything; FINISHED, model {registered}")
+    return True
+
+
+def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
+    """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
+    config = load_config(path, overrides)
+    check_storage(config)
+    home = config.home("runs")
+    if home is None:
+        names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]
+    else:
+        names = [file.removesuffix("/run.json") for file in home.list() if file.endswith("/run.json")]
+    for name in sorted(names):
+        # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
+        if name.rpartition("-")[0] == config.name and name.rpartition("-")[2].isalnum():
+            folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
+            try:
+                stored = folder.config
+            except UserError as error:
+                logger.warning(f"{name}: not sent: {error}")
+                continue
+            yield folder, stored.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+
+
+def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
+    """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
+    path = expanded_path(path).resolve()
+    is_run = (path / "run.json").is_file()
+    folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
+    for folder in folders:
+        try:
+            values = read_values(folder / "config.yaml", overrides, is_stored=True)
+            config = parse_config(values)
+        except UserError as error:
+            if is_run:
+                raise
+            logger.warning(f"{folder.name}: not sent: {error}")
+            continue
+        opened = open_folder(folder, config.home(f"runs/{folder.name}"))
+        other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
+        # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
+        if other_trackers and config.tracking.uri is None:
+            values["tracking"]["uri"] = other_trackers[-1]
+        yield opened, parse_config(values)

@@ -1,0 +1,208 @@
+"""`raycap tune`: a search over configuration keys with Ray Tune.
+
+All trials and their results are in the search's log (`pipeline/search/trials.py`). A killed search resumes from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycap.jobs.cluster import check_address, connect, require_others
+from raycap.jobs.distillation import caption_training_images
+from raycap.jobs.options import Address, Set
+from raycap.jobs.run import alone
+from raycap.jobs.tune.adapter import run_trials
+from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
+from raycap.pipeline.cluster.capacity import wait_for
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.shipped import named_search
+from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.scores.metrics import why_unavailable
+from raycap.pipeline.runs.identity import code_digest
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
+from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
+from raycap.pipeline.search.tracking import SearchTracker
+from raycap.pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
+from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import weights_file_digest
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 120.0  # how long a killed search keeps other machines out
+
+
+def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_failed: bool = False) -> int:
+    """Runs or resumes a search; returns the exit code, 1 when every trial failed."""
+    begin = time.monotonic()
+    search = load_search(path, overrides)
+    check_address(address)
+    check_before_writing(search.base)
+    search.check_teacher()
+    require_backbone_file(search)
+    if not address and "RAY_ADDRESS" not in os.environ:
+        # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
+        _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
+    inputs = score_inputs(search.base.evaluation.inputs, search.base.data.language, search.base.data)
+    for name in search.config.objectives:
+        if reason := why_unavailable(name, search.base.data.language, inputs):
+            raise UserError(f"the objective {name} cannot be computed here: {reason}")
+    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.runs.prepare import readable
+
+    dataset, unreadable = find_data(search.base)
+    dataset = readable(dataset, unreadable, search.base)
+    if unreadable:
+        logger.warning(f"{len(unreadable)} images cannot be read and are left out")
+    source = find_backbone(search, dataset, address)
+    digest = "" if source is None else weights_file_digest(source.weights)
+    name = search.identity(dataset.fingerprint(), code_digest(), digest)
+    folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
+    folder.path.mkdir(parents=True, exist_ok=True)
+
+    def start_extraction() -> StallWatch:
+        _start_ray(search, address)
+        return StallWatch("extraction", search.base.workers)
+
+    with alone(folder.path), _lease(folder) as lease:
+        folder.pull()
+        store, excluded = extract_once(search, dataset, source, start_extraction)
+        caption_training_images(search.base, dataset, address)
+        weights, start = (None, None) if source is None else (source.weights, source.start)
+        plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
+        if lease is not None:
+            lease.check()  # the extraction may have taken hours
+        if retry_failed and (count := folder.reopen_failed()):
+            logger.info(f"retry     {count} trials that failed run again")
+        code = _run_search(TrialLog(folder, search, lease), plan, address)
+    logger.info(f"finished in {minutes(time.monotonic() - begin)}")
+    return code
+
+
+@contextmanager
+def _lease(folder: SearchFolder) -> Iterator[Lease | None]:
+    """Keeps other machines out of a search on S3. None for a local storage.
+
+    Raises UserError when another process works on the search, and JobFailedError when the lease is lost meanwhile.
+    """
+    if folder.home is None:
+        yield None
+        return
+    # beside the folder, because a push of the folder would replace a renewed lease by an older copy
+    lease = take_lease(StoragePath(f"{folder.home}.lease.json", folder.home.options), LEASE_S)
+    if not isinstance(lease, Lease):
+        raise UserError(f"{lease} works on {folder.home.name}; wait for it, or until its lease expires")
+    try:
+        with lease:
+            yield lease
+    except LostLeaseError as error:
+        raise JobFailedError(f"{error}; the other process continues the search, and this one has ended") from error
+
+
+def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
+    """Runs the trials that have not ended and writes the results; returns the exit code."""
+    from raycap.jobs.tune.outcome import write_outcome
+
+    _log_plan(log)
+    tracker = SearchTracker(log)
+
+    def publish_progress() -> None:
+        with Decorations().making("the table so far"):  # the trials' results are in the log
+            results = point_results(log)
+            write_tables(log, results, front(results, log.search.config.objectives))
+            log.folder.push("trials.csv")
+        tracker.wake()
+
+    try:
+        if log.unfinished or log.remaining > 0:
+            _start_ray(log.search, address)
+            run_trials(log, plan, publish_progress, on_cluster=connect(address))
+    except BaseException as error:
+        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        raise
+    log.check_may_write()
+    return write_outcome(log, tracker)
+
+
+def _log_plan(log: TrialLog) -> None:
+    """Logs the size of the search and, when it resumes, its progress."""
+    search, config = log.search, log.search.config
+    logger.info(f"search    {log.folder.path.name}  in {log.folder.root}")
+    size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
+    trials = "trials until the time is over" if log.num_trials is None else f"{log.num_trials} trials"
+    seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
+    logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
+    asha = f"; {config.scheduler.describe()}" if config.scheduler else ""
+    logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{asha}")
+    logger.info(f"scores    {selection_note(search)}")
+    if config.scheduler and len(log.seeds) > 1:
+        logger.warning("scheduler asha stops single seeds of a point, so that means over the other seeds are too high")
+    if log.records:
+        logger.info(f"continues with {log.count(*ENDED)} trials done and {len(log.unfinished)} unfinished")
+    if log.num_pending > log.remaining:
+        logger.warning(
+            f"budget.trials = {config.budget.trials} leaves out {log.num_pending - log.remaining:.0f} trials of "
+            f"further seeds; {len(log.records) + log.num_pending} would run them"
+        )
+
+
+def _start_ray(search: Search, address: str | None) -> None:
+    """Joins or starts Ray. Raises UserError when a trial needs more than Ray has."""
+    import ray
+
+    if connect(address):  # a cluster may have no worker yet
+        per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
+        wait_for([search.bundle] * per_trial.workers, "a trial", limit_s=limit_s)
+    else:
+        resources = ray.cluster_resources()
+        _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
+        require_others(search.base.workers, search.config.resources.workers)
+
+
+def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
+    """Raises UserError when a trial needs more than `cpus` or `gpus`, the numbers that `machine` has."""
+    per_trial = search.config.resources
+    for kind, per_worker, available in (("cpus", per_trial.cpus, cpus), ("gpus", per_trial.gpus, gpus)):
+        total = per_worker * per_trial.workers
+        if total > available:
+            raise UserError(
+                f"resources: a trial asks for {per_trial.workers} workers x {per_worker:g} {kind} = {total:g}, "
+                f"and {machine} has {available:g}; lower resources.{kind} or resources.workers, or join a larger "
+                "cluster with --address"
+            )
+
+
+def command(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="The search's YAML file, or the name of a shipped one.", metavar="CONFIG", callback=named_search
+        ),
+    ],
+    set_: Set = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SEEDS, help="Seeds per point. The same as --set seeds=N.")
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option(help="Also repeat the trials that failed.")] = False,
+    address: Address = None,
+) -> int:
+    """Search over configuration keys.
+
+    The YAML names the keys, such as the expansion coefficients. A killed search resumes with the same command.
+
+    Example: raycap tune search_demo --set budget.trials=16
+    """
+    overrides = [*(set_ or []), *([] if seeds is None else [f"seeds={seeds}"])]
+    return tune(config, overrides, address, retry_failed=retry_failed)

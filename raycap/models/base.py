@@ -1,0 +1,245 @@
+"""The interface of captioning models, through which other code trains, decodes and stores them.
+
+Shapes in this package: B images, N image tokens, C feature width, D model width, K captions (or beams) per image,
+T caption tokens, V vocabulary, E expanded vectors, H heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from raycap.models.config import ModelConfig, ModelSizes
+
+
+@dataclass(frozen=True)
+class Features:
+    """A captioner's input for B images."""
+
+    # features (B, N, C), or for a captioner with a backbone normalized pixels (B, 3, H, W)
+    tokens: Tensor
+    lengths: Tensor | None = None  # numbers (B,) of valid image tokens; None where all N are valid
+    boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4), for models that arrange regions by them
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def select(self, rows: Tensor) -> Features:
+        """The features of the images with the indices `rows` (int64, in any number and order)."""
+        return map_tensors(self, lambda tensor: tensor.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The encoder's output for the decoder, with the lengths and boxes of `Features`."""
+
+    states: Tensor  # (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level
+    lengths: Tensor | None = None
+    boxes: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.states.shape[0]
+
+    def select(self, index: Tensor) -> Memory:
+        """The memory of the images with the indices `index` (int64, in any number and order)."""
+        return map_tensors(self, lambda tensor: tensor.index_select(0, index))
+
+
+Tensors = TypeVar("Tensors", Features, Memory)
+
+
+def map_tensors(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
+    """The same dataclass with every tensor changed; fields that are None stay None."""
+    return replace(tensors, **{name: change(tensor) for name, tensor in vars(tensors).items() if tensor is not None})
+
+
+class Cache(ABC):
+    """The decoder's state between steps for B images with K beams each. Row b*K+k is beam k of image b."""
+
+    length: int  # tokens consumed so far
+    images: int
+    beams: int
+
+    @abstractmethod
+    def expand_beams(self, beams: int) -> Cache:
+        """Replaces the single beam of each image by `beams` copies in this cache. ValueError for more than one beam."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> Cache:
+        """Makes row r continue the former row index[r], which is of the same image; index is (B*K,) int64.
+
+        The old cache must not be used again.
+        """
+
+    @abstractmethod
+    def keep_images(self, index: Tensor) -> Cache:
+        """Drops all images whose indices are not in `index` (int64), for instance finished ones."""
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
+
+    Element-wise work is not counted. `mixing(length)` is the cost of mixing the tokens of one caption in a
+    teacher-forced pass. `step(slots, length)` is the cost of mixing one token with the earlier ones in the `length`-th
+    cached step, when the image has `slots` slots (`models/decoding/cache.py`).
+    """
+
+    encoder: float
+    keys: float  # cross-attention's keys and values, once per image
+    token: float  # the part of a caption token's cost that does not depend on the caption's length
+    mixing: Callable[[float], float]
+    step: Callable[[int, int], float]
+
+    def decoder(self, caption_tokens: float) -> float:
+        """The cost of `decode` for one caption."""
+        return self.keys + caption_tokens * self.token + self.mixing(caption_tokens)
+
+    def search(self, beams: int, steps: int) -> float:
+        """The cost of a beam search with `steps` cached steps, without the encoder; the first step has a single row."""
+        total, slots = self.keys, 0
+        for length in range(1, steps + 1):
+            rows = 1 if length == 1 else beams
+            slots += rows
+            total += rows * (self.token + self.step(slots, length))
+        return total
+
+
+def linear_macs(*modules: nn.Module) -> int:
+    """Multiply-accumulates per token of every linear map in the modules."""
+    return sum(child.weight.numel() for module in modules for child in module.modules() if isinstance(child, nn.Linear))
+
+
+class CaptionModel(nn.Module, ABC):
+    """A captioner that reads features. Devices and dtypes are those of the tensors; callers decide about autocast."""
+
+    def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.config, self.sizes = config, sizes
+
+    @abstractmethod
+    def init_weights(self) -> None:
+        """Draws the weights anew, as the system's reference or paper draws them (torch's default generator)."""
+
+    @abstractmethod
+    def encode(self, features: Features) -> Memory:
+        """Encodes features (B, N, C). Raises ValueError for another feature width, and for boxes that are missing."""
+
+    @abstractmethod
+    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T) with SOS; row b*K+k is caption k of image b.
+
+        Position t depends on the tokens up to t. PAD may occur only after a caption's end; logits there mean nothing.
+        Raises ValueError for a caption longer than the positional table.
+        """
+
+    def predicting(self, values: Tensor) -> Tensor:
+        """Selects, from values (rows, positions, ...) at every input of a decoder layer, those that predict a word.
+
+        The result is (B*K, T, ...), as the logits.
+        """
+        return values
+
+    def forward(self, features: Features, tokens: Tensor) -> Tensor:
+        """`decode(encode(features), tokens)`: each image is encoded once for all of its captions."""
+        return self.decode(self.encode(features), tokens)
+
+    def macs(self, image_tokens: int) -> Macs:
+        """The cost of one image with `image_tokens` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} does not state its multiply-accumulates")
+
+    def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
+        """Multiply-accumulates of an image and one caption as the paper counts them; None if the paper counts none."""
+        return None
+
+    @abstractmethod
+    def init_cache(self, memory: Memory, beams: int) -> Cache:
+        """An empty cache for `beams` rows per image."""
+
+    @abstractmethod
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        """Logits (B*K, V) after one more token (B*K,) per row. They have no gradient; training uses `decode`."""
+
+
+def check_positions(length: int, max_positions: int) -> None:
+    """Raises ValueError for a caption longer than the positional table."""
+    if length > max_positions:
+        raise ValueError(
+            f"a caption of {length} input tokens is longer than the positional table of {max_positions} rows; "
+            f"cut the captions, or build the model with max_positions of {length} or more"
+        )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode for a `with` block, and afterwards back into its former mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """In a `with` block, calls `hook` with a module of `modules` and its inputs each time before the module runs."""
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
+    """A mask (B, N) that is True where an image token is valid (not padding); None when all tokens are valid."""
+    if lengths is None:
+        return None
+    return torch.arange(count, device=lengths.device) < lengths[:, None]
+
+
+def name_problems(expected: Set[str], given: Set[str]) -> str:
+    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
+    missing, unknown = expected - given, given - expected
+    problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
+    problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
+    return " and ".join(problems)
+
+
+def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
+    """Raises ValueError unless keys, shapes and kinds of number (floating-point or not) are those of the module.
+
+    what: the name of `state` in the message. Both may be on the device "meta", because no content is read.
+    """
+    expected = module.state_dict()
+    problems = name_problems(expected.keys(), state.keys())
+    if problems:
+        raise ValueError(f"{what} {problems}; it does not belong to this configuration")
+    for name, tensor in expected.items():
+        if tensor.shape != state[name].shape:
+            raise ValueError(
+                f"{what} holds {name} with shape {tuple(state[name].shape)}; "
+                f"this configuration needs {tuple(tensor.shape)}"
+            )
+        if tensor.is_floating_point() != state[name].is_floating_point():
+            raise ValueError(f"{what} holds {name} as {state[name].dtype}; expected {tensor.dtype}")
+
+
+def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    """Loads a state dict, which messages call `what`.
+
+    Raises ValueError as `check_fits`, and for weights that are not finite.
+    """
+    check_fits(module, state, what)
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):
+            raise ValueError(f"{what} holds numbers in {name} that are not finite in {tensor.dtype}; it is damaged")
+    module.load_state_dict(state)

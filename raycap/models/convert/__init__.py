@@ -1,0 +1,1 @@
+"""Weights and graphs in the forms of other programs."""

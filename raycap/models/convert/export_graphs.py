@@ -1,0 +1,196 @@
+"""A captioner as two functions of tensors, which can be exported: an encoder, and one step of the decoder.
+
+The encoder gives what the steps need of the images, which is computed once: the keys and values of cross-attention of
+each decoder layer, and a bias where images have padding. A step reads them together with the decoder's cache, and gives
+log-probabilities and the longer cache.
+
+Shapes: B images, K beams per image, R = B*K rows, where row b*K+k is beam k of image b; P rows of the step before,
+t tokens consumed before the step, N image tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.clustformer import ClusterCache, ClustFormer
+from raycap.models.decoding.cache import RowSlots, TreeCache
+from raycap.models.encoder_decoder import EncoderDecoder, cross_bias
+from raycap.models.mask_token import MaskTokenClustFormer
+
+# Sizes of the example tensors. Those of different dimensions differ, and none is 0 or 1, which torch.export would take
+# for constants.
+IMAGES, BEAMS, CACHED_ROWS, LENGTH, IMAGE_TOKENS = 2, 3, 5, 4, 7
+
+
+@dataclass(frozen=True)
+class GraphTensor:
+    """An input of a graph: its name, an example, and the names of the dimensions whose sizes may change."""
+
+    name: str
+    example: Tensor
+    dims: Mapping[int, str]
+
+
+def exportable_model(captioner: Captioner) -> EncoderDecoder:
+    """The captioner's model. Raises ValueError for one that has no encoder and decoder layers."""
+    model = captioner.model
+    if not isinstance(model, EncoderDecoder):
+        raise ValueError(f"{type(model).__name__} has no encoder and decoder layers, and cannot be exported")
+    return model
+
+
+class EncoderGraph(nn.Module):
+    """Pixels (B, 3, H, W), or features (B, N, C), their lengths (B,) and boxes (B, N, 4), to what the steps need.
+
+    The result is key_I and value_I (B, ..., H, N, D / H) for each decoder layer I, and for features with padding `bias`
+    (B, 1, 1, N). Pixels, features and boxes are float32, lengths int64.
+    """
+
+    def __init__(self, captioner: Captioner) -> None:
+        super().__init__()
+        self.captioner, self.model = captioner, exportable_model(captioner)
+
+    @property
+    def max_image_tokens(self) -> int | None:
+        """The limit of N for a model that pads its features to a fixed number; None for no limit."""
+        return getattr(self.model.config, "attended_regions", None)
+
+    def inputs(self, images: int = IMAGES, image_tokens: int = IMAGE_TOKENS) -> list[GraphTensor]:
+        """The inputs with random examples (torch's default generator)."""
+        if self.captioner.backbone is not None:
+            side = self.captioner.backbone.config.image_size
+            return [GraphTensor("image", torch.randn(images, 3, side, side), {0: "images"})]
+        count = min(image_tokens, self.max_image_tokens or image_tokens)
+        dims = {0: "images", 1: "image_tokens"}
+        lengths = torch.randint(1, count + 1, (images,))
+        found = [
+            GraphTensor("features", torch.randn(images, count, self.model.sizes.feature_width), dims),
+            GraphTensor("lengths", lengths, {0: "images"}),
+        ]
+        if getattr(self.model.config, "needs_boxes", False):
+            found.append(GraphTensor("boxes", torch.rand(images, count, 4), dims))
+        return found
+
+    @torch.no_grad()
+    def outputs(self) -> list[GraphTensor]:
+        """The result with an example of each tensor."""
+        first, second = (self(*(each.example for each in self.inputs(image_tokens=count))) for count in (7, 6))
+        names = [f"{kind}_{index}" for index in range(len(self.model.decoder)) for kind in ("key", "value")]
+        names = [*names, "bias"][: len(first)]
+        pairs = zip(names, first, second, strict=True)
+        return [
+            GraphTensor(name, each, {0: "images"} | _changed(each, other, "image_tokens"))
+            for name, each, other in pairs
+        ]
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        features = Features(inputs[0].to(self.model.lm_head.weight.dtype), *inputs[1:])
+        memory = self.captioner.encode(features)
+        found = [part.contiguous() for layer in self.model.decoder for part in layer.project(memory.states)]
+        bias = cross_bias(memory)
+        return found if bias is None else [*found, bias]
+
+
+class StepGraph(nn.Module):
+    """The next token of each beam: tokens (B, K) to log-probabilities (B, K, V) of the words after it, and the cache.
+
+    Its inputs are tokens, parents, the encoder's result, and the cache: tensors (P, t, ...). parents (B, K) are the
+    rows of the cache that the beams continue. Before the first step, the cache has B rows of 0 tokens. The new cache is
+    (R, t + 1, ...). Log-probabilities are float32.
+    """
+
+    def __init__(self, captioner: Captioner, memory: list[GraphTensor]) -> None:
+        """memory: the result of the encoder's graph, with examples."""
+        super().__init__()
+        self.model, self.memory = exportable_model(captioner), memory
+        self.cache = self._find_cache()
+
+    @torch.no_grad()
+    def _find_cache(self) -> list[GraphTensor]:
+        """The tensors of the cache, found with two steps. Dimensions that differ between them grow with each step."""
+        tokens, memory = torch.zeros(IMAGES, 1, dtype=torch.int64), [each.example for each in self.memory]
+        _, first = self._step(tokens, memory, {})
+        _, second = self._step(tokens, memory, first)
+        found = []
+        for name, each in first.items():
+            grows = _changed(each, second[name], "length")
+            sizes = [LENGTH if index in grows else size for index, size in enumerate(each.shape)]
+            example = each.new_zeros([CACHED_ROWS, *sizes[1:]])
+            found.append(GraphTensor(name, example, {0: "cached_rows"} | grows))
+        return found
+
+    def inputs(self) -> list[GraphTensor]:
+        """The inputs with examples."""
+        # one tensor for both would become one input
+        zeros = [torch.zeros(IMAGES, BEAMS, dtype=torch.int64) for _ in range(2)]
+        beams = [
+            GraphTensor(name, each, {0: "images", 1: "beams"})
+            for name, each in zip(("tokens", "parents"), zeros, strict=True)
+        ]
+        return [
+            *beams,
+            *self.memory,
+            *(GraphTensor(f"cache_{each.name}", each.example, each.dims) for each in self.cache),
+        ]
+
+    @property
+    def output_names(self) -> list[str]:
+        return ["log_probs", *(f"next_{each.name}" for each in self.cache)]
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        tokens, rows = inputs[0], inputs[1].flatten()
+        memory, cache = inputs[2 : 2 + len(self.memory)], inputs[2 + len(self.memory) :]
+        own = {each.name: tensor.index_select(0, rows) for each, tensor in zip(self.cache, cache, strict=True)}
+        log_probs, new = self._step(tokens, list(memory), own)
+        return [log_probs, *(new[each.name] for each in self.cache)]
+
+    def _step(
+        self, tokens: Tensor, memory: list[Tensor], cached: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Log-probabilities (B, K, V) and the new cache. cached: that of each row; empty before the first step."""
+        num_layers, rows = len(self.model.decoder), tokens.numel()
+        slots = [RowSlots(_of_layer(cached, index)) for index in range(num_layers)]
+        length = next(iter(cached.values())).shape[1] if cached else 0
+        cross = list(zip(memory[0 : 2 * num_layers : 2], memory[1 : 2 * num_layers : 2], strict=True))
+        bias = memory[2 * num_layers] if len(memory) > 2 * num_layers else None
+        path = torch.arange(length, device=tokens.device).expand(rows, 1, -1)
+        cache = TreeCache(rows, 1, cross, bias, list(slots), path, length, length)
+        logits, cache = self.model.step(tokens.flatten(), self._with_clusters(cache, cached))
+        new = {f"{index}_{name}": each for index in range(num_layers) for name, each in slots[index].cached.items()}
+        if isinstance(cache, ClusterCache):
+            for index, layer in enumerate(cast(ClustFormer, self.model).decoder):
+                if layer.clusters is not None:
+                    new |= {f"{index}_sums": cache.sums[index][:, 1:], f"{index}_row": cache.rows[index]}
+        log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        return log_probs.unflatten(0, tuple(tokens.shape)), new
+
+    def _with_clusters(self, cache: TreeCache, cached: Mapping[str, Tensor]) -> TreeCache:
+        """The cache of a step, for Ada-ClustFormer with the rows' sums and rows of C among `cached`."""
+        if not isinstance(self.model, ClustFormer) or isinstance(self.model, MaskTokenClustFormer):
+            return cache
+        key = cache.cross[0][0]
+        empty = key.new_zeros(cache.images, 0, dtype=torch.promote_types(key.dtype, torch.float32))
+        layers = range(len(cache.layers))
+        sums = [F.pad(cached.get(f"{index}_sums", empty), (1, 0)) for index in layers]
+        rows = [cached.get(f"{index}_row", empty) for index in layers]
+        return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.model.config.window)
+
+
+def _changed(first: Tensor, second: Tensor, name: str) -> dict[int, str]:
+    """`name` for each dimension after the first one in which the sizes of two tensors differ."""
+    pairs = zip(first.shape, second.shape, strict=True)
+    return {index: name for index, (one, other) in enumerate(pairs) if index and one != other}
+
+
+def _of_layer(cached: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The tensors of layer `index` by their names without its number."""
+    prefix = f"{index}_"
+    return {name.removeprefix(prefix): each for name, each in cached.items() if name.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""Decoding: beam search, sampling, the cache of decoded steps, rules and constraints."""

@@ -1,0 +1,156 @@
+"""The decoder's cache between steps: a tree of slots that the beams of an image share.
+
+A slot has the cached tensors of one token. Each step adds one slot per beam. A beam is a path of slots (`ancestors`),
+so that choosing beams reorders a small table of integers and copies no slot. Products are computed for all slots of an
+image, and each beam then picks the results of the slots on its path.
+
+Shapes: B images, K beams, t steps so far. Slots are numbered step by step, and within a step beam by beam.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycap.models.base import Cache
+
+if TYPE_CHECKING:
+    from raycap.models.decoding.masks import CaptionMasks
+
+INITIAL_STEPS = 20  # room for the steps of most captions; it is doubled for longer ones
+
+
+class TreeSlots:
+    """The cached tensors of one layer, (G, B, slots, ...), where G is the number of tensors cached together."""
+
+    def __init__(self, beams: int) -> None:
+        self.beams = beams
+        self.count = 0  # slots so far, including those of the current step
+        self.cached: dict[str, Tensor] = {}
+
+    def allocate(
+        self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Two views: the current step's slots (G, B, K, ...), which the caller fills, and all slots (G, B, slots, ...).
+
+        `shape` is (G, B, K, ...); dtype and device are those of `like`. With `length`, the views get one more dimension
+        of this size: the positions up to the current step. A slot has 0 at the positions after its step.
+        """
+        cached = self.cached.get(name)
+        if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
+            cached = self.cached[name] = self._grown(cached, shape, like, length)
+        used = cached[:, :, : self.count]
+        if length is not None:
+            used = used[..., :length]
+        return used[:, :, -self.beams :], used
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """Writes new (G, B, K, ...) into the current step's slots; returns all slots, (G, B, slots, ...)."""
+        new_slots, all_slots = self.allocate(name, tuple(new.shape), new)
+        new_slots.copy_(new)
+        return all_slots
+
+    def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
+        """A larger tensor that begins with the content of `old`. Its size doubles, so that copies are rare."""
+        steps = INITIAL_STEPS
+        while steps * self.beams < self.count or steps < (length or 0):
+            steps *= 2
+        new_shape = [*shape[:2], steps * self.beams, *shape[3:]]
+        grown = like.new_empty(new_shape) if length is None else like.new_zeros([*new_shape, steps])
+        if old is not None:
+            grown[tuple(slice(0, size) for size in old.shape)] = old
+        return grown
+
+    def keep_images(self, index: Tensor) -> None:
+        """Drops all images whose indices are not in `index` (int64)."""
+        self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
+
+
+class RowSlots(TreeSlots):
+    """The slots of one layer for R rows with a path of their own each: R "images" with one beam.
+
+    Its tensors are new ones in every step, so that a step can be exported as a graph of tensors in and tensors out.
+    `cached` contains at first the slots of the earlier steps; it is empty before the first step.
+    """
+
+    def __init__(self, cached: dict[str, Tensor]) -> None:
+        super().__init__(beams=1)
+        self.cached = cached
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """See `TreeSlots.append`, for new (1, R, 1, ...)."""
+        return self.append_rows(name, new[0, :, 0])[None]
+
+    def append_rows(self, name: str, new: Tensor) -> Tensor:
+        """All slots of each row with the new one last, (R, slots, ...), from new (R, ...)."""
+        old = self.cached.get(name)
+        self.cached[name] = new[:, None] if old is None else torch.cat((old, new[:, None]), 1)
+        return self.cached[name]
+
+    def append_by_position(self, name: str, new: Tensor) -> Tensor:
+        """As `append_rows` for new (R, ..., slots) with a value for each position, which older slots have as 0."""
+        old = self.cached.get(name)
+        if old is not None:
+            self.cached[name] = F.pad(old, (0, 1))
+        return self.append_rows(name, new)
+
+
+def _select_images(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, ...) of the images in `index`, in the same memory layout: a transposed tensor stays transposed."""
+    return x.index_select(0, index) if x.is_contiguous() else x.mT.index_select(0, index).mT
+
+
+@dataclass
+class TreeCache(Cache):
+    """Slots of every layer, the cross-attention keys and values of every layer, and the beams' paths."""
+
+    images: int
+    beams: int
+    cross: list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, H, N, D / H)
+    bias: Tensor | None  # (B, 1, 1, N), -1e4 at padded image tokens
+    layers: list[TreeSlots]
+    ancestors: Tensor  # (B, K, t), the slots on each beam's path
+    length: int = 0
+    count: int = 0  # slots so far
+    masks: CaptionMasks | None = None  # of dropout, which the teacher-forced pass shares
+
+    def advance(self) -> None:
+        """Begins a step: adds a new slot to the path of each beam."""
+        if self.masks is not None:
+            self.masks.begin_step(self.length)
+        new_slots = torch.arange(self.count, self.count + self.beams, device=self.ancestors.device)
+        self.ancestors = torch.cat((self.ancestors, new_slots.view(1, -1, 1).expand(self.images, -1, -1)), 2)
+        self.length += 1
+        self.count += self.beams
+        for layer in self.layers:
+            layer.count = self.count
+
+    def expand_beams(self, beams: int) -> TreeCache:
+        if self.beams != 1:
+            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
+        self.ancestors = self.ancestors.expand(-1, beams, -1)
+        self.beams = beams
+        for layer in self.layers:
+            layer.beams = beams
+        return self
+
+    def select(self, index: Tensor) -> TreeCache:
+        if self.masks is not None:
+            self.masks.select(index)
+        self.ancestors = self.ancestors.flatten(0, 1).index_select(0, index).view(self.images, self.beams, -1)
+        return self
+
+    def keep_images(self, index: Tensor) -> TreeCache:
+        if self.masks is not None:
+            self.masks.keep_images(index, self.beams)
+        self.images = len(index)
+        self.ancestors = self.ancestors.index_select(0, index)
+        self.cross = [(_select_images(key, index), _select_images(value, index)) for key, value in self.cross]
+        self.bias = None if self.bias is None else self.bias.index_select(0, index)
+        for layer in self.layers:
+            layer.keep_images(index)
+        return self

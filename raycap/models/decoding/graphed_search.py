@@ -1,0 +1,114 @@
+"""Beam search on a GPU as a CUDA graph: the processor starts one graph in place of thousands of operations.
+
+The whole search is captured, so that a step's shapes may depend on its number. A captured search asks no questions: it
+takes all steps, also after the captions have ended, and keeps all images. Its captions are those of `beam_search`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raycap.models.base import CaptionModel, Memory, map_tensors
+from raycap.models.decoding.rules import ScoreRules
+from raycap.models.decoding.search import Beams, Captions, Decoder, beam_search, check_beams, search, start_beams
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 4  # each keeps the memory of a search
+
+
+@dataclass(frozen=True)
+class SearchGraph:
+    """A captured search: `replay` writes the results for `inputs` to `beams`."""
+
+    inputs: list[Memory]
+    beams: Beams
+    replay: Callable[[], object]
+
+
+class GraphedSearch:
+    """`beam_search` that captures a search at the second batch of a shape and replays it for later batches.
+
+    Other batches, and those of further shapes after MAX_GRAPHS, are searched without a graph, and all batches after a
+    capture that fails. The weights may change in place, and autocast must be the same at each call.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[CaptionModel],
+        *,
+        beam_size: int,
+        max_length: int,
+        num_results: int = 1,
+        rules: ScoreRules = ScoreRules(),
+    ) -> None:
+        check_beams(beam_size, num_results)
+        self.rules, self.max_graphs = rules, MAX_GRAPHS
+        self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
+        self.seen: set[Any] = set()
+        self.graphs: dict[Any, SearchGraph] = {}
+
+    def __call__(self, memories: Sequence[Memory]) -> Captions:
+        """The best captions, as `beam_search` returns them."""
+        shape = tuple(
+            (name, tensor.shape, tensor.dtype)
+            for memory in memories
+            for name, tensor in vars(memory).items()
+            if tensor is not None
+        )
+        if shape not in self.graphs and shape in self.seen and len(self.graphs) < self.max_graphs:
+            inputs = [map_tensors(memory, torch.clone) for memory in memories]
+            try:
+                self.graphs[shape] = captured(inputs, lambda: self._all_steps(inputs))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # an operation that cannot be captured, or another thread's
+                logger.warning(f"searches are not captured: {error}")
+                self.max_graphs = len(self.graphs)
+        self.seen.add(shape)
+        if shape not in self.graphs:
+            return beam_search(
+                self.models,
+                memories,
+                beam_size=self.beam_size,
+                max_length=self.max_length,
+                num_results=self.num_results,
+                rules=self.rules,
+            )
+        graph = self.graphs[shape]
+        for memory, static in zip(memories, graph.inputs, strict=True):
+            for name, tensor in vars(memory).items():
+                if tensor is not None:
+                    getattr(static, name).copy_(tensor)
+        graph.replay()
+        return graph.beams.ranked(self.num_results, self.rules.length_normalization)[0]
+
+    @torch.no_grad()
+    def _all_steps(self, memories: Sequence[Memory]) -> Beams:
+        """The beams after all steps, without a question to the GPU."""
+        decoder = Decoder(self.models, memories, self.beam_size, self.max_length, keeps_images=True)
+        beams = start_beams(decoder, self.max_length, self.rules.decoding)
+        return search(decoder, beams, self.max_length, self.rules)
+
+
+def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
+    """Captures `run`, which reads `inputs`, on their GPU. Runs it once before, so that libraries are initialized."""
+    # A weight that autocast has converted outside of the graph would be freed before the graph is replayed.
+    torch.clear_autocast_cache()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.clear_autocast_cache()
+    graph = torch.cuda.CUDAGraph()
+    # other threads may meanwhile prepare batches in page-locked memory
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        beams = run()
+    torch.clear_autocast_cache()
+    return SearchGraph(inputs, beams, graph.replay)

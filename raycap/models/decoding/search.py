@@ -1,0 +1,469 @@
+"""Greedy decoding, sampling and beam search with one model or an ensemble.
+
+`models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
+Log-probabilities are float32 (float64 for a float64 model) and outside autocast.
+
+Shapes: B images, K beams or samples per image, R = B*K rows, T caption tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from raycap.models.base import Cache, CaptionModel, Memory, ModelSizes, check_positions
+from raycap.models.decoding.config import Decoding
+from raycap.models.decoding.rules import ScoreRules, length_divisor, most_probable, nucleus
+
+CHECK_EVERY = 4  # steps between the questions to a GPU whether captions have ended, each of which waits for it
+COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words
+
+Models = CaptionModel | Sequence[CaptionModel]
+Memories = Memory | Sequence[Memory]
+
+
+@dataclass
+class Captions:
+    """n captions of each of B images; the longest one has T tokens."""
+
+    tokens: Tensor  # (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that
+    log_probs: Tensor  # (B, n, T) float32 of each token; 0 at SOS and after the end
+    lengths: Tensor  # (B, n) int64, numbers of tokens with SOS and EOS
+    scores: Tensor  # (B, n) float32 for the ranking: the sum of log-probabilities over `length_divisor`
+
+
+class Decoder:
+    """One or several models that decode the same tokens; `images` are the indices of the unfinished images.
+
+    keeps_images: never ask which images have ended, and keep all.
+    """
+
+    def __init__(
+        self, models: Models, memories: Memories, beams: int, max_length: int, *, keeps_images: bool = False
+    ) -> None:
+        self.models = [models] if isinstance(models, CaptionModel) else list(models)
+        memories = [memories] if isinstance(memories, Memory) else list(memories)
+        if not self.models or len(self.models) != len(memories):
+            raise ValueError(f"{len(self.models)} models and {len(memories)} memories; give one memory for each model")
+        if max_length < 2:
+            raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
+        self.sizes = self.models[0].sizes
+        for index, (model, memory) in enumerate(zip(self.models, memories, strict=True)):
+            described, first = (
+                f"a vocabulary of {s.vocabulary_size} words (SOS {s.sos}, EOS {s.eos}, PAD {s.pad})"
+                for s in (model.sizes, self.sizes)
+            )
+            if described != first:
+                raise ValueError(
+                    f"model {index + 1} of the ensemble has {described}, model 1 has {first}; "
+                    "they must share one vocabulary"
+                )
+            if memory.batch_size != memories[0].batch_size:
+                raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
+            check_positions(max_length - 1, model.sizes.max_positions)
+        self.beams, self.keeps_images = beams, keeps_images
+        self.device = memories[0].states.device
+        self.images = torch.arange(memories[0].batch_size, device=self.device)
+        # All beams of an image start alike, so that the first step runs once per image. Dropout would make them differ.
+        self.shares_first_step = not any(model.training for model in self.models)
+        if not len(self.images):
+            raise ValueError("a memory of no images; nothing can be decoded")
+        rows = 1 if self.shares_first_step else beams
+        pairs = zip(self.models, memories, strict=True)
+        self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
+
+    @property
+    def check_every(self) -> int:
+        """After how many steps the decoder asks which images have ended."""
+        return CHECK_EVERY if self.device.type == "cuda" else 1
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""
+        first = self.shares_first_step and self.caches[0].length == 0
+        tokens = tokens[:: self.beams] if first else tokens
+        outputs = []
+        for index, model in enumerate(self.models):
+            logits, self.caches[index] = model.step(tokens, self.caches[index])
+            outputs.append(logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)))
+        log_probs = outputs[0]
+        if len(outputs) > 1:
+            log_probs = torch.logsumexp(torch.stack(outputs), 0).sub_(math.log(len(outputs)))
+        if first:
+            self.caches = [cache.expand_beams(self.beams) for cache in self.caches]
+            log_probs = log_probs.repeat_interleave(self.beams, 0)
+        return log_probs
+
+    def select(self, index: Tensor) -> None:
+        self.caches = [cache.select(index) for cache in self.caches]
+
+    def drop_finished(self, finished: Tensor) -> Tensor | None:
+        """Drops the images where `finished` (B,) is True, but only if they are at least half, because this copies data.
+
+        Returns the indices of the remaining images, or None when nothing was dropped. Only every `check_every`-th step
+        drops images. An image that has ended can stay, because its captions do not change any more.
+        """
+        if self.keeps_images or self.caches[0].length % self.check_every:
+            return None
+        if 2 * int(finished.sum()) < len(self.images):
+            return None
+        remaining = (~finished).nonzero()[:, 0]
+        self.images = self.images[remaining]
+        if len(remaining):
+            self.caches = [cache.keep_images(remaining) for cache in self.caches]
+        return remaining
+
+
+def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
+    """The lengths (...) of captions (..., T), including the first EOS; T for a caption without EOS."""
+    before = (tokens == eos).cumsum(-1) == 0
+    return (before.sum(-1) + 1).clamp_(max=tokens.shape[-1])
+
+
+@torch.no_grad()
+def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
+    """The most probable token at each step: (B, 1, T). `max_length` counts SOS and EOS."""
+    decoder = Decoder(models, memories, 1, max_length)
+    return _roll_out(decoder, max_length, lambda log_probs, rows, tokens: log_probs.argmax(-1))
+
+
+@torch.no_grad()
+def sample(
+    models: Models,
+    memories: Memories,
+    *,
+    num_samples: int,
+    max_length: int,
+    rules: ScoreRules = ScoreRules(),
+    generator: torch.Generator | None = None,
+    draws: Tensor | None = None,
+) -> Captions:
+    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) as `rules` restrict it.
+
+    `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
+    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1 and all words. Each row takes one uniform
+    number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the captions are
+    reproducible.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
+    decoder, decoding = Decoder(models, memories, num_samples, max_length), rules.decoding
+    restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
+    total = len(decoder.images) * num_samples
+    draws = None if draws is None else draws.to(decoder.device)
+
+    def draw(log_probs: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        log_probs = restricted(log_probs, tokens)
+        if decoding.temperature != 1.0:
+            log_probs = (log_probs / decoding.temperature).log_softmax(-1)
+        if decoding.top_k is not None:
+            log_probs = most_probable(log_probs, decoding.top_k)
+        if decoding.top_p is not None:
+            log_probs = nucleus(log_probs, decoding.top_p)
+        if draws is not None:
+            uniform = draws[:, tokens.shape[1]]
+        else:
+            # finished rows draw a number too, so that a row's draws do not depend on when other rows end
+            device = log_probs.device if generator is None else generator.device
+            uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
+        return draw_by_inversion(log_probs.exp(), uniform[rows])
+
+    return _roll_out(decoder, max_length, draw)
+
+
+def image_draws(seeds: Sequence[int], num_samples: int, max_length: int) -> Tensor:
+    """Uniform numbers (B * num_samples, max_length) for `sample`. Those of an image depend on its seed only."""
+    shape = (num_samples, max_length)
+    generators = (torch.Generator().manual_seed(seed) for seed in seeds)
+    return torch.cat([torch.rand(shape, dtype=torch.float64, generator=generator) for generator in generators])
+
+
+def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
+
+    This is sampling by inversion, which needs one random number per row instead of the V of torch.multinomial. It finds
+    first a block of words and then the word in this block, so that only few numbers are cumulated, in float64.
+    """
+    count = probabilities.shape[-1]
+    width = math.isqrt(count)
+    whole = count // width * width
+    sums = probabilities[:, :whole].unflatten(1, (-1, width)).sum(-1)
+    if whole < count:
+        sums = torch.cat((sums, probabilities[:, whole:].sum(-1, keepdim=True)), 1)
+    block, share = _locate(sums, uniform[:, None])
+    words = block * width + torch.arange(width, device=block.device)
+    inside = probabilities.gather(1, words.clamp(max=count - 1)).masked_fill(words >= count, 0.0)
+    # With NaN from a diverged model, the last block may give an index beyond the last word.
+    return (block * width + _locate(inside, share)[0])[:, 0].clamp_(max=count - 1)
+
+
+def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of the weight (R, n) in whose interval a number (R, 1) in [0, 1) is, and its share of the interval."""
+    upper = weights.cumsum(-1, dtype=torch.float64)
+    target = uniform * upper[:, -1:]
+    # right=True finds the first cumulated weight above the target, so that a weight of 0 is never chosen
+    position = torch.searchsorted(upper, target, right=True)
+    position.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
+    weight = weights.gather(1, position).double()
+    within = (target - (upper.gather(1, position) - weight)) / weight
+    return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, so that the share is in [0, 1) again
+
+
+def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
+    """Decodes rows independently.
+
+    `choose` gets log-probabilities (R, V) of the R unfinished rows, the indices (R,) of these rows and their tokens
+    (R, t); it returns their next tokens (R,).
+    """
+    sizes, beams = decoder.sizes, decoder.beams
+    total = len(decoder.images) * beams
+    rows = torch.arange(total, device=decoder.device)
+    tokens = torch.full((total, max_length), sizes.pad, device=decoder.device)
+    tokens[:, 0] = sizes.sos
+    ended = torch.zeros(total, dtype=torch.bool, device=decoder.device)
+    log_probs = torch.empty(0)
+    for position in range(1, max_length):
+        offered = decoder.step(tokens[rows, position - 1])
+        if position == 1:
+            log_probs = offered.new_zeros(total, max_length)
+        chosen = choose(offered, rows, tokens[rows, :position])
+        log_prob = offered.gather(1, chosen[:, None])[:, 0]
+        tokens[rows, position] = chosen.masked_fill_(ended, sizes.pad)
+        log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
+        ended |= chosen == sizes.eos
+        remaining = decoder.drop_finished(ended.view(-1, beams).all(1))
+        if remaining is not None:
+            rows, ended = rows.view(-1, beams)[remaining].flatten(), ended.view(-1, beams)[remaining].flatten()
+            if not len(rows):
+                break
+    lengths = caption_lengths(tokens, sizes.eos).view(-1, beams)
+    longest = int(lengths.max())
+    scores = (log_probs.sum(-1).view(-1, beams) / lengths).float()
+    tokens, log_probs = (x[:, :longest].reshape(-1, beams, longest) for x in (tokens, log_probs))
+    return Captions(tokens, log_probs.float(), lengths, scores)
+
+
+def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` greatest log-probabilities of each row of (R, V), greatest first, and their words: (R, count) each.
+
+    Every word is in a column of `COLUMN_WORDS` words, and the best words are in the columns with the greatest maxima.
+    torch.topk over all words takes twice as long on a CPU. Among equal values it may choose other words.
+    """
+    words = log_probs.shape[-1]
+    columns = words // COLUMN_WORDS
+    if columns < count:
+        return log_probs.topk(count, -1)
+    whole = columns * COLUMN_WORDS
+    column = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, columns)).amax(1).topk(count, -1).indices
+    starts = torch.arange(0, whole, columns, device=column.device)
+    offered = (column[:, :, None] + starts).flatten(1)
+    if whole < words:
+        rest = torch.arange(whole, words, device=column.device)
+        offered = torch.cat((offered, rest.expand(len(offered), -1)), 1)
+    best, index = log_probs.gather(1, offered).topk(count, -1)
+    return best, offered.gather(1, index)
+
+
+@torch.no_grad()
+def beam_search(
+    models: Models,
+    memories: Memories,
+    *,
+    beam_size: int,
+    max_length: int,
+    num_results: int = 1,
+    rules: ScoreRules = ScoreRules(),
+) -> Captions:
+    """The `num_results` best captions per image, best first, as ExpansionNet v2's reference searches.
+
+    Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
+    keeps its sum and stays a candidate. The search stops when every beam has ended or at `max_length` (counting SOS and
+    EOS). Captions are then ranked by their sum divided by `length_divisor`, by default their number of tokens. When the
+    search finds fewer than `num_results` captions, the remaining results have score -inf. `rules` forbid words, divide
+    the beams into groups, and choose the ranking.
+    """
+    check_beams(beam_size, num_results)
+    decoder = Decoder(models, memories, beam_size, max_length)
+    results = search(decoder, start_beams(decoder, max_length, rules.decoding), max_length, rules)
+    captions, _ = results.ranked(num_results, rules.length_normalization)
+    return captions
+
+
+def check_beams(beam_size: int, num_results: int) -> None:
+    """Raises ValueError unless 1 <= num_results <= beam_size."""
+    if not 1 <= num_results <= beam_size:
+        raise ValueError(
+            f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
+        )
+
+
+BeamsType = TypeVar("BeamsType", bound="Beams")
+
+
+def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRules = ScoreRules()) -> BeamsType:
+    """Extends the beams of every image until they are finished; finished images leave the batch."""
+    results = beams
+    restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
+    num_beams = decoder.beams
+    for position in range(1, max_length):
+        log_probs = decoder.step(beams.tokens[:, :, position - 1].flatten())
+        if position == 1:
+            beams.log_probs = log_probs.new_zeros(beams.tokens.shape)
+            beams.scores = log_probs.new_full(beams.ended.shape, -torch.inf)
+            beams.scores[:, :: beams.group_size] = 0.0  # all beams are equal: only the first of a group is extended
+            results = beams.pick(decoder.images)
+        log_probs = restricted(log_probs, beams.tokens[:, :, :position].flatten(0, 1))
+        parent = beams.extend(log_probs, position)
+        first_rows = torch.arange(0, parent.numel(), num_beams, device=parent.device)
+        decoder.select((first_rows[:, None] + parent).flatten())
+        images, finished = decoder.images, beams.finished()
+        remaining = decoder.drop_finished(finished)
+        if remaining is not None:
+            results.write(images[finished], beams.pick(finished.nonzero()[:, 0]))
+            beams = beams.pick(remaining)
+            if not len(remaining):
+                break
+    results.write(decoder.images, beams)
+    return results
+
+
+@dataclass
+class Beams:
+    """Captions in progress, tokens and log_probs (B, K, max_length), their sums `scores`, and `ended` (B, K)."""
+
+    sizes: ModelSizes
+    tokens: Tensor
+    log_probs: Tensor
+    scores: Tensor
+    ended: Tensor
+
+    @classmethod
+    def start(cls, decoder: Decoder, max_length: int) -> Beams:
+        """Beams of SOS only. `search` allocates log_probs and scores at the first step, which decides their dtype."""
+        shape = (len(decoder.images), decoder.beams)
+        tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
+        tokens[:, :, 0] = decoder.sizes.sos
+        ended = torch.zeros(shape, dtype=torch.bool, device=decoder.device)
+        return cls(decoder.sizes, tokens, log_probs=torch.empty(0), scores=torch.empty(0), ended=ended)
+
+    @property
+    def group_size(self) -> int:
+        """The number of beams that compete with each other."""
+        return self.ended.shape[1]
+
+    def extend(self, log_probs: Tensor, position: int) -> Tensor:
+        """Keeps the K best continuations of each image's beams by the word at `position`, from log_probs (B*K, V).
+
+        Returns the indices (B, K) of the beams that they continue, their parents.
+        """
+        parent, word, log_prob, self.scores = self.continuations(log_probs)
+        self.append(parent, word, log_prob, position)
+        return parent
+
+    def continuations(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The K best continuations of each image's beams, from log_probs (B*K, V): parents, words, log-probs, sums."""
+        num_beams = self.ended.shape[1]
+        offered = min(num_beams, self.sizes.vocabulary_size)
+        best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
+        best = best.masked_fill(self.ended[:, :, None], -torch.inf)
+        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate and keeps its score
+        words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
+        sums, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
+        return chosen // offered, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums
+
+    def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
+        """Replaces the beams: each continues the beam `parent` with `word`, which has `log_prob`; all are (B, K)."""
+        history = parent[:, :, None].expand_as(self.tokens)
+        self.tokens = self.tokens.gather(1, history)
+        self.tokens[:, :, position] = word
+        self.log_probs = self.log_probs.gather(1, history)
+        self.log_probs[:, :, position] = log_prob
+        self.ended = self.ended.gather(1, parent) | (word == self.sizes.eos)
+
+    def finished(self) -> Tensor:
+        """(B,) True where no beam can be extended."""
+        return self.ended.all(1)
+
+    def pick(self: BeamsType, images: Tensor) -> BeamsType:
+        """A copy of the beams of the images with the indices `images` (int64)."""
+        return replace(self, **{name: getattr(self, name)[images] for name in BEAM_TENSORS})
+
+    def write(self, images: Tensor, beams: Beams) -> None:
+        """Overwrites the beams of the images with the indices `images` by `beams`, in this order."""
+        for name in BEAM_TENSORS:
+            getattr(self, name)[images] = getattr(beams, name)
+
+    def ranked(
+        self, num_results: int, length_normalization: bool | float, excluded: Tensor | None = None
+    ) -> tuple[Captions, Tensor]:
+        """The best captions per image among the beams that are not `excluded` (B, K), and these beams' indices."""
+        lengths = caption_lengths(self.tokens, self.sizes.eos)
+        ranking = self.scores / length_divisor(lengths, length_normalization)
+        if excluded is not None:
+            ranking = ranking.masked_fill(excluded, -torch.inf)
+        ranking, order = ranking.topk(num_results, -1)
+        lengths = lengths.gather(1, order)
+        longest = int(lengths.max())
+        history = order[:, :, None].expand(-1, -1, longest)
+        tokens, log_probs = (x[:, :, :longest].gather(1, history) for x in (self.tokens, self.log_probs))
+        return Captions(tokens, log_probs.float(), lengths, ranking.float()), order
+
+
+BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
+
+
+@dataclass
+class GroupedBeams(Beams):
+    """Groups of equally many beams with different words (Vijayakumar et al. 2016), as `Decoding` describes them.
+
+    The choice of a group's beams at a step is the paper's. Sums and log-probabilities are those of the model.
+    """
+
+    num_groups: int
+    diversity: float  # per beam of an earlier group with this word
+
+    @property
+    def group_size(self) -> int:
+        return self.ended.shape[1] // self.num_groups
+
+    def extend(self, log_probs: Tensor, position: int) -> Tensor:
+        log_probs = log_probs.unflatten(0, (-1, self.ended.shape[1]))
+        vocabulary = log_probs.shape[-1]
+        times_chosen = torch.zeros_like(log_probs[:, 0])  # (B, V) by beams of earlier groups
+        parts = []
+        for first in range(0, self.ended.shape[1], self.group_size):
+            of_group = slice(first, first + self.group_size)
+            group = Beams(self.sizes, *(getattr(self, name)[:, of_group] for name in BEAM_TENSORS))
+            own = log_probs[:, of_group]
+            lowered = own - self.diversity * times_chosen[:, None]
+            parent, word, _, _ = group.continuations(lowered.flatten(0, 1))
+            has_ended = group.ended.gather(1, parent)
+            log_prob = own.flatten(1).gather(1, parent * vocabulary + word).masked_fill(has_ended, 0.0)
+            times_chosen.scatter_add_(1, word, (~has_ended).to(times_chosen.dtype))
+            parts.append((parent + first, word, log_prob, group.scores.gather(1, parent) + log_prob))
+        parents, words, word_log_probs, self.scores = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        self.append(parents, words, word_log_probs, position)
+        return parents
+
+
+def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
+    """Beams of SOS only, in groups if there are several. Raises ValueError for groups that do not divide the beams."""
+    beams, groups = Beams.start(decoder, max_length), decoding.beam_groups
+    if groups == 1:
+        return beams
+    if decoder.beams % groups:
+        raise ValueError(f"beam_groups = {groups} does not divide beam_size = {decoder.beams}")
+    return GroupedBeams(**vars(beams), num_groups=groups, diversity=decoding.diversity)
+
+
+def by_score(captions: Captions, length_normalization: bool | float) -> Captions:
+    """The captions of each image, best first by the sum of log-probabilities over `length_divisor`."""
+    scores = captions.log_probs.sum(-1) / length_divisor(captions.lengths, length_normalization)
+    scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    history = order[:, :, None].expand_as(captions.tokens)
+    tokens, log_probs = (each.gather(1, history) for each in (captions.tokens, captions.log_probs))
+    return Captions(tokens, log_probs, captions.lengths.gather(1, order), scores)

@@ -1,0 +1,1 @@
+"""Encoders: backbones with their transforms and views, and the encoders that metrics use."""

@@ -1,0 +1,506 @@
+"""The visual backbone: a timm model that gives image tokens, and the image transform that belongs to it.
+
+No other module imports timm. Shapes: B images, N image tokens, of which the grid's (rows x columns, row by row) follow
+any prefix tokens, C feature width.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import timm
+import timm.data
+import torch
+from timm.layers import DropPath
+from timm.models import group_parameters
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
+
+from raycap.models.base import load_strictly
+from raycap.models.config import SIZE_KEYS, BackboneConfig
+from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.encoders.transform import ImageTransform
+
+# Keys of sizes by timm's module, and the constructor's argument for each: "depth" takes one number, and "dims" a width
+# for each stage, which doubles from one to the next.
+_STAGES = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size")}
+_PLAIN = {"embed_dim": "embed_dim", "depths": "depth", "num_heads": "num_heads", "patch_size": "patch_size"}
+_SIZES = {
+    "swin_transformer": _STAGES,
+    "swin_transformer_v2": _STAGES | {"patch_size": "patch_size"},
+    **dict.fromkeys(("beit", "deit", "eva", "vision_transformer"), _PLAIN),
+    "convnext": {"embed_dim": "dims", "depths": "depths", "patch_size": "patch_size"},
+    "maxxvit": {"embed_dim": "embed_dim", "depths": "depths"},
+    "resnet": {"embed_dim": "channels", "depths": "layers"},
+}
+NUM_STAGES = 4  # of the models with stages whose sizes can be replaced
+_DOUBLING = ("convnext", "maxxvit", "resnet")  # their constructors take one width for each stage
+_FILTERS = ("checkpoint_filter_fn", "_filter_fn")  # timm's functions that convert checkpoints of a family
+_SLOT = re.compile(r"drop_path\d?")  # attributes of blocks that hold their stochastic depth
+_BLOCKS = re.compile(r"blocks|layer\d|stages?_?\d*|s\d")  # attributes of timm's models that hold blocks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `forward_features` of a timm model gives for images of one size."""
+
+    form: Literal["tokens", "rows first", "channels first"]  # (B, N, C), (B, rows, columns, C), (B, C, rows, columns)
+    num_prefix: int  # class and register tokens
+    grid: tuple[int, int]
+    width: int
+    norm: str  # the name of a final norm that the model applies after pooling; "" where the features have it
+    unused: tuple[str, ...]  # names of modules with weights for pooling and classification
+
+
+class Backbone(nn.Module):
+    """Computes features (B, N, C), after the model's final norm, from normalized images (B, 3, H, W).
+
+    BatchNorm always uses its stored statistics, also in training: data-parallel workers with small batches would
+    disagree about them, and no worker stores them.
+    """
+
+    def __init__(self, config: BackboneConfig, *, with_weights: bool = True) -> None:
+        """with_weights: False leaves the weights random, for a caller that loads others, and reads or downloads none.
+
+        Raises ValueError for a configuration that gives no backbone, and ConnectionError when the download of
+        pretrained weights fails.
+        """
+        super().__init__()
+        self.config = config
+        self.layout = layout = find_layout(config)
+        network = _create(config, pretrained=with_weights and config.weights == "pretrained")
+        _remove(network, layout)
+        # A Swin's tensors keep the prefix that they have in older files, on which feature keys depend.
+        self._name = "swin" if config.is_swin else "timm"
+        self.add_module(self._name, network)
+        if with_weights and config.weights not in ("none", "pretrained"):
+            load_tensors(self, read_tensors(Path(config.weights)))
+        self._can_checkpoint = _can_checkpoint(network)
+        if config.gradient_checkpointing is True and not self._can_checkpoint:
+            raise ValueError(
+                f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
+                "set it to false or auto"
+            )
+        self.set_gradient_checkpointing(config.gradient_checkpointing is True)
+        set_drop_path(self, config.drop_path)
+        self.grid = _pooled_grid(config, layout.grid)
+        self.num_prefix_tokens = num_prefix_tokens(config)
+        self.width: int = layout.width
+        self.num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
+
+    @property
+    def network(self) -> Any:
+        """The timm model, without its classifier."""
+        return getattr(self, self._name)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks of the timm model, from input to output."""
+        return _blocks(self.network)
+
+    def num_layers_above(self) -> dict[str, int]:
+        """The number of layers between each parameter's own layer and the model's output, by the parameter's name.
+
+        The layers are timm's, of which the last one has the classifier: parameters of the last block have 1. Raises
+        ValueError for a model whose layers timm does not number.
+        """
+        with torch.device("meta"):
+            whole = _create(self.config, pretrained=False, num_classes=1)
+        if not hasattr(whole, "group_matcher"):
+            raise ValueError(
+                f"optimizer.layer_decay needs layers that timm numbers, and {self.config.name} has none; set it to 1"
+            )
+        layers = group_parameters(whole, whole.group_matcher(coarse=False), reverse=True)
+        last = max(layers.values())
+        names = (name for name, _ in self.network.named_parameters())
+        return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether a backward pass computes the blocks' activations again, which takes less memory and more time.
+
+        A model that cannot do this keeps its activations.
+        """
+        if self._can_checkpoint:
+            self.network.set_grad_checkpointing(enabled)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        layout, pool = self.layout, self.config.pool
+        features: Tensor = self.network.forward_features(images)
+        if layout.norm:
+            features = self.network.get_submodule(layout.norm)(features)
+        tokens = _tokens(features, layout)
+        if not layout.num_prefix and pool == 1:
+            return tokens
+        prefix, tokens = tokens[:, : layout.num_prefix], tokens[:, layout.num_prefix :]
+        if pool > 1:
+            grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
+            tokens = F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
+        return torch.cat((prefix, tokens), 1) if self.num_prefix_tokens else tokens
+
+
+def image_transform(config: BackboneConfig) -> ImageTransform:
+    """The transform of the images that a backbone reads. It costs no model and no download.
+
+    Raises ValueError for an unknown name, and for a transform of timm's that has no equivalent.
+    """
+    size = config.image_size
+    if config.transform == "reference" or (config.transform == "auto" and config.is_swin):
+        return ImageTransform(size)
+    _require_known(config)
+    known: Any = timm.get_pretrained_cfg(config.name)
+    data = timm.data.resolve_data_config({"input_size": (3, size, size)}, pretrained_cfg=known.to_dict())
+    mean, std = (tuple(map(float, data[key])) for key in ("mean", "std"))
+    scaled, mode = math.floor(size / data["crop_pct"]), data["crop_mode"]
+    try:
+        if config.transform == "squash":
+            return ImageTransform(size, mean, std, data["interpolation"])
+        if mode not in ("center", "squash"):
+            raise ValueError(f"crop_mode is {mode}")
+        crops = mode == "center" or scaled != size
+        return ImageTransform(
+            size, mean, std, data["interpolation"], scaled if crops else None, keep_aspect=mode == "center"
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"backbone.transform is auto, and the transform of {config.name} is not supported ({error}); "
+            "set backbone.transform to squash or reference"
+        ) from error
+
+
+def backbone_macs(config: BackboneConfig) -> int:
+    """Multiply-accumulates per image of the products and convolutions of a backbone. It takes no memory."""
+    with torch.device("meta"), torch.no_grad():
+        backbone = Backbone(config, with_weights=False).eval()
+        with FlopCounterMode(display=False) as counter:
+            backbone(torch.empty(1, 3, config.image_size, config.image_size))
+    return counter.get_total_flops() // 2
+
+
+def num_prefix_tokens(config: BackboneConfig) -> int:
+    """The number of class and register tokens before those of the grid. Raises ValueError as `find_layout`."""
+    return find_layout(config).num_prefix if config.prefix_tokens == "keep" else 0
+
+
+def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
+    """The configuration of a thin backbone with random weights, whose blocks have the shapes of the whole one's.
+
+    A backbone whose depths are fixed remains as it is.
+    """
+    thin = replace(config, weights="none", gradient_checkpointing=False, drop_path=0.0)
+    arguments = _SIZES.get(_family(config), {})
+    if "depths" not in arguments:
+        return thin
+    num_stages = len(config.depths or (1,) * (1 if arguments is _PLAIN else NUM_STAGES))
+    return replace(thin, depths=(1,) * num_stages)
+
+
+def find_layout(config: BackboneConfig) -> Layout:
+    """The layout of a timm model's features, found with a forward pass that takes no memory and draws no numbers.
+
+    Raises ValueError for a model without a grid of image tokens, and for an image size that it does not take.
+    """
+    sizes = {key: getattr(config, key) for key in ("name", "image_size", *SIZE_KEYS)}
+    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items()}
+    return _find_layout(tuple(hashable.items()))
+
+
+@lru_cache(maxsize=16)
+def _find_layout(sizes: tuple[tuple[str, Any], ...]) -> Layout:
+    """`find_layout` of the configuration with these keys and values."""
+    config = BackboneConfig(**dict(sizes))
+    size, called = config.image_size, set()
+
+    def called_hook(name: str) -> Any:
+        return lambda module, inputs, output: called.add(name)
+
+    with torch.device("meta"), torch.no_grad():
+        network = _create(config, pretrained=False).eval()
+        _require_patches(config, network)
+        if any(isinstance(module, nn.RNNBase) for module in network.modules()):
+            raise ValueError(f"backbone.name is {config.name!r}, which has recurrent layers; choose another model")
+        for name, module in network.named_modules():
+            module.register_forward_hook(called_hook(name))
+        try:
+            features = network.forward_features(torch.empty(1, 3, size, size))
+        except Exception as error:  # models refuse sizes with errors of many kinds
+            raise ValueError(
+                f"backbone.image_size is {size}, at which {config.name} gives no features ({_reason(error)}); choose "
+                "another size, such as that in the model's name"
+            ) from error
+    if not isinstance(features, Tensor) or features.ndim not in (3, 4) or features.shape[0] != 1:
+        raise ValueError(f"backbone.name is {config.name!r}, which gives neither a grid nor a sequence of image tokens")
+    unused = [
+        name
+        for name, module in network.named_children()
+        if _has_weights(module) and not any(each.split(".")[0] == name for each in called)
+    ]
+    norm = _final_norm(network, features, unused)
+    if "." in norm:  # the norm in a head: the head's other parts are not used
+        head, _, used = norm.partition(".")
+        parts = network.get_submodule(head).named_children()
+        unused += [f"{head}.{name}" for name, module in parts if name != used and _has_weights(module)]
+    unused = [name for name in unused if norm != name and not norm.startswith(f"{name}.")]
+    form, num_prefix, grid, width = _shape(config, network, features)
+    return Layout(form, num_prefix, grid, width, norm, tuple(unused))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _shape(config: BackboneConfig, network: Any, features: Tensor) -> tuple[Any, int, tuple[int, int], int]:
+    """The fields form, num_prefix, grid and width of a layout."""
+    if features.ndim == 4 and getattr(network, "output_fmt", "NCHW") == "NHWC":
+        return "rows first", 0, (features.shape[1], features.shape[2]), features.shape[3]
+    if features.ndim == 4:
+        return "channels first", 0, (features.shape[2], features.shape[3]), features.shape[1]
+    count = features.shape[1]
+    num_prefix = getattr(network, "num_prefix_tokens", None)
+    if num_prefix is None:  # timm's older models do not count their class token
+        num_prefix = int(math.isqrt(count) ** 2 != count)
+    side = math.isqrt(count - num_prefix)
+    if side < 2 or side * side != count - num_prefix:
+        raise ValueError(
+            f"backbone.name is {config.name!r}, which gives {count} tokens per image, and these form no square grid"
+        )
+    return "tokens", num_prefix, (side, side), features.shape[2]
+
+
+def _final_norm(network: Any, features: Tensor, unused: list[str]) -> str:
+    """The name of the layer norm that a model applies to its pooled features, and "" if it has none."""
+    for name in ("fc_norm", "head.norm"):
+        try:
+            norm = network.get_submodule(name)
+        except AttributeError:
+            continue
+        is_norm = isinstance(norm, nn.LayerNorm) and name.split(".")[0] in unused
+        if is_norm and norm.normalized_shape[0] == network.num_features and hasattr(norm, "weight"):
+            with torch.no_grad(), torch.device("meta"):
+                return name if norm(features).shape == features.shape else ""
+    return ""
+
+
+def _tokens(features: Tensor, layout: Layout) -> Tensor:
+    """The features of `forward_features` as tokens (B, N, C), the prefix before the grid's."""
+    if layout.form == "tokens":
+        return features
+    if layout.form == "rows first":
+        return features.flatten(1, 2)
+    return features.flatten(2).mT.contiguous()
+
+
+def _pooled_grid(config: BackboneConfig, grid: tuple[int, int]) -> tuple[int, int]:
+    """The grid after pooling. Raises ValueError for a grid that does not divide."""
+    rows, columns = (side // config.pool for side in grid)
+    if (rows * config.pool, columns * config.pool) != grid:
+        raise ValueError(
+            f"backbone.pool is {config.pool}, which does not divide the grid of {grid[0]} x {grid[1]} tokens that "
+            f"{config.name} gives at {config.image_size} px; choose a divisor, or another backbone.image_size"
+        )
+    return rows, columns
+
+
+def _require_known(config: BackboneConfig) -> None:
+    """Raises ValueError unless timm has the model, and weights under its tag if it has one."""
+    architecture, dot, _ = config.name.partition(".")
+    if not timm.is_model(architecture):
+        names, family = timm.list_models(), architecture.partition("_")[0]
+        close = (
+            difflib.get_close_matches(architecture, names, n=5)
+            or [name for name in names if name.partition("_")[0] == family][:5]
+        )
+        hint = f"close names: {', '.join(close)}" if close else "timm.list_models() has the names"
+        raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; {hint}")
+    if dot and config.name not in (tags := timm.list_models(f"{architecture}.*", pretrained=True)):
+        raise ValueError(f"backbone.name is {config.name!r}, whose tag timm does not know; known: {', '.join(tags)}")
+
+
+def _family(config: BackboneConfig) -> str:
+    """The name of timm's module that has the model. Raises ValueError for an unknown model."""
+    _require_known(config)
+    return timm.models.model_entrypoint(config.name.partition(".")[0]).__module__.rpartition(".")[2]
+
+
+def _overrides(config: BackboneConfig, pretrained: bool) -> dict[str, Any]:
+    """The constructor's arguments for the sizes that replace the named model's. ValueError for unsuitable ones."""
+    family = _family(config)
+    given = {key: getattr(config, key) for key in SIZE_KEYS if getattr(config, key) is not None}
+    arguments = _SIZES.get(family, {})
+    if unknown := sorted(given.keys() - arguments.keys()):
+        takes = f"it takes {', '.join(arguments)}" if arguments else "its sizes are fixed"
+        raise ValueError(f"backbone.{unknown[0]} does not apply to {config.name}: {takes}; leave it out")
+    # another window size is allowed: timm resizes the pretrained position tables to it
+    incompatible = sorted(given.keys() - {"window_size"})
+    if pretrained and incompatible:
+        raise ValueError(
+            f"backbone.weights is 'pretrained', but {', '.join(incompatible)} make it another model; "
+            f"leave them out, or set backbone.weights to none"
+        )
+    if family in _DOUBLING and "embed_dim" in given:
+        given["embed_dim"] = tuple(given["embed_dim"] * 2**stage for stage in range(NUM_STAGES))
+    if arguments is _PLAIN:
+        for key in ("depths", "num_heads"):
+            numbers = given.get(key, (1,))
+            if len(numbers) != 1:
+                raise ValueError(
+                    f"backbone.{key} is {list(numbers)}, and {config.name} has no stages; give a list of one number"
+                )
+            if key in given:
+                given[key] = numbers[0]
+    return {arguments[key]: value for key, value in given.items()}
+
+
+def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -> Any:
+    """timm's model for a configuration, whose weights are random unless `pretrained`. See `Backbone` for the errors.
+
+    num_classes: of its classifier; 0 for none.
+    """
+    arguments = _overrides(config, pretrained)
+    known = timm.get_pretrained_cfg(config.name)
+    if known is not None and known.fixed_input_size:  # the others compute images of any size
+        arguments["img_size"] = config.image_size
+    try:
+        return timm.create_model(config.name, pretrained=pretrained, num_classes=num_classes, **arguments)
+    except Exception as error:
+        if not pretrained:
+            raise ValueError(
+                f"{config.name} cannot be made at {config.image_size} px with these sizes ({_reason(error)})"
+            ) from error
+        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses the settings
+            raise
+        reason = " ".join(str(error).split())  # the libraries for downloads have exceptions of their own
+        raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
+
+
+def _require_patches(config: BackboneConfig, network: Any) -> None:
+    """Raises ValueError unless the image divides into the patches of a model that has some."""
+    embedding = getattr(network, "patch_embed", None)
+    patch, stride = getattr(embedding, "patch_size", None), getattr(getattr(embedding, "proj", None), "stride", None)
+    side = max(patch) if isinstance(patch, tuple | list) else patch
+    overlaps = stride is not None and max(stride) != side
+    if isinstance(side, int) and not overlaps and config.image_size % side:
+        raise ValueError(
+            f"backbone.image_size is {config.image_size}; for {config.name} it must be a multiple of the patches' "
+            f"{side} px"
+        )
+
+
+def _remove(network: Any, layout: Layout) -> None:
+    """Replaces modules whose weights no feature depends on: data-parallel training waits for all gradients."""
+    for name in layout.unused:
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, nn.Identity())
+
+
+def _can_checkpoint(network: Any) -> bool:
+    """Whether the model can compute activations again in the backward pass."""
+    try:
+        network.set_grad_checkpointing(True)
+    except (AssertionError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    """The modules in the lists that timm calls blocks, layer1, stages and the like, from input to output."""
+
+    def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
+        for name, child in module.named_children():
+            is_list = isinstance(child, nn.Sequential | nn.ModuleList)
+            if inside and not is_list and not _has_blocks(child):
+                yield child
+            else:
+                yield from walk(child, inside=is_list and (inside or _BLOCKS.fullmatch(name) is not None))
+
+    return list(walk(network, inside=False))
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Whether a module is a stage, which contains a list of blocks."""
+    return any(
+        _BLOCKS.fullmatch(name) and isinstance(child, nn.Sequential | nn.ModuleList)
+        for name, child in module.named_children()
+    )
+
+
+def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules and names of the attributes that hold the stochastic depth of a block."""
+    return [
+        (module, name)
+        for module in block.modules()
+        for name, value in [*vars(module).items(), *module.named_children()]
+        if _SLOT.fullmatch(name) and (value is None or isinstance(value, DropPath | nn.Identity))
+    ]
+
+
+def set_drop_path(module: nn.Module, rate: float) -> None:
+    """Sets the stochastic depth of all backbones in `module`: 0 in the first block, rising to `rate` in the last one.
+
+    Raises ValueError for a rate outside [0, 1), and for a rate above 0 if a backbone has no stochastic depth.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
+    for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
+        by_block = [slots for block in backbone.blocks if (slots := _slots(block))]
+        if rate and not by_block:
+            raise ValueError(f"drop_path is {rate}, and {backbone.config.name} has no stochastic depth; set it to 0")
+        for index, slots in enumerate(by_block):
+            block_rate = rate * index / max(len(by_block) - 1, 1)
+            for owner, name in slots:
+                setattr(owner, name, DropPath(block_rate) if block_rate else nn.Identity())
+
+
+def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
+    """Loads a checkpoint in timm's naming, or in another one that timm converts, such as the original Swin's.
+
+    timm resizes position tables of another image size. The classifier and computed buffers are left out. Raises
+    ValueError for missing, unknown or misshapen entries.
+    """
+    config = replace(backbone.config, weights="none")
+    what = f"a {'Swin ' if config.is_swin else ''}checkpoint for {config.name}"
+    with torch.device("meta"):
+        network = _create(config, pretrained=False)
+    try:
+        state = _converted(tensors, network)
+    except Exception as error:  # timm's functions expect checkpoints that fit
+        raise ValueError(f"{what} cannot be converted ({_reason(error)})") from error
+    heads = (network.pretrained_cfg or {}).get("classifier") or ()
+    ignored = (*((heads,) if isinstance(heads, str) else heads), *backbone.layout.unused)
+    kept = {
+        name: tensor for name, tensor in state.items() if not name.startswith(tuple(f"{each}." for each in ignored))
+    }
+    load_strictly(backbone.network, kept, what)
+
+
+def _converted(tensors: dict[str, Tensor], network: Any) -> dict[str, Tensor]:
+    """A checkpoint under timm's names and in the shapes of `network`, by timm's function for its family."""
+    for family in type(network).__mro__:
+        module = sys.modules[family.__module__]
+        for name in _FILTERS:
+            if callable(convert := getattr(module, name, None)):
+                with torch.no_grad():
+                    converted: dict[str, Tensor] = convert(dict(tensors), network)
+                return converted
+    return dict(tensors)
+
+
+def _reason(error: Exception) -> str:
+    """An error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,141 @@
+"""The image transform that belongs to the backbone: resizing for CPU tasks, normalizing for the device.
+
+A driver chooses it once (`encoders.backbone.image_transform`) and sends it to the tasks that decode images. torch is
+imported only where tensors are made, so that such a task starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from PIL import Image
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
+MAX_ENLARGEMENT = 2.0  # of the scaled side over the cropped one; timm's models have at most 1 / 0.875
+# An image is scaled as a whole and then cropped. Of one whose sides differ more than this, a stripe in the middle is
+# scaled: the whole could take gigabytes.
+MAX_ASPECT_RATIO = 16
+
+
+@lru_cache
+def _statistics(device: torch.device, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """The mean and standard deviation (3,) as tensors. The cache avoids a copy per batch, which waits for a GPU."""
+    import torch
+
+    return torch.tensor(mean, device=device), torch.tensor(std, device=device)
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """A PIL RGB image to a normalized float32 tensor (3, H, W); H and W are `image_size`.
+
+    The image is resized with antialiasing, cropped to the square in its middle, scaled to [0, 1], and normalized with
+    the mean and standard deviation of each channel. The defaults are the transform of ExpansionNet v2's reference: the
+    whole image, bilinear, without its aspect ratio, and ImageNet's statistics.
+
+    resize_to: the side in pixels before the crop; None for `image_size`, without a crop. keep_aspect: resize the
+    shorter side to it and keep the aspect ratio, else both sides. Raises ValueError for other values.
+    """
+
+    image_size: int
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    interpolation: str = "bilinear"
+    resize_to: int | None = None
+    keep_aspect: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interpolation not in INTERPOLATIONS:
+            raise ValueError(f"interpolation is {self.interpolation!r}; expected one of {', '.join(INTERPOLATIONS)}")
+        if self.image_size < 1 or not self.image_size <= self.scaled_side <= MAX_ENLARGEMENT * self.image_size:
+            raise ValueError(
+                f"images are resized to {self.scaled_side} px and cropped to {self.image_size} px; the first must be "
+                f"1 to {MAX_ENLARGEMENT:g} times the second"
+            )
+        for name, values, least in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
+            if len(values) != 3 or not all(math.isfinite(value) and value > least for value in values):
+                raise ValueError(f"{name} is {list(values)}; expected 3 numbers" + (" above 0" if not least else ""))
+
+    @property
+    def scaled_side(self) -> int:
+        """The side in pixels to which an image is resized before it is cropped."""
+        return self.image_size if self.resize_to is None else self.resize_to
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        import torch
+
+        return self.normalize(torch.from_numpy(self.resize(image)[None].copy())).contiguous()[0]
+
+    def resize(self, image: Image.Image) -> np.ndarray:
+        """Pixels (H, W, 3) uint8 of the square: the part for a CPU task, whose result is small to send."""
+        width = height = side = self.scaled_side
+        if self.keep_aspect:
+            image = _without_far_ends(image)
+            shorter, longer = sorted(image.size)
+            scaled = side * longer // shorter
+            width, height = (side, scaled) if image.width <= image.height else (scaled, side)
+        resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
+        if (width, height) != (self.image_size, self.image_size):
+            left, top = (round((length - self.image_size) / 2) for length in (width, height))
+            resized = resized.crop((left, top, left + self.image_size, top + self.image_size))
+        return np.asarray(resized)
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """(B, H, W, 3) uint8 to (B, 3, H, W) float32 in the channels-last memory format, on the pixels' device."""
+        import torch
+
+        mean, std = _statistics(pixels.device, self.mean, self.std)
+        return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2)
+
+    def describe(self) -> dict[str, Any]:
+        """The transform as JSON values, for feature keys and model bundles.
+
+        `resize` is [height, width], or one number for the shorter side. `crop` is left out where nothing is cut off.
+        """
+        side = self.scaled_side
+        crops = self.keep_aspect or side != self.image_size
+        return {
+            "resize": side if self.keep_aspect else [side, side],
+            **({"crop": [self.image_size, self.image_size]} if crops else {}),
+            "interpolation": self.interpolation,
+            "antialias": True,
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
+
+    @classmethod
+    def from_description(cls, description: Any, image_size: int) -> Self:
+        """The transform to squares of `image_size` that `describe` gave. Raises ValueError for other values."""
+        values = description if isinstance(description, Mapping) else {}
+        try:
+            resize = values["resize"]
+            keep_aspect = isinstance(resize, int)
+            mean, std = (tuple(map(float, values[key])) for key in ("mean", "std"))
+            side = resize if keep_aspect else resize[0]
+            resize_to = side if "crop" in values else None
+            transform = cls(image_size, mean, std, str(values["interpolation"]), resize_to, keep_aspect)
+        except (KeyError, TypeError, IndexError, OverflowError) as error:
+            raise ValueError(f"it describes no image transform ({type(error).__name__}: {error})") from error
+        if transform.describe() != description:
+            raise ValueError(f"it describes a transform that this version does not have, or not to {image_size} px")
+        return transform
+
+
+def _without_far_ends(image: Image.Image) -> Image.Image:
+    """The middle of an image whose longer side is more than MAX_ASPECT_RATIO times the shorter; others unchanged."""
+    longest = MAX_ASPECT_RATIO * min(image.size)
+    if max(image.size) <= longest:
+        return image
+    left, top = (max(0, length - longest) // 2 for length in image.size)
+    return image.crop((left, top, image.width - left, image.height - top))

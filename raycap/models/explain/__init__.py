@@ -1,0 +1,1 @@
+"""Explanations of captions: attention maps, attributions, alignment and clusters."""

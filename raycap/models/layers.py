@@ -1,0 +1,351 @@
+"""Layers that the captioners share: dropout, feed-forward, multi-head attention.
+
+Shapes: B images, N image tokens, K captions per image, T caption tokens, D width, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycap.models.decoding.cache import RowSlots, TreeSlots
+
+if TYPE_CHECKING:
+    from raycap.models.decoding.masks import CaptionMasks
+
+MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
+
+
+class _Masked(torch.autograd.Function):
+    """x * mask * scale for a mask of bytes, which is what remains in memory for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return _scaled(x, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return _scaled(gradients[0], mask, ctx.scale), None, None
+
+
+def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """x * mask * scale in one pass over memory."""
+    factor = mask.to(x.dtype)  # a product with a uint8 or bool tensor would not be vectorized
+    return torch.addcmul(x.new_zeros(()), x, factor, value=scale, out=factor)
+
+
+def _dropped_bytes(p: float) -> int:
+    """The number of the 256 bytes that mean "dropped" on the CPU, where p is rounded."""
+    return min(max(round(256 * p), 1), 255)
+
+
+def keep_mask(shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+    """A uint8 mask: 0 with probability p (see `dropout`), else 1. It is drawn by torch's default generator."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.uint8, device=device).bernoulli_(1 - p)
+    count = math.prod(shape)
+    # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
+    words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
+    # a random byte below this number becomes 0, any other 1
+    return words.view(torch.uint8)[:count].view(shape).ge_(_dropped_bytes(p))
+
+
+def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Dropout of x with a given mask of its shape, from `keep_mask` with this p."""
+    share = p if x.device.type != "cpu" else _dropped_bytes(p) / 256
+    return _Masked.apply(x, mask, 1 / (1 - share))
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
+
+    There p is rounded to a multiple of 1/256, at least 1/256 (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256). The
+    remaining elements are scaled by the rounded probability, so that the expectation is exact. The mask is saved for
+    the gradient as bytes, a quarter of torch's.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
+        return F.dropout(x, p)
+    return masked(x, keep_mask(x.shape, p, x.device), p)
+
+
+class Dropout(nn.Module):
+    """Dropout with a probability that can be changed after construction (`set_dropout`), unless it is `fixed`.
+
+    masks: what the steps and the teacher-forced pass of sampled captions share; None to draw new masks.
+    """
+
+    def __init__(self, p: float, fixed: bool = False) -> None:
+        super().__init__()
+        self.p = p
+        self.fixed = fixed
+        self.masks: CaptionMasks | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.p > 0.0
+
+    def forward(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None = None) -> Tensor:
+        """x after dropout. `shared` takes its mask, of equally many elements in the same order, from `masks`.
+
+        The default is for x (R, ..., T, D), and for x (R, ..., 1, D) or (R, D) of a step.
+        """
+        if not self.active:
+            return x
+        if self.masks is None:
+            return dropout(x, self.p)
+        return self._with_shared_mask(x, shared)
+
+    @torch.compiler.disable  # the masks count the calls
+    def _with_shared_mask(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None) -> Tensor:
+        assert self.masks is not None
+        if shared is None:
+            mask = self.masks.of_tokens((*x.shape[1:-2], x.shape[-1]), self.p).movedim(1, -2)
+        else:
+            mask = shared(self.masks, self.p)
+        return masked(x, mask.reshape(x.shape), self.p)
+
+
+def set_dropout(module: nn.Module, p: float) -> None:
+    """Sets the probability of a captioner's dropouts, except fixed ones. Raises ValueError for one outside [0, 1)."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
+    for child in module.modules():
+        if isinstance(child, Dropout) and not child.fixed:
+            child.p = p
+
+
+def xavier_blocks_(weight: Tensor, blocks: int = 1) -> None:
+    """Xavier uniform for each of `blocks` equal row blocks of a weight that fuses several maps of one input."""
+    for block in weight.chunk(blocks):
+        nn.init.xavier_uniform_(block)
+
+
+class FeedForward(nn.Module):
+    """Linear, ReLU or GELU, dropout, Linear."""
+
+    def __init__(self, d_model: int, d_ff: int, dropout: float, activation: str = "relu") -> None:
+        super().__init__()
+        # ReLU in place: no gradient needs what it overwrites
+        self.activation = {"relu": F.relu_, "gelu": F.gelu}[activation]
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
+        self.dropout = Dropout(dropout)
+
+    def init_weights(self) -> None:
+        xavier_blocks_(self.inner.weight)
+        xavier_blocks_(self.outer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.dropout(self.activation(self.inner(x))))
+
+
+def padding_bias(valid_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The bias (B, 1, 1, N) to add to attention scores: 0 at valid tokens, -1e4 at padding. None without a mask."""
+    if valid_mask is None:
+        return None
+    bias = torch.zeros(valid_mask.shape, dtype=dtype, device=valid_mask.device)
+    return bias.masked_fill_(~valid_mask, MASKED_SCORE)[:, None, None]
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, T, D) -> (B, H, T, D / H)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, H, T, D / H) -> (B, T, D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Scaled dot-product attention of Q queries (B, H, Q, d) over keys and values (B, H, N, d), where d is D / H.
+
+    `bias` is broadcast to the scores (B, H, Q, N). `dropout` is applied to the weights (B, H, Q, N).
+
+    Keys from `cached_for_steps` belong to a decoding step: for its few queries torch's fused kernel on a CPU takes
+    longer than the two products written out.
+    """
+    query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
+    if dropout is None and (query.device.type != "cpu" or not key.mT.is_contiguous()):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = torch.matmul(query * query.shape[-1] ** -0.5, key.mT)
+        scores = scores if bias is None else scores + bias
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights = weights if dropout is None else dropout(weights)
+        return torch.matmul(weights.to(value.dtype), value)
+
+
+def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., N, d) in the memory layout that `attend` reads: once for all steps.
+
+    The products on a CPU read keys by columns. On a GPU the fused kernel reads them by rows.
+    """
+    key = key.mT.contiguous().mT if key.device.type == "cpu" else key.contiguous()
+    return key, value.contiguous()
+
+
+def sinusoids(count: int, width: int, first: int = 0) -> Tensor:
+    """(count, width) sines and cosines of positions from `first` on, interleaved, base 10000 (Vaswani et al. 2017)."""
+    positions = torch.arange(first, first + count, dtype=torch.float64)[:, None]
+    angles = positions / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :width].float()
+
+
+class OutputProjection(nn.Linear):
+    """The linear map after the heads, or attention on attention (Huang et al. 2019) instead of it.
+
+    The latter is (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g) with the attended values v and the queries' input q.
+    """
+
+    def __init__(self, d_model: int, attention_on_attention: bool) -> None:
+        self.blocks = 2 if attention_on_attention else 1  # number of maps that the weight fuses
+        super().__init__(self.blocks * d_model, self.blocks * d_model)
+
+    def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        """The mapped values (..., D), from the attended values `mixed` and the queries' input x, both (..., D)."""
+        if self.blocks == 1:
+            return super().forward(mixed)
+        return F.glu(super().forward(torch.cat((mixed, x.to(mixed.dtype)), -1)))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention from caption tokens to image tokens.
+
+    dropout: the probability of dropout on the weights; None for none, as in the references of the other systems than
+    Ada-ClustFormer.
+    """
+
+    levels = 1  # number of encoder levels that a caption token attends to
+    dropout: Dropout | None
+
+    def __init__(
+        self, d_model: int, num_heads: int, attention_on_attention: bool = False, dropout: float | None = None
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = None if dropout is None else Dropout(dropout)
+        self.query = nn.Linear(d_model, d_model)
+        self.key_value = nn.Linear(d_model, 2 * d_model)
+        self.out_proj = OutputProjection(d_model, attention_on_attention)
+
+    def init_weights(self) -> None:
+        xavier_blocks_(self.query.weight)
+        xavier_blocks_(self.key_value.weight, blocks=2)
+        xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, N, D / H) of image tokens (B, N, D): once per image."""
+        key, value = self.key_value(states).chunk(2, -1)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """The output (B*K, T, D) of queries from x (B*K, T, D) over the keys and values of B images.
+
+        bias is (B, 1, 1, N), or None.
+        """
+        # the K captions of an image form one longer query sequence, so that its keys are read once
+        rows, length, width = x.shape
+        query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
+        drops = self.dropout is not None and self.dropout.active
+        mixed = attend(query, key, value, bias, self._drop_weights if drops else None)
+        return self.out_proj(merge_heads(mixed).reshape(rows, length, width), x)
+
+    def _drop_weights(self, weights: Tensor) -> Tensor:
+        """The attention weights (B, H, K*T, N) after dropout."""
+        assert self.dropout is not None
+        images, heads, queries, tokens = weights.shape
+
+        def of_captions(masks: CaptionMasks, p: float) -> Tensor:
+            return masks.of_tokens((heads, tokens), p).reshape(images, queries, heads, tokens).transpose(1, 2)
+
+        return self.dropout(weights, of_captions)
+
+
+class Mixer(nn.Module):
+    """The base of the modules that mix the tokens of a sequence, x (B, L, D) -> (B, L, D): attention and expansions."""
+
+    in_proj: nn.Linear
+
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps."""
+        raise NotImplementedError
+
+    def step_macs(self, slots: int, length: int) -> float:
+        """`mixing_macs` for one token of the `length`-th cached step, whose products run over all slots of an image."""
+        raise NotImplementedError
+
+
+class SelfAttention(Mixer):
+    """Multi-head self-attention, causal or bidirectional: the mixer of the baseline, whose code is not public."""
+
+    def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.causal = causal
+        self.in_proj = nn.Linear(d_model, 3 * d_model)
+        self.out_proj = OutputProjection(d_model, attention_on_attention)
+
+    def init_weights(self) -> None:
+        xavier_blocks_(self.in_proj.weight, blocks=3)
+        xavier_blocks_(self.out_proj.weight, self.out_proj.blocks)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, H, L, D / H) of x (B, L, D)."""
+        return [split_heads(part, self.num_heads) for part in self.in_proj(x).chunk(3, -1)]
+
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None."""
+        query, key, value = self.project(x)
+        bias = padding_bias(valid_mask, query.dtype)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
+        return self.out_proj(merge_heads(mixed), x)
+
+    def mixing_macs(self, length: float) -> float:
+        return 2 * length * length * self.in_proj.in_features  # scores, and the weighted sum of values
+
+    def step_macs(self, slots: int, length: int) -> float:
+        return 2 * slots * self.in_proj.in_features
+
+    def project_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, H, K, D / H) from x (B*K, D), keys and values (B, H, slots, D / H), and a mask (B, K, slots).
+
+        The mask is True at the slots on a beam's path, which ancestors (B, K, t) lists.
+        """
+        images, beams, _ = ancestors.shape
+        maps = self.in_proj(x).view(images, beams, 3, -1)
+        query = split_heads(maps[:, :, 0], self.num_heads)
+        cached = slots.append("key_value", maps[:, :, 1:].permute(2, 0, 1, 3))  # (2, B, slots, D)
+        key, value = (split_heads(part, self.num_heads) for part in cached.unbind())
+        path = torch.zeros(images, beams, cached.shape[2], dtype=torch.bool, device=x.device)
+        return query, key, value, path.scatter_(2, ancestors, True)
+
+    def project_rows(self, x: Tensor, slots: RowSlots) -> tuple[Tensor, ...]:
+        """Queries (R, H, 1, D / H), keys and values (R, H, t, D / H) for the next token of each row, from x (R, D)."""
+        query, key_value = self.in_proj(x).split((x.shape[-1], 2 * x.shape[-1]), -1)
+        key, value = slots.append_rows("key_value", key_value).chunk(2, -1)
+        return tuple(split_heads(part, self.num_heads) for part in (query[:, None], key, value))
+
+    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+        """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+        if isinstance(slots, RowSlots):
+            query, key, value = self.project_rows(x, slots)
+            mixed = F.scaled_dot_product_attention(query, key, value)
+            return self.out_proj(merge_heads(mixed)[:, 0], x)
+        query, key, value, path = self.project_step(x, slots, ancestors)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
+        return self.out_proj(merge_heads(mixed).flatten(0, 1), x)

@@ -1,0 +1,243 @@
+"""The Meshed-Memory Transformer (Cornia, Stefanini, Baraldi, Cucchiara, CVPR 2020): memory slots and meshed attention.
+
+Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
+H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
+
+Layers are post-norm, LN(x + dropout(sublayer(x))). Where the paper and its reference differ, this is the reference:
+
+- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), with one module and one
+  norm for all levels; z = sum of a_i * c_i / sqrt(levels) has neither residual nor norm;
+- every weight of two or more dimensions is drawn Xavier-uniform, also memories and feed-forward (the paper draws
+  memories normal and feed-forward as He); a memory counts as one map from M * D to D.
+
+This differs from the reference in three ways. Padded image tokens are masked by their lengths, in the encoder and in
+cross-attention (the reference masks rows that are exactly 0 after its first LayerNorm, which padding never is). New
+models have sinusoidal positions, as the paper says (the reference draws a frozen table at random, which an imported
+checkpoint contains). Projected keys and values are cached between steps. PAD after a caption needs no mask, because a
+row depends only on the tokens before it.
+
+The paper leaves open the baselines' details. Softmax gates are a softmax over the levels for each channel; the scale
+stays. One-to-one and last level attend to one level, without gate and scale. Attention on attention replaces the output
+map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), where v are the attended values and q the
+input of the queries.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycap.models.base import Features, Memory, ModelSizes, valid_tokens
+from raycap.models.config import MeshedMemoryConfig
+from raycap.models.decoding.cache import TreeCache
+from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
+from raycap.models.layers import (
+    CrossAttention,
+    Dropout,
+    FeedForward,
+    SelfAttention,
+    attend,
+    merge_heads,
+    padding_bias,
+    sinusoids,
+    split_heads,
+)
+from raycap.models.token_embeddings import lm_head, token_embedding
+
+
+class MemoryAttention(SelfAttention):
+    """Self-attention with M learned keys sqrt(D / H) m_k and values sqrt(M) m_v per head, never masked (equation 3)."""
+
+    def __init__(self, config: MeshedMemoryConfig) -> None:
+        on_attention = config.attention == "on_attention"
+        super().__init__(config.d_model, config.num_heads, causal=False, attention_on_attention=on_attention)
+        self.num_slots = config.num_memory_slots
+        if self.num_slots:
+            self.memory_keys = nn.Parameter(torch.empty(self.num_slots, config.d_model))
+            self.memory_values = nn.Parameter(torch.empty(self.num_slots, config.d_model))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if self.num_slots:
+            for memory in (self.memory_keys, self.memory_values):
+                nn.init.xavier_uniform_(memory[None])  # the reference's (1, M, D): fans of M * D and D
+
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """The mixed tokens (B, N, D) from x (B, N, D); valid_mask (B, N) is True at valid tokens, or None."""
+        query, key, value = self.project(x)
+        if self.num_slots:
+            scale = math.sqrt(query.shape[-1])
+            key = torch.cat((key, self._scaled_slots(self.memory_keys, scale, key)), 2)
+            value = torch.cat((value, self._scaled_slots(self.memory_values, math.sqrt(self.num_slots), value)), 2)
+        if valid_mask is not None:
+            valid_mask = F.pad(valid_mask, (0, self.num_slots), value=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(valid_mask, query.dtype))
+        return self.out_proj(merge_heads(mixed), x)
+
+    def mixing_macs(self, length: float) -> float:
+        return 2 * length * (length + self.num_slots) * self.in_proj.in_features
+
+    def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
+        """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype of the projections `like` (autocast's)."""
+        slots = split_heads(memory[None] * scale, self.num_heads)
+        return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
+
+
+class LevelAttention(CrossAttention):
+    """Cross-attention to several encoder levels with the same weights for all levels."""
+
+    def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
+        super().__init__(config.d_model, config.num_heads, config.attention == "on_attention")
+        self.levels = levels
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
+        levels = states.shape[1]
+        keys, values = super().project(states.flatten(0, 1))
+        return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """The attended values (R, L, T, D) of queries from x (R, T, D); keys and values are those of B images."""
+        length, width = x.shape[1:]
+        images, levels = key.shape[:2]
+        query = split_heads(self.query(x).view(images, -1, width), self.num_heads)  # (B, H, K*T, D / H)
+        query = query[:, None].expand(-1, levels, -1, -1, -1).flatten(0, 1)
+        if bias is not None:
+            bias = bias.repeat_interleave(levels, 0)
+        mixed = attend(query, key.flatten(0, 1), value.flatten(0, 1), bias)
+        # (B*L, K*T, D) -> (R, L, T, D)
+        mixed = merge_heads(mixed).view(images, levels, -1, length, width).transpose(1, 2).flatten(0, 1)
+        return self.out_proj(mixed, x[:, None].expand_as(mixed))
+
+
+class MeshedAttention(nn.Module):
+    """Equations 6 to 8 over the levels that a layer attends to, with AddNorm for each level. One level has no gate."""
+
+    def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
+        super().__init__()
+        self.attention = LevelAttention(config, levels)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = Dropout(config.dropout)
+        self.softmax = config.gates == "softmax"
+        gates = levels if config.connection == "meshed" else 0
+        self.gates = nn.ModuleList(nn.Linear(2 * config.d_model, config.d_model) for _ in range(gates))
+
+    def init_weights(self) -> None:
+        for gate in self.gates:
+            nn.init.xavier_uniform_(cast(nn.Linear, gate).weight)
+
+    def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """The result (R, T, D) for the decoder's states s (R, T, D) and keys and values (B, L, H, N, D / H)."""
+        results = self.norm(s[:, None] + self.dropout(self.attention(s, key, value, bias)))  # (R, L, T, D)
+        if not self.gates:
+            return results[:, 0]
+        gates = torch.stack(
+            [gate(torch.cat((s, result), -1)) for gate, result in zip(self.gates, results.unbind(1), strict=True)], 1
+        )
+        gates = gates.softmax(1) if self.softmax else gates.sigmoid()
+        return (gates * results).sum(1) / math.sqrt(len(self.gates))
+
+
+class MeshedEncoderLayer(Layer):
+    def __init__(self, config: MeshedMemoryConfig) -> None:
+        super().__init__(config, pre_norm=False)
+        self.attention = MemoryAttention(config)
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+
+    def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
+        return self.transform(self.residual(x, self.attention_norm, self.attention, valid_mask))
+
+
+class MeshedDecoderLayer(DecoderLayer):
+    """Layer `index` of the decoder. `levels` are the encoder levels that it attends to."""
+
+    def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
+        super().__init__(config, pre_norm=False)
+        count = config.num_encoder_layers
+        last = index + 1 if config.connection == "one_to_one" else count
+        self.levels = slice(0 if config.connection == "meshed" else last - 1, last)
+        on_attention = config.attention == "on_attention"
+        self.attention = SelfAttention(
+            config.d_model, config.num_heads, causal=True, attention_on_attention=on_attention
+        )
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.meshed = MeshedAttention(config, self.levels.stop - self.levels.start)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, L, H, N, D / H) of all encoder levels (B, levels, N, D) that this layer attends to."""
+        return self.meshed.attention.project(states[:, self.levels])
+
+    def mix(self, y: Tensor, *context: Any) -> Tensor:
+        return self.residual(y, self.attention_norm, self.attention)
+
+    def mix_step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
+        return self.residual(y, self.attention_norm, self.attention.step, cache.layers[index], cache.ancestors)
+
+    def read_image(self, y: Tensor, cross: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+        return self.transform(self.meshed(y, *cross, bias))
+
+
+def with_padding(features: Features, count: int) -> Features:
+    """Features with `count` tokens per image, of which those that are padding are 0 and not masked.
+
+    Raises ValueError for an image with more regions.
+    """
+    tokens, lengths = features.tokens, features.lengths
+    most = tokens.shape[1]
+    if most > count and lengths is not None:  # asks the GPU
+        most = int(lengths.max())
+        tokens = tokens[:, :count]
+    if most > count:
+        raise ValueError(
+            f"an image has {most} regions, and model.attended_regions is {count}; set features.max_regions to it, "
+            "with features.truncate_regions"
+        )
+    valid_mask = valid_tokens(lengths, tokens.shape[1])
+    if valid_mask is not None:
+        tokens = tokens.masked_fill(~valid_mask[..., None], 0.0)
+    return Features(F.pad(tokens, (0, 0, 0, count - tokens.shape[1])))
+
+
+class MeshedMemoryTransformer(EncoderDecoder):
+    """The Meshed-Memory Transformer. `encode` returns every encoder level, (B, levels, N, D)."""
+
+    config: MeshedMemoryConfig
+
+    def __init__(self, config: MeshedMemoryConfig, sizes: ModelSizes) -> None:
+        super().__init__(config, sizes)
+        self.input = nn.Linear(sizes.feature_width, config.d_model)
+        self.input_norm = nn.LayerNorm(config.d_model)
+        self.input_dropout = Dropout(config.dropout)
+        self.encoder = layer_list(MeshedEncoderLayer(config) for _ in range(config.num_encoder_layers))
+        self.token_embedding = token_embedding(config, sizes)
+        # positions of words start at 1, because the reference uses position 0 for padding
+        self.register_buffer("positions", sinusoids(sizes.max_positions, config.d_model, first=1))
+        self.decoder = layer_list(MeshedDecoderLayer(config, index) for index in range(config.num_decoder_layers))
+        self.lm_head = lm_head(config, sizes, self.token_embedding, bias=False)
+
+    def init_weights(self) -> None:
+        """See the beginning of this file. Biases of attention and gates are 0, others as PyTorch draws them."""
+        super().init_weights()
+        for name, parameter in self.named_parameters():
+            if re.search(r"\.(in_proj|out_proj|query|key_value|gates\.\d+)\.bias$", name):
+                nn.init.zeros_(parameter)
+
+    def encode(self, features: Features) -> Memory:
+        if self.config.attended_regions is not None:
+            features = with_padding(features, self.config.attended_regions)
+        x = self.input_norm(self.input_dropout(F.relu(self.read_features(features))))
+        valid_mask = valid_tokens(features.lengths, x.shape[1])
+        return Memory(torch.stack(layer_outputs(self.encoder, x, valid_mask), 1), features.lengths)
+
+    def embed(self, tokens: Tensor, position: int) -> Tensor:
+        """As in the reference, there is neither a scale nor dropout."""
+        return self.token_embedding(tokens) + position_rows(cast(Tensor, self.positions), position, tokens.shape[1])

@@ -1,0 +1,385 @@
+"""Configurations from YAML files: `extends`, `--set`, `${VARIABLE}`, checks whose errors are one sentence.
+
+A file may begin with `extends: other.yaml`, a path relative to the file. Its values are merged over those of the other
+file: mappings key by key, lists of named items (the stages) by name. All other values are replaced. A section that gets
+another `name` (another model, schedule or optimizer) is also replaced, because it has different keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+
+from raycap.models.config import MODEL_CONFIGS, BackboneConfig
+from raycap.pipeline.config.renamed import new_key
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import long_storage
+from raycap.pipeline.config.shipped import is_shipped, referenced_file
+from raycap.pipeline.config.variables import expand_variables, is_secret, quoted_value, remember_secrets, texts_in
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import MAX_QUOTED, quoted, shown
+from raycap.pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
+from raycap.pipeline.storage.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
+from raycap.pipeline.storage.untrusted.files import is_file, is_folder, read_regular_file
+
+SectionType = TypeVar("SectionType")
+MAX_EXTENDED = 20  # files in a chain of `extends`
+MAX_KEY_PARTS = 20  # of a dotted key
+DATA_FILE_SECTIONS = ("data", "features", "evaluation")
+MISSING = ("missing", "missing_argument")  # pydantic's types of the error of a key that is not there
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked configuration of a YAML file. overrides: `a.b=value`, with stages by name or number.
+
+    Raises UserError. Its message is one sentence that names the key, its value and the valid keys or values.
+    """
+    return parse_config(read_values(path, overrides))
+
+
+def with_data(config: RunConfig, path: Path) -> RunConfig:
+    """The configuration with the images of a data file: a YAML file with the section `data`, which replaces that of the
+    configuration, and optionally `features` and `evaluation`, which are merged over those of the configuration.
+
+    Raises UserError as `load_config`, and unless the file names region features exactly if the configuration does.
+    """
+    changes = expand_variables(read_file(path))
+    if unknown := sorted(changes.keys() - set(DATA_FILE_SECTIONS)):
+        raise UserError(f"unknown key {shown(unknown[0])} in {path}; a data file has {', '.join(DATA_FILE_SECTIONS)}")
+    if "data" not in changes:
+        raise UserError(f"key data is missing in {path}; add the section of the images")
+    features = changes.get("features")
+    has_regions = isinstance(features, dict) and features.get("hdf5") is not None
+    if has_regions == config.has_backbone:  # regions are found by image id, and two data sets may have the same ids
+        problem = "are for a model" if has_regions else "are missing, and the model is"
+        raise UserError(
+            f"{path}: region features (features.hdf5) {problem} on region features; "
+            + ("leave them out" if has_regions else "name the HDF5 file of these images")
+        )
+    values = config.model_dump(mode="json") | {"data": {}}
+    # a key of `evaluation` that nobody has set comes from a bundle's protocol
+    values["evaluation"] = config.evaluation.model_dump(mode="json", exclude_unset=True)
+    return parse_config(merge(values, changes))
+
+
+def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> dict[str, Any]:
+    """The plain values of a YAML file after `extends`, overrides and `${VARIABLE}`. Raises UserError.
+
+    is_stored: as in `expand_variables`.
+    """
+    values = read_file(path)
+    for override in overrides:
+        apply_override(values, override)
+    expanded: dict[str, Any] = expand_variables(values, is_stored=is_stored)
+    return expanded
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The plain values of a YAML file, merged over those of the file that it extends. Raises UserError."""
+    values: dict[str, Any] = {}
+    for _, changes in reversed(_chain(path)):
+        values = merge(values, changes)
+    return values
+
+
+def referenced_files(path: Path) -> list[Path]:
+    """The configuration and the files that it extends. For a search, also its base and the base's extended files."""
+    files = [file for file, _ in _chain(path)]
+    base = read_file(path).get("base")
+    return files + ([file for file, _ in _chain(referenced_file(path.parent, base))] if isinstance(base, str) else [])
+
+
+def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The file, the file that it extends, and so on, each with the values that it contains.
+
+    A path under `base` is made relative to the folder of the first file, because a search reads it from this folder.
+    """
+    chain = [(path, _read_yaml(path))]
+    values = chain[0][1]
+    while (name := values.pop("extends", None)) is not None:
+        file = _extended_file(name, [file for file, _ in chain])
+        values = _read_yaml(file)
+        if isinstance(values.get("base"), str):
+            values["base"] = os.path.relpath(referenced_file(file.parent, values["base"]), path.parent)
+        chain.append((file, values))
+    return chain
+
+
+def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
+    """The path of the file that the last file of the chain extends. name: the value of its key `extends`.
+
+    Raises UserError for a file that does not exist, is not below the first file's folder, or is already in the chain.
+    """
+    last, folder = chain[-1], chain[0].parent.resolve()
+    if not isinstance(name, str):
+        raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted_value(name)}")
+    if len(chain) >= MAX_EXTENDED:
+        raise UserError(f"{chain[0]} extends more than {MAX_EXTENDED} files, one after the other; merge some of them")
+    file = referenced_file(last.parent, name)
+    try:
+        is_outside = Path(name).is_absolute() or not (file.resolve().is_relative_to(folder) or is_shipped(file))
+        is_file = file.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
+        reason = getattr(error, "strerror", None) or "it has a NUL or is a link to itself"
+        raise UserError(f"{last}: extends names {quoted_value(name)}, which cannot be a file: {reason}") from error
+    if is_outside:
+        raise UserError(
+            f"{last}: extends names {shown(name)}, which is outside of {folder}; give a relative path to a file in "
+            "this folder or below it"
+        )
+    if not is_file:
+        raise UserError(
+            f"{last}: extends names {shown(name)}, which does not exist; give the path of a YAML file, or the name of "
+            "a shipped one"
+        )
+    if file.resolve() in [earlier.resolve() for earlier in chain]:
+        circle = " -> ".join(map(shown, (*chain, file)))
+        raise UserError(f"extends forms a circle: {circle}; remove one of these keys")
+    return file
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in one YAML file. Raises UserError."""
+    if not is_file(path):
+        problem = "is a folder" if is_folder(path) else "does not exist"
+        raise UserError(f"configuration {shown(path)} {problem}; give the path of a YAML file")
+    try:
+        text = read_regular_file(path, max_bytes=4 * MAX_YAML_CHARACTERS)
+    except OSError as error:
+        raise UserError(f"configuration {path} cannot be read: {error}") from error
+    return dict(require_mapping(parse_yaml(text, str(path)), str(path)))
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Copies `base` with `changes`, by the rules in this module's docstring."""
+    merged = dict(base)
+    for key, value in changes.items():
+        before = base.get(key)
+        if key == "storage":
+            before, value = long_storage(before), long_storage(value)
+        if isinstance(before, dict) and isinstance(value, dict):
+            is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
+            merged[key] = value if is_other_kind else merge(before, value)
+        elif isinstance(before, list) and _has_names(before) and _has_names(value):
+            items = {item["name"]: item for item in before}
+            merged_items = {item["name"]: merge(items.get(item["name"], {}), item) for item in value}
+            merged[key] = list((items | merged_items).values())
+        else:
+            merged[key] = value
+    return merged
+
+
+def _has_names(value: Any) -> bool:
+    """Whether a value is a list of mappings that all have a text as `name`."""
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("name"), str) for item in value
+    )
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Sets one `a.b=value` of the command line in plain values. Raises UserError."""
+    key, separator, text = override.partition("=")
+    remember_address(text)  # an error may quote it
+    if not separator or not key:
+        raise UserError(f"--set {quoted_value(override)} is not of the form a.b=value")
+    value = parse_yaml(text, f"--set {shown(key)}")
+    if holds_secret(text) or any(is_secret(*found) for found in texts_in(value, tuple(key.split(".")))):
+        raise UserError(
+            f"--set {shown(key)} contains a password or token, and other users of a machine or cluster can read a "
+            "command line; write it as ${NAME} and set this variable, for a submitted job by --secret NAME"
+        )
+    set_value(values, key, value, "--set")
+
+
+def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
+    """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
+    parts = key.split(".")
+    if len(parts) > MAX_KEY_PARTS:
+        raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
+    node: Any = data
+    for depth, part in enumerate(parts):
+        index: int | str = part
+        if parts[:depth] == ["storage"] and isinstance(node, str):
+            node = data["storage"] = long_storage(node)
+        if isinstance(node, list):
+            index = _stage_index(node, part, f"{source} {shown(key)}")
+        elif not isinstance(node, dict):
+            raise UserError(f"{source} {shown(key)}: {shown('.'.join(parts[:depth]))} is a plain value without keys")
+        elif node.get(part) is None:
+            node[part] = {}
+        parent, node = node, node[index]
+    is_place = parts == ["storage"] and isinstance(node, dict) and isinstance(value, str)
+    parent[index] = node | long_storage(value) if is_place else value  # another place on the same server
+
+
+def _stage_index(items: list[Any], part: str, source: str) -> int:
+    """The index of the stage with the name or number `part`. A UserError begins with `source`."""
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    if part in names:
+        return names.index(part)
+    if part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(items):
+        return int(part)
+    raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
+
+
+def parse_config(data: dict[str, Any]) -> RunConfig:
+    """A checked configuration from plain values. Raises UserError as `load_config`."""
+    remember_secrets(data)  # an error may quote any of them
+    return parse_section(RunConfig, data).with_references(data)
+
+
+def parse_stored_config(values: dict[str, Any]) -> RunConfig:
+    """A configuration as `dump_config` wrote it. A `${VARIABLE}` that is not set remains. Raises as `load_config`."""
+    return parse_config(expand_variables(values, is_stored=True))
+
+
+def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> SectionType:
+    """Plain values as a pydantic model or dataclass. Raises UserError as `load_config`.
+
+    `key` is the section's key in its file, for the error's sentence.
+    """
+    try:
+        return TypeAdapter(section_type).validate_python(data)
+    except ValidationError as error:
+        raise UserError(_sentence(error, data, section_type, key)) from error
+
+
+def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str, Any]:
+    """Checks values for some of the fields of a dataclass, and returns them with the types of the fields.
+
+    Raises UserError for a wrong key or type, but not for missing values or for values that contradict each other. key:
+    the section's key in its file.
+    """
+    hints = get_type_hints(section_type, include_extras=True)  # with the limits of numbers
+    options: dict[str, Any] = {field.name: (hints[field.name], None) for field in fields(section_type)}
+    partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
+    return parse_section(partial, data, key).model_dump(exclude_unset=True)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML (`RunConfig.stored_values`).
+
+    A run on region features has no backbone, so that the default section `backbone` is also left out.
+    """
+    return yaml.safe_dump(_without_unused(config, config.stored_values()), sort_keys=False, allow_unicode=True)
+
+
+def shown_values(config: RunConfig) -> dict[str, Any]:
+    """The plain values of a configuration for a person: as `dump_config`, with the tracker's address.
+
+    A user or password in the address is left out, unless it is a `${VARIABLE}`.
+    """
+    values = _without_unused(config, config.stored_values())
+    address = config.tracking.uri
+    values["tracking"]["uri"] = None if address is None else without_secrets(getattr(address, "written", address))
+    return values
+
+
+def _without_unused(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """The plain values without the default section `backbone` of a run on region features."""
+    if not config.has_backbone and config.backbone == BackboneConfig():
+        del values["backbone"]
+    return values
+
+
+def _sentence(error: ValidationError, data: Any, section_type: Any, section: str) -> str:
+    """One error as a sentence with the dotted key: a renamed key if there is one, otherwise pydantic's first error."""
+    prefix = (section,) if section else ()
+    errors = [(_location((*prefix, *details["loc"])), details) for details in error.errors()]
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    for location, details in errors:
+        new = new_key(location) if details["type"] in unknown else None
+        if new is not None:
+            return f"{_dotted(location, data)}: `{location[-1]}` is now `{new}`"
+    location, first = errors[0]
+    if first["type"] in MISSING:  # perhaps because its name has a typing error
+        for place, details in errors:
+            is_beside = details["type"] in unknown and place[:-1] == location[:-1]
+            if is_beside and difflib.get_close_matches(str(place[-1]), [str(location[-1])]):
+                location, first = place, details
+                break
+    key = _dotted(location, data)
+    if first["type"] == "union_tag_invalid":
+        name = first["ctx"]["tag"]
+        return f"model.name is {quoted_value(name)}, which is unknown: {_hint(name, MODEL_CONFIGS, 'known')}"
+    if first["type"] in unknown:
+        valid_keys = _keys_at(first["loc"][:-1], section_type)
+        return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
+    if first["type"] in MISSING:
+        kinds = {
+            "base": "this configuration is for `raycap tune`",
+            "data": "this configuration is for `raycap run`",
+        }
+        other = next((text for name, text in kinds.items() if isinstance(data, Mapping) and name in data), "")
+        if not section and key in kinds and other:
+            return f"key {key} is missing; {other}"
+        beside = [str(at[-1]) for at, details in errors if details["type"] in unknown and at[:-1] == location[:-1]]
+        unknown_keys = f", and unknown there: {', '.join(map(shown, beside))}" if beside else ""
+        return f"key {key} is missing{unknown_keys}; add it to the configuration"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        names = [part for part in key.split(".") if part and not part.isdigit()]
+        return message if not names or names[-1] in message else f"{key}: {message}"
+    return f"{key} = {quoted_value(first['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
+    """Lists the valid names after the introduction, and first asks about the one that is most similar to `name`."""
+    similar = difflib.get_close_matches(name[:MAX_QUOTED], sorted(valid_names), n=1)
+    question = f"did you mean {similar[0]}? " if similar else ""
+    return f"{question}{introduction}: {', '.join(sorted(valid_names))}"
+
+
+def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Pydantic's location without what it adds that is no key: a system's name after `model`, and a value's type.
+
+    Of a mapping's key that is not allowed, and that the message quotes, it is the location of the mapping.
+    """
+    if location[-1:] == ("[key]",):
+        location = location[:-2]
+    last = str(location[-1]) if location else ""
+    if last in ("int", "float") or last.startswith("literal["):  # a value of several types
+        location = location[:-1]
+    is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
+    return (location[0], *location[2:]) if is_tagged else location
+
+
+def _dotted(location: Sequence[int | str], data: Any) -> str:
+    """A location as a dotted key, with a stage's name instead of its number if it has a name."""
+    parts = list(map(shown, location))
+    if len(location) >= 2 and location[0] == "stages" and isinstance(location[1], int):
+        stage = data["stages"][location[1]]
+        if isinstance(stage, dict) and isinstance(stage.get("name"), str):
+            parts[1] = shown(stage["name"])
+    return ".".join(parts)
+
+
+def _keys_at(location: Sequence[int | str], section_type: Any) -> list[str]:
+    """The valid keys at a location, found by following the types of the sections."""
+    types = _types_of_keys(section_type)
+    for part in location:
+        if part in MODEL_CONFIGS:  # pydantic inserts the system's name into a location (`_location`)
+            types = _types_of_keys(MODEL_CONFIGS[str(part)])
+        elif part in types:
+            types = _types_of_keys(types[str(part)])
+    return list(types)
+
+
+def _types_of_keys(annotation: Any) -> dict[str, Any]:
+    """The keys, with their types, of the section in an annotation such as `Section | None`; empty without a section."""
+    is_class = isinstance(annotation, type)  # and no mark of a type
+    if is_class and is_dataclass(annotation):
+        return {field.name: field.type for field in fields(annotation)}
+    if is_class and issubclass(annotation, BaseModel):
+        return {name: field.annotation for name, field in annotation.model_fields.items()}
+    for member in get_args(annotation):
+        if types := _types_of_keys(member):
+            return types
+    return {}

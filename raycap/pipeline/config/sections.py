@@ -1,0 +1,748 @@
+"""The sections of a run's YAML: their keys, types and defaults, and the checks within one section."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from raycap.models.config import MODEL_CONFIGS, Identity, ModelConfig
+from raycap.models.decoding.config import Decoding
+from raycap.models.encoders.views import Augmentation, Views
+from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
+from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
+from raycap.pipeline.config.renamed import refuse_renamed_value
+from raycap.pipeline.config.variables import quoted_value
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.secrets import split_userinfo
+from raycap.pipeline.storage.lease import MAX_LEASE_S
+from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import RETRY_MINUTES
+
+# A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
+_MAY_HOLD_PASSWORD = re.compile(
+    r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@",
+    re.DOTALL,
+)
+
+
+def _check_file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ValueError(
+            f"name {quoted_value(name)} must be letters, digits, '_', '-' and '.', a letter or digit first"
+        )
+    if len(name) > 100:  # it becomes a part of the names of files, which have at most 255 bytes
+        raise ValueError(f"name {quoted_value(name)} has {len(name)} characters; the limit is 100")
+    return name
+
+
+def _check_gpus(gpus: float) -> float:
+    if gpus > 1 and not gpus.is_integer():
+        raise ValueError(f"{gpus:g} GPUs are neither a whole number nor a part of one GPU, which is all that Ray gives")
+    if 0 < gpus < 0.001:
+        raise ValueError(f"{gpus:g} of a GPU is less than Ray counts; set it to 0.001 or more, or to 0")
+    return gpus
+
+
+def _check_place(uri: str) -> str:
+    if re.match(r"s3:|\w+://", uri) and not re.match(r"s3://[^/]", uri):
+        raise ValueError(f"{quoted_value(uri)} is neither a folder nor of the form s3://BUCKET/FOLDER")
+    return uri
+
+
+def _check_language(code: str) -> str:
+    if problem := code_problem(code):
+        raise ValueError(f"{quoted_value(code)} {problem}")
+    return code
+
+
+def _check_ranking(value: Any) -> Any:
+    value = read_number(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 10:
+        return float(value)
+    if value not in ("mean", "sum"):
+        raise ValueError(
+            f"evaluation.ranking is {quoted_value(value)}; it must be mean, sum, or the exponent of the length penalty "
+            "from 0 to 10"
+        )
+    return value
+
+
+Language = Annotated[Text, AfterValidator(_check_language)]
+Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
+FileName = Annotated[Text, AfterValidator(_check_file_name)]
+Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
+# Limits are far above what anyone would train (`models/values.py`). A type without a special limit has one that keeps
+# products in 64 bits, or in the range of float32.
+Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
+Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e38), NUMBER]
+NonNegative = Annotated[int, Field(ge=0, le=10**9), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e38), NUMBER]
+Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER]
+Share = Annotated[float, Field(gt=0, le=1), NUMBER]
+BatchSize = Annotated[int, Field(gt=0, le=10**6), NUMBER]
+Tokens = Annotated[int, Field(ge=3, le=1000), NUMBER]  # of a caption, with SOS and EOS
+Beams = Annotated[int, Field(gt=0, le=1000), NUMBER]
+Ranking = Annotated[Literal["mean", "sum"] | float, BeforeValidator(_check_ranking)]
+Processes = Annotated[int, Field(gt=0, le=10_000), NUMBER]
+Threads = Annotated[int, Field(ge=0, le=10_000), NUMBER]
+Epochs = Annotated[float, Field(gt=0, le=1e6), NUMBER]
+Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
+Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
+Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
+# the rows of `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
+FurtherMetrics = Annotated[
+    tuple[
+        Literal[
+            "CIDEr-R",
+            "CHAIR-i",
+            "CHAIR-s",
+            "Div-1",
+            "Div-2",
+            "mBLEU-4",
+            "self-CIDEr",
+            "CLIPScore",
+            "RefCLIPScore",
+            "PAC-S",
+            "RefPAC-S",
+            "BERTScore",
+            "BERTScore-P",
+            "BERTScore-R",
+        ],
+        ...,
+    ],
+    Field(max_length=100),
+]
+RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
+RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
+SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
+
+# The splits of 30 consecutive synthetic images; the next 30 repeat them.
+# The default of 1,500 images gives 1,200 train, 100 val, 150 test and 50 novel.
+SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are errors, and a value cannot be changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def check_values(self) -> None:
+        """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
+
+    def stated(self, key: str) -> str:
+        """A key of this section with its value, as a message names it. It says so if nobody has set the value.
+
+        key: from the top of the configuration, such as data.min_count.
+        """
+        name = key.rpartition(".")[2]
+        origin = "" if name in self.model_fields_set else " (the default)"
+        return f"{key} = {quoted_value(getattr(self, name))}{origin}"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_values()
+        return self
+
+
+class StorageSection(Section):
+    """The folder of all results. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
+
+    uri: Place = "results"
+    endpoint_url: Text | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
+    region: Name | None = None
+    # how long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once
+    retry_minutes: Annotated[float, Field(ge=0, le=60), NUMBER] = RETRY_MINUTES
+
+    def check_values(self) -> None:
+        if "@" in (self.endpoint_url or ""):
+            raise ValueError(
+                "storage.endpoint_url holds a user or password, which S3 does not read and every run would store; "
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            )
+
+    @property
+    def options(self) -> StorageOptions:
+        return StorageOptions(self.endpoint_url, self.region, self.retry_minutes)
+
+
+def long_storage(value: Any) -> Any:
+    """The section `storage` in its long form: `{uri: results}` for `results`. Any other value remains."""
+    return {"uri": value} if isinstance(value, str) else value
+
+
+class SourceSection(Section):
+    """One annotation file of a data set with several annotation files."""
+
+    annotations: Text
+    images: Text = "."  # the folder of its images, relative to data.root, or an s3:// prefix
+    split: Name | None = None  # for images that neither the file nor a split list mentions
+
+
+class ColumnSection(Section):
+    """The names of a table's columns, or of the keys in a sample's JSON; None for those that docs/data.md lists."""
+
+    image: Text | None = None
+    captions: Text | None = None
+    id: Text | None = None
+    split: Text | None = None
+
+
+@dataclass(frozen=True)
+class SceneConfig:
+    """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
+    image_size: Annotated[int, Field(le=2048), NUMBER] = 64  # drawn four times as large, which takes 200 MB at most
+    seed: Seed = 0
+    language: Literal["en", "de", "hi", "ar", "zh"] = "en"  # of the captions; the pictures do not depend on it
+
+    def values(self) -> dict[str, Any]:
+        """What identifies the data set: its keys, without the language of English captions.
+
+        Data sets that were written before there were other languages therefore have the same values.
+        """
+        values = asdict(self)
+        if self.language == ENGLISH:
+            del values["language"]
+        return values
+
+    def __post_init__(self) -> None:
+        if self.num_images < len(SPLIT_CYCLE):
+            raise UserError(
+                f"num_images is {self.num_images}, but only {len(SPLIT_CYCLE)} images of the synthetic data set fill "
+                f"all of its splits; set num_images to {len(SPLIT_CYCLE)} or more"
+            )
+        if self.image_size < 32:
+            raise UserError(
+                f"image_size is {self.image_size}, but below 32 pixels the small shapes look alike; "
+                "set image_size to 32 or more"
+            )
+
+
+class DataSection(Section):
+    """The images and captions. `synthetic` generates the synthetic data set instead of reading `root`."""
+
+    synthetic: SceneConfig | None = None
+    # a folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path
+    root: Annotated[Place | None, Identity.IGNORED] = None
+    format: Literal["auto", "karpathy", "coco", "nocaps", "table", "webdataset", "text"] = "auto"
+    annotations: Text = "dataset.json"  # a file, several as shard-{000..009}.tar or part-*.parquet, or a folder
+    columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()  # the data's fingerprint counts instead
+    # {split: fraction} for images that have no split otherwise; a hash of an image's name and the seed selects it
+    split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
+    split_seed: Annotated[Seed, Identity.IGNORED] = 0
+    images: Text = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
+    split: Name | None = None  # the split of images whose annotations name none
+    sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
+    split_lists: dict[Name, Text] = {}  # {split: file with one image name per line}, relative to data.root
+    language: Language = ENGLISH  # of the captions; decides the words on which they are scored
+    # tokens: those of Karpathy's dataset.json; docs/languages.md describes the others
+    tokenizer: Literal["expansionnet", "spacy", "tokens", "unicode", "characters", "subword"] = "expansionnet"
+    # the words of a vocabulary of subwords, with the 256 bytes and the special tokens
+    subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
+    vocabulary_splits: tuple[Name, ...] | None = None  # None: train_splits
+    train_splits: tuple[Name, ...] = ("train", "restval")
+    val_split: Name = "val"
+    test_splits: tuple[Name, ...] = ("test",)
+    min_count: Positive = 5  # rarer words are not in the vocabulary
+    # a file of words for the vocabulary, in addition to those of the captions
+    extra_vocabulary: Annotated[Text | None, Identity.FILE] = None
+    max_bad_fraction: Fraction = 0.01  # a command fails if a larger part of the images cannot be used
+    max_pixels: Positive = 100_000_000
+
+    def check_values(self) -> None:
+        if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
+            raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
+        if self.split_fractions and abs(sum(self.split_fractions.values()) - 1) > 1e-6:
+            total = sum(self.split_fractions.values())
+            raise ValueError(f"data.split_fractions add up to {total:g}; change them so that their sum is 1")
+        if (self.synthetic is None) == (self.root is None):
+            raise ValueError(
+                "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
+            )
+        if self.synthetic is not None:
+            self._check_synthetic(self.synthetic)
+
+    def _check_synthetic(self, scenes: SceneConfig) -> None:
+        """Raises ValueError for keys that do not go with the synthetic data set."""
+        for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        if scenes.language != self.language:
+            raise ValueError(
+                f"data.synthetic.language = {scenes.language} and data.language = {self.language} differ; set the same"
+            )
+        if scenes.image_size**2 > self.max_pixels:
+            raise ValueError(
+                f"data.synthetic.image_size = {scenes.image_size} gives images of more than data.max_pixels = "
+                f"{self.max_pixels}; raise data.max_pixels"
+            )
+
+
+# The CPUs of an actor that extracts features and of a task that decodes images for it. They differ, because Ray Data
+# would run the decoding inside actors with equal resources.
+ACTOR_CPUS, DECODING_CPUS = 0.5, 0.4
+
+
+class FeatureSection(Section):
+    """Extraction and the feature store."""
+
+    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Identity.WITH_BACKBONE] = "auto"
+    stored_dtype: Literal["float16", "float32"] = "float16"
+    batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
+    rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
+    # extracting processes; None: one on CPUs, and on GPUs a pool that grows to what the cluster has
+    num_actors: Annotated[Processes | None, Identity.IGNORED] = None
+    gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
+    threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
+    # up to this many images are extracted by tasks: starting actors would take longer than they save
+    max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
+    # the file of a detector's region features, which replace a backbone (`pipeline.features.regions`), or SYNTHETIC
+    hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
+    max_regions: Annotated[Count, Field(gt=0), Identity.WITH_REGIONS] = 100
+    # true: keep the first max_regions of an image that has more; false: refuse it
+    truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
+    # random versions of each training image, of which every epoch reads one; 0: the images as they are
+    views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
+    augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()  # of the views
+    # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
+    # room; None: half of the disk's free space when the cache is opened
+    cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
+    # of the training samples of frozen stages: a permutation of all samples, or one of shards with a bounded shuffle
+    # (`pipeline.training.sample_order`); auto: shards if the features are on S3 and larger than this machine's cache
+    order: Annotated[Literal["auto", "samples", "shards"], Identity.UNLESS_DEFAULT] = "auto"
+    # in the order of shards, the share of a worker's training samples from which the next ones are drawn
+    shuffle_buffer: Annotated[Share, Identity.UNLESS_DEFAULT] = 0.1
+
+    # whether the features of training images are stored, or frozen stages compute them at each step; fits: decided for
+    # each run (`pipeline.features.keeping`). Those of other images are always stored.
+    store: Annotated[Literal["never", "fits", "always"], Identity.UNLESS_DEFAULT] = "always"
+
+    def check_values(self) -> None:
+        refuse_renamed_value("features.hdf5", self.hdf5)
+        if self.store == "never" and self.order == "shards":
+            raise ValueError(
+                "features.order is shards, which is the order of a store, and features.store = never keeps no features "
+                "of training images; leave features.order out"
+            )
+        if self.store != "always" and self.hdf5 is not None:
+            raise ValueError(
+                f"features.store is {self.store}, and without a backbone nothing computes the features that "
+                "features.hdf5 contains; leave features.store out"
+            )
+
+    @property
+    def training_views(self) -> Views | None:
+        """The versions of training images; None for the images as they are."""
+        return Views(self.views, self.augmentation) if self.views else None
+
+    @property
+    def least_actors(self) -> int:
+        """The processes without which the extraction does not begin."""
+        return self.num_actors or 1
+
+    @property
+    def most_actors(self) -> int | None:
+        """The processes of a long extraction; None for as many as the cluster has room for."""
+        return None if self.num_actors is None and self.gpus_per_actor else self.least_actors
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """`cache_gib` in bytes."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
+
+
+class ScheduleSection(Section):
+    """The learning rate by iteration. `pipeline.training.optimizer` has the formulae."""
+
+    name: Literal["hyperbolic", "linear", "inverse_sqrt", "cosine"] = "hyperbolic"
+    warmup_iterations: Positive = 1
+    decay: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
+    decay_every_epochs: Positive = 1
+    min_lr: NonNegativeFloat = 5e-7
+
+
+class OptimizerSection(Section):
+    """The optimizer and its parameters, except the learning rate."""
+
+    name: Literal["radam", "adam", "adamw"] = "radam"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    eps: PositiveFloat = 1e-9
+    weight_decay: NonNegativeFloat = 0.0
+    # linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table
+    decayed_weights: Annotated[Literal["all", "linear"], Identity.UNLESS_DEFAULT] = "all"
+    # In end-to-end stages the backbone's rate is the stage's times this factor, and times layer_decay once for each of
+    # the layers from a parameter's own to the last one.
+    backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER, Identity.UNLESS_DEFAULT] = 1.0
+    layer_decay: Annotated[Share, Identity.UNLESS_DEFAULT] = 1.0
+
+
+class PlateauSection(Section):
+    """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score.
+
+    This is torch's ReduceLROnPlateau with a patience of one less and without its threshold: torch reduces after
+    patience + 1 validations, and counts only a score that is better by 1e-4 of the best.
+    """
+
+    factor: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.5
+    patience: Positive = 3
+
+
+class ScstSection(Section):
+    """Self-critical sequence training: the sampler, the baseline, the reward and the loss.
+
+    The recipe of the Meshed-Memory Transformer is sampler: beam, baseline: mean, eos_in_reward: false,
+    document_frequency: captions, sampling_dropout: true, fixed_length: 20.
+    """
+
+    num_samples: Annotated[int, Field(ge=2, le=1000), NUMBER] = 5
+    max_length: Tokens = 20
+    sampler: Literal["multinomial", "beam"] = "multinomial"
+    temperature: PositiveFloat = 1.0
+    baseline: Literal["leave_one_out", "mean", "greedy"] = "leave_one_out"
+    eos_in_reward: bool = True
+    eos_in_loss: bool = True  # whether the log-probability of EOS is part of the loss
+    fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
+    document_frequency: Literal["images", "captions"] = "images"
+    # images, drawn at random, whose references give the document frequencies; None: all training images
+    document_sample: Annotated[Positive | None, Identity.UNLESS_DEFAULT] = None
+    sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
+    # {reward: weight} of the summands (`pipeline.training.rewards.weighted`); a weight of 0 only logs the summand
+    reward: Annotated[dict[RewardName, RewardWeight], Identity.UNLESS_DEFAULT] = {"ciderd": 1.0}
+    # divide the advantages of an image's samples by the standard deviation of their rewards
+    divide_by_deviation: Annotated[bool, Identity.UNLESS_DEFAULT] = False
+    # the weight of the divergence from the weights with which the stage began, which takes one more copy of them
+    kl: Annotated[NonNegativeFloat, Identity.UNLESS_DEFAULT] = 0.0
+    max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
+
+    def check_values(self) -> None:
+        if not any(self.reward.values()):
+            raise ValueError(f"reward is {self.reward}; give one reward or more a weight other than 0")
+        if self.divide_by_deviation and self.baseline == "greedy":
+            raise ValueError(
+                "divide_by_deviation needs a baseline of the samples whose deviation it is, and baseline is greedy; "
+                "set baseline to leave_one_out or mean"
+            )
+
+
+class StageSection(Section):
+    """One training stage."""
+
+    name: Name
+    objective: Literal["cross_entropy", "scst"]
+    train_backbone: bool = False
+    # parameters that are not trained: names as in `model.encoder.0`, which include all below, with * and ? for any text
+    freeze: Annotated[tuple[Text, ...], Field(max_length=100), Identity.UNLESS_DEFAULT] = ()
+    epochs: Epochs
+    batch_size: BatchSize  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
+    captions_per_image: Beams = 1
+    lr: PositiveFloat
+    schedule: ScheduleSection = ScheduleSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    label_smoothing: Fraction = 0.1
+    dropout: Fraction | None = None  # None: the model's dropout
+    drop_path: Fraction | None = None  # None: the backbone's drop_path
+    max_grad_norm: PositiveFloat | None = None  # the whole gradient is scaled down to this norm
+    max_grad_value: PositiveFloat | None = None  # each element of the gradient is cut to this absolute value
+    # the decay per step of an average of the weights, which is validated and kept in place of the weights
+    ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
+    # of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere
+    precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which workers exchange gradients
+    scst: ScstSection | None = None
+    validate_every_epochs: Epochs = 1.0
+    patience: Positive | None = None  # end the stage after this many validations in a row without a new best score
+    plateau: PlateauSection | None = None
+    checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
+    checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
+    gradient_accumulation_steps: Positive = 1
+    keep_if_better: bool = False  # keep the weights only if validation CIDEr-D is above that of the previous stage
+
+    def check_values(self) -> None:
+        if not re.fullmatch(r"[a-z0-9_]+", self.name):
+            raise ValueError(f"stage name {quoted_value(self.name)} must be made of a-z, 0-9 and _")
+        if self.scst is not None and self.objective != "scst":
+            raise ValueError(f"stage {self.name} has a section scst but objective {self.objective}")
+        if self.max_grad_norm is not None and self.max_grad_value is not None:
+            raise ValueError(
+                f"stage {self.name} has max_grad_norm = {self.max_grad_norm} and max_grad_value = "
+                f"{self.max_grad_value}; a gradient is clipped by one of them: set the other to null"
+            )
+        if self.schedule.name == "cosine" and self.schedule.min_lr > self.lr:
+            raise ValueError(
+                f"stage {self.name} has schedule.min_lr = {self.schedule.min_lr:g} above lr = {self.lr:g}, and the "
+                "cosine falls from lr to min_lr; lower min_lr"
+            )
+        for key in ("backbone_lr_factor", "layer_decay"):
+            if not self.train_backbone and (value := getattr(self.optimizer, key)) != 1:
+                raise ValueError(
+                    f"stage {self.name} has optimizer.{key} = {value:g}, which is for the backbone, and train_backbone "
+                    "is false; leave it out"
+                )
+
+    @property
+    def samples_are_pairs(self) -> bool:
+        """Whether a sample is an (image, caption) pair, and not an image with `captions_per_image` captions."""
+        return self.captions_per_image == 1 and self.objective == "cross_entropy"
+
+    @property
+    def sampling(self) -> ScstSection:
+        return self.scst or ScstSection()
+
+
+class DistillSection(Section):
+    """A teacher, whose captions of the training images are learned in stages of cross entropy besides those of people.
+
+    `pipeline.runs.distillation` has the rules.
+    """
+
+    model: Annotated[Place, Identity.TEACHER]  # a bundle
+    captions_per_image: Beams = 1  # the best of the teacher's search, at most its beam
+
+
+class WorkersSection(Section):
+    """The data-parallel training workers on the Ray cluster."""
+
+    num_workers: Processes = 1
+    min_workers: Processes | None = None  # train with at least this many while nodes are missing; None: num_workers
+    gpus_per_worker: Gpus = 0
+    cpus_per_worker: Cpus = 1
+    # further resources of each worker under Ray's names, for example {"accelerator_type:A100": 0.001, "memory": 2.4e10}
+    resources: dict[Text, Annotated[float, Field(ge=0.0001, le=1e15), NUMBER]] = {}
+    threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
+    dry_run: bool = True  # before training, take one step of every stage
+    num_decode_threads: Threads = 0
+    max_failures_per_hour: NonNegative = 6  # training ends after more failures than this within an hour
+    max_wait_minutes: Minutes = 30  # how long a stage waits for the cluster's resources before it starts
+    max_stall_minutes: Minutes = 60  # how long a stage or search may make no progress, for any reason, before it ends
+    log_every_steps: Positive = 20
+    compile: bool = False  # torch.compile of each layer: needs a C++ compiler; its results differ in the last bits
+
+    @property
+    def counts(self) -> range:
+        """The numbers of workers that may train."""
+        return range(self.min_workers or self.num_workers, self.num_workers + 1)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of each worker under Ray's names."""
+        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
+
+    @property
+    def task_options(self) -> dict[str, Any]:
+        """`bundle` as the options of a Ray task, which takes the place of a worker."""
+        others = dict(self.resources)
+        memory = {"memory": others.pop("memory")} if "memory" in others else {}
+        return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
+
+    def check_values(self) -> None:
+        remedies = {"CPU": "set workers.cpus_per_worker", "GPU": "set workers.gpus_per_worker"}
+        remedies["object_store_memory"] = "Ray reserves it for no task, so remove it"
+        for name in self.resources.keys() & remedies:
+            raise ValueError(f"workers.resources names {name}; {remedies[name]}")
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers = {self.min_workers} is above {self.stated('num_workers')}")
+        if 0 < self.gpus_per_worker < 1 < self.num_workers:
+            raise ValueError(
+                f"workers.gpus_per_worker = {self.gpus_per_worker:g} gives two of {self.num_workers} workers the same "
+                "GPU, which NCCL refuses; set it to 1, or workers.num_workers to 1"
+            )
+
+
+class EncoderSection(Section):
+    """The files of a CLIP model (`models.encoders.dual_encoder`)."""
+
+    weights: Annotated[Text, Identity.FILE]
+    merges: Annotated[Text, Identity.FILE]  # of its tokenizer
+    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"  # OpenAI's; most models of open_clip have gelu
+
+
+class TextEncoderSection(Section):
+    """The files of a BERT or RoBERTa (`models.encoders.text_encoder`), and how BERTScore uses it."""
+
+    # with model.safetensors or pytorch_model.bin, config.json and tokenizer.json
+    folder: Annotated[Text, Identity.TEXT_ENCODER]
+    layer: Annotated[int, Field(ge=0, le=200), NUMBER] | None = None  # None: the published one of a known model
+    idf: bool = False  # whether rare tokens of the references count more
+    baseline: Annotated[Text | None, Identity.FILE] = None  # the package bert-score's table for the model; rescales
+
+    def model_files(self) -> dict[str, str]:
+        """The weights, the sizes and the tokenizer, by key."""
+        folder = Path(self.folder).expanduser()
+        has_pickle = (folder / "pytorch_model.bin").is_file() and not (folder / "model.safetensors").is_file()
+        names = ("pytorch_model.bin" if has_pickle else "model.safetensors", "config.json", "tokenizer.json")
+        return {f"folder/{name}": str(folder / name) for name in names}
+
+
+class ScoreInputsSection(Section):
+    """Files that some of `evaluation.metrics` need; `pipeline.evaluation.scores` describes them."""
+
+    objects: Annotated[Text | None, Identity.FILE] = None  # the words for objects, for CHAIR
+    instances: Annotated[Text | None, Identity.FILE] = None  # COCO's annotations of objects, for CHAIR
+    clip: EncoderSection | None = None  # for CLIPScore
+    pac: EncoderSection | None = None  # for PAC-S: a CLIP with the weights of its authors
+    bert: Annotated[TextEncoderSection | None, Identity.UNLESS_DEFAULT] = None  # for BERTScore
+
+    def check_values(self) -> None:
+        if self.instances is not None and self.objects is None:
+            raise ValueError("evaluation.inputs.instances needs evaluation.inputs.objects, the words for the objects")
+
+    def files(self) -> dict[str, str]:
+        """The files that are named, by key."""
+        files: dict[str, str | None] = {"objects": self.objects, "instances": self.instances}
+        for key, encoder in (("clip", self.clip), ("pac", self.pac)):
+            if encoder is not None:
+                files |= {f"{key}.weights": encoder.weights, f"{key}.merges": encoder.merges}
+        if self.bert is not None:
+            named = self.bert.model_files() | {"baseline": self.bert.baseline}
+            files |= {f"bert.{key}": file for key, file in named.items()}
+        return {f"evaluation.inputs.{key}": file for key, file in files.items() if file is not None}
+
+
+class EvaluationSection(Section):
+    """The search. A bundle's protocol records beam_size, max_length, ranking, collapse_repeats and decoding."""
+
+    beam_size: Beams = 5
+    max_length: Tokens = 20
+    num_results: Beams = 1  # captions per image, at most beam_size without decoding.sampling
+    # of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
+    # with this alpha (`models.decoding.rules.length_divisor`)
+    ranking: Ranking = "mean"
+    decoding: Annotated[Decoding, Identity.UNLESS_DEFAULT] = Decoding()
+    # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions
+    collapse_repeats: bool = False
+    # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
+    batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
+    # bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    # on a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones
+    cuda_graph: Annotated[bool, Identity.IGNORED] = False
+    # a caption with this CIDEr-D is good, for the confidence; the default is that of people's captions on COCO's server
+    good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER, Identity.UNLESS_DEFAULT] = 0.85
+    # a file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format)
+    constraints: Annotated[Text | None, Identity.FILE] = None
+    # metrics that are computed besides the default ones
+    metrics: Annotated[FurtherMetrics, Identity.UNLESS_DEFAULT] = ()
+    inputs: Annotated[ScoreInputsSection, Identity.UNLESS_DEFAULT] = ScoreInputsSection()
+
+    def images_at_a_time(self, device: str) -> int:
+        """The images of one search on a device of the type "cpu" or "cuda".
+
+        On a GPU a search of few images waits for the processor at each step.
+        """
+        return self.batch_size or (256 if device == "cuda" else 32)
+
+    def check_values(self) -> None:
+        if repeated := [name for name in self.metrics if self.metrics.count(name) > 1]:
+            raise ValueError(f"evaluation.metrics contains {repeated[0]} more than once; name each metric once")
+        decoding = self.decoding
+        if self.num_results > self.beam_size and not decoding.sampling:
+            raise ValueError(f"num_results = {self.num_results} is above {self.stated('beam_size')}; raise the beam")
+        if decoding.sampling and self.beam_size > 1:
+            raise ValueError(
+                f"evaluation.decoding.sampling draws captions without beams, and evaluation.beam_size is "
+                f"{self.beam_size}; set it to 1"
+            )
+        if self.beam_size % decoding.beam_groups:
+            raise ValueError(
+                f"evaluation.decoding.beam_groups = {decoding.beam_groups} does not divide "
+                f"{self.stated('evaluation.beam_size')}; all groups have equally many beams"
+            )
+        if decoding.min_length > self.max_length:
+            raise ValueError(
+                f"evaluation.decoding.min_length = {decoding.min_length} is above "
+                f"{self.stated('evaluation.max_length')}; lower it"
+            )
+        if self.constraints is not None:
+            self.require_constraints("evaluation.constraints")
+
+    def require_constraints(self, source: str) -> None:
+        """Raises UserError for a search that takes no constraints. source: the key or option that gives them."""
+        if self.decoding.sampling or self.decoding.beam_groups > 1:
+            key = "sampling" if self.decoding.sampling else "beam_groups"
+            raise UserError(
+                f"{source} is given, and captions with constraints are searched with beams in one group; leave out "
+                f"evaluation.decoding.{key}"
+            )
+
+    def require_words(self, language: str, tokenizer: str) -> None:
+        """Raises UserError for keys that need words of a language which tokens are not. tokenizer: of the model."""
+        for key, is_set in (
+            ("collapse_repeats", self.collapse_repeats),
+            ("decoding.no_open_endings", self.decoding.no_open_endings),
+        ):
+            if is_set and tokenizer in PARTS_OF_WORDS:
+                raise UserError(
+                    f"evaluation.{key} is true, and with data.tokenizer = {tokenizer} tokens can be parts of a word; "
+                    "set it to false"
+                )
+        if self.decoding.no_open_endings and language != ENGLISH:
+            raise UserError(
+                f"evaluation.decoding.no_open_endings is true, and the list of these words is English, not {language}; "
+                "set it to false"
+            )
+
+
+class TrackingSection(Section):
+    """The MLflow server or file to which metrics and models are sent."""
+
+    enabled: bool = True
+    uri: Text | None = Field(default=None, repr=False)  # None: a SQLite file in the storage
+    experiment: Name = "raycap"
+    registered_name: Name | None = None  # None: the run's name
+
+    @field_validator("uri")
+    @classmethod
+    def _check_uri(cls, uri: str | None) -> str | None:
+        """Removes blanks around the address. Refuses one in which a password may not be recognized."""
+        uri = None if uri is None else uri.strip()
+        if uri and not split_userinfo(uri)[0] and _MAY_HOLD_PASSWORD.match(uri):
+            raise ValueError(
+                "tracking.uri contains an @, and it is unclear whether a password precedes it; write "
+                "SCHEME://USER:PASSWORD@HOST with %40 and %2F inside the password, or ./ before a path"
+            )
+        return uri
+
+
+class RetrainSection(Section):
+    """`raycap retrain` compares a new model with the champion on the images of `split`.
+
+    The new model is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
+    """
+
+    split: Name | None = None  # fixed at its first use; None: the first of data.test_splits
+    margin: NonNegativeFloat = 0.0  # in units of CIDEr-D; published scores are near 1.4
+    confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95  # the confidence of the two-sided interval
+    lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = (
+        120  # the time for which a killed retraining blocks the next one
+    )
+
+
+def _system(model: Any) -> str:
+    """The key `name` of a section `model`, which selects the class that checks the section."""
+    return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
+
+
+if TYPE_CHECKING:
+    ModelSection = ModelConfig
+else:
+    ModelSection = Annotated[
+        Union[tuple(Annotated[section, Tag(name)] for name, section in MODEL_CONFIGS.items())],  # noqa: UP007
+        Discriminator(_system),
+    ]

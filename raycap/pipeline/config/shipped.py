@@ -1,0 +1,85 @@
+"""The shipped configurations, which arguments name without folder and suffix: `demo` is configs/demo.yaml."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import MAX_QUOTED, shown
+from raycap.pipeline.storage.untrusted.files import is_file, is_folder
+from raycap.pipeline.version import package_folder
+
+
+def shipped_names(folder: str = "") -> list[str]:
+    """The names of the shipped configurations, or of those in a folder below configs/."""
+    return sorted(path.stem for path in _folder(folder).glob("*.yaml"))
+
+
+def named_place(path: Path) -> Path | None:
+    """The file or folder that an argument names, or else the shipped configuration. None if there is neither."""
+    return path if is_file(path) or is_folder(path) else _shipped_file(path, "")
+
+
+def named_config(path: Path | None) -> Path | None:
+    """The file of a configuration that an argument names, which may be a shipped one. None without an argument.
+
+    Raises UserError for what is neither a file nor the name of a shipped configuration, with a fitting name.
+    """
+    return None if path is None else _named(path, "", "configuration", "demo")
+
+
+def named_search(path: Path) -> Path:
+    """As `named_config`, for a search."""
+    return _named(path, "", "search", "search_demo")
+
+
+def named_data(path: Path | None) -> Path | None:
+    """As `named_config`, for the data files in configs/data/."""
+    return None if path is None else _named(path, "data", "data file", "nocaps_val")
+
+
+def referenced_file(folder: Path, name: str) -> Path:
+    """The file that a configuration in `folder` names under `extends` or `base`.
+
+    It is a path relative to the folder, or else to that of the shipped configurations, where the suffix may be left
+    out. The file need not exist.
+    """
+    path = folder / name
+    if not is_file(path):
+        shipped = _folder("")
+        for file in (shipped / name, shipped / f"{name}.yaml"):
+            if is_shipped(file):
+                return file
+    return path
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a path leads to a file among the shipped configurations."""
+    return is_file(path) and path.resolve().is_relative_to(_folder("").resolve())
+
+
+def _named(path: Path, folder: str, kind: str, example: str) -> Path:
+    """kind: what the argument names, for messages. example: a name in the folder."""
+    file = path if is_file(path) else _shipped_file(path, folder)
+    if file is not None:
+        return file
+    names = shipped_names(folder)
+    if is_folder(path) or path.name != str(path) or path.suffix:
+        problem = "is a folder" if is_folder(path) else "does not exist"
+        raise UserError(
+            f"{kind} {shown(path)} {problem}; give the path of a YAML file, or the name of a shipped one without "
+            f"folder and suffix, for example {path.stem if path.stem in names else example}"
+        )
+    similar = difflib.get_close_matches(str(path)[:MAX_QUOTED], names, n=3)
+    hint = f"did you mean {' or '.join(similar)}?" if similar else "`raycap config --list` prints the names"
+    raise UserError(f"{shown(path)} is neither a file here nor the name of a shipped {kind}; {hint}")
+
+
+def _shipped_file(path: Path, folder: str) -> Path | None:
+    """The shipped file of this name. None if there is none."""
+    return _folder(folder) / f"{path}.yaml" if str(path) in shipped_names(folder) else None
+
+
+def _folder(folder: str) -> Path:
+    return package_folder() / "configs" / folder

@@ -1,0 +1,121 @@
+"""`${VARIABLE}` in configurations: replaced when a configuration is read, kept where it is stored or sent.
+
+A stored configuration, such as a run's config.yaml, contains the references and not the values, which may be secret.
+Ray's workers, which may lack the variables, receive the values with the run's folder (`pipeline.runs.folder`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import quoted, shown
+from raycap.pipeline.runtime.secrets import (
+    holds_secret,
+    is_secret_option,
+    remember_address,
+    remember_variable,
+    remembered_variables,
+    without_secrets,
+)
+
+_REFERENCE = re.compile(r"\$\{(\w+)\}")
+Location = tuple[str | int, ...]  # keys and indices from the top of a configuration
+
+
+class Expanded(str):
+    """A text whose references are replaced.
+
+    written: the text with its references, which `repr` shows, so that no message quotes a value. variables: the values
+    of the references by name.
+    """
+
+    written: str
+    variables: dict[str, str]
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+
+def variable_names(text: str) -> list[str]:
+    """The names of the variables that a text refers to, each once, sorted."""
+    return sorted(set(_REFERENCE.findall(text)))
+
+
+def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> Any:
+    """Replaces each `${VARIABLE}` in the plain values of `key`. Raises UserError for a variable that is not set.
+
+    is_stored: the values are those of a stored configuration. The variables that this process has received then have
+    priority over its environment. A reference to a variable that is not set remains, except in the storage's place.
+    """
+    if isinstance(value, dict):
+        return {
+            name: expand_variables(item, f"{key}.{name}".lstrip("."), is_stored=is_stored)
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [expand_variables(item, f"{key}.{index}", is_stored=is_stored) for index, item in enumerate(value)]
+    if not isinstance(value, str) or not (names := variable_names(value)):
+        return value
+    known = os.environ | remembered_variables() if is_stored else os.environ
+    if missing := [name for name in names if name not in known]:
+        if is_stored and not key.startswith("storage."):
+            return value
+        raise UserError(
+            f"{shown(key)} needs the environment variable {shown(missing[0])}, which is not set; export it, or "
+            f"--set {shown(key)}=..."
+        )
+    expanded = Expanded(_REFERENCE.sub(lambda match: known[match[1]], value))
+    expanded.written, expanded.variables = value, {name: known[name] for name in names}
+    return expanded
+
+
+def texts_in(value: Any, location: Location = ()) -> Iterator[tuple[Location, str]]:
+    """Yields the texts in plain values with their locations."""
+    if isinstance(value, str):
+        yield location, value
+    elif isinstance(value, dict | list):
+        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from texts_in(item, (*location, part))
+
+
+def is_secret(location: Location, text: str) -> bool:
+    """Whether a text of a configuration is a secret, by its content or by the name of its key."""
+    names = [part for part in location if isinstance(part, str)]
+    rest = _REFERENCE.sub("", text)
+    return holds_secret(text) or bool(names and rest and is_secret_option(names[-1], rest))
+
+
+def quoted_value(value: object) -> str:
+    """A configuration's value as a message shows it, without secrets; of a mapping or list with a secret, its size."""
+    if isinstance(value, dict | list) and any(is_secret(*found) for found in texts_in(value)):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    return quoted(value, without_secrets)
+
+
+def remember_secrets(values: Any) -> dict[Location, Expanded]:
+    """Remembers the variables and passwords in plain values, for messages. Returns the expanded texts by location."""
+    expanded = {}
+    for location, text in texts_in(values):
+        remember_address(text)
+        if isinstance(text, Expanded):
+            expanded[location] = text
+            for name, value in text.variables.items():
+                remember_variable(name, value)
+    return expanded
+
+
+def restore_references(values: dict[str, Any], expanded: dict[Location, Expanded]) -> None:
+    """Replaces texts of plain values by the texts with references. A text that has changed since then remains."""
+    for location, text in expanded.items():
+        node: Any = values
+        try:
+            for part in location[:-1]:
+                node = node[part]
+            if node[location[-1]] == text:
+                node[location[-1]] = text.written
+        except (LookupError, TypeError):  # the value was left out or replaced
+            continue

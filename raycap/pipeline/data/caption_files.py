@@ -1,0 +1,187 @@
+"""Caption files: COCO annotations, Karpathy files and COCO result files, plain or gzipped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import quoted, relative_name, shown
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json
+from raycap.pipeline.storage.untrusted.files import read_document
+
+ImageId = int | str
+MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
+N_BEST = "n-best-{}.jsonl"  # the name of the file with several captions per image of a split
+_GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
+    return parse_json(read_content(path), str(path))
+
+
+def read_content(path: Path) -> bytes:
+    """The bytes of a file, unpacked if it is gzipped, under any name. Raises UserError."""
+    try:
+        data = read_document(path)
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read: {error}") from error
+    return gunzip(data, str(path)) if data.startswith(_GZIP_START) else data
+
+
+def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
+    """Raw captions by image id, in the file's order of images. split: the only split to read; None for all.
+
+    COCO annotations have no splits. In Karpathy's layout an image's id is its cocoid, or its imgid in a file without
+    cocoids. Images without a caption are left out. Raises UserError.
+    """
+    data = read_json(path)
+    content = data if isinstance(data, dict) else {}
+    images, annotations = content.get("images"), content.get("annotations")
+    if isinstance(annotations, list):
+        if split is not None:
+            raise UserError(f"{path} holds COCO annotations, which have no splits; give the images' Karpathy file")
+        references = _read_coco(path, images if isinstance(images, list) else [], annotations)
+    elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
+        references = _read_karpathy(path, images, split)
+    else:
+        content_name = f"an object with {shorten(map(quoted, content))}" if content else type(data).__name__
+        expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
+        raise UserError(f"{path} holds no reference captions: expected {expected}, found {content_name}")
+    if not any(references.values()):
+        raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
+    return {image: captions for image, captions in references.items() if captions}
+
+
+def read_file_names(path: Path) -> dict[ImageId, str]:
+    """The file of each image by id, relative to a folder of images, from COCO annotations or a Karpathy file.
+
+    Images without a file's name are left out. Raises UserError for a name that leads out of the folder.
+    """
+    data = read_json(path)
+    images = data.get("images") if isinstance(data, dict) else None
+    names: dict[ImageId, str] = {}
+    for number, image in enumerate(images if isinstance(images, list) else []):
+        location, values = f"{path}: images[{number}]", image if isinstance(image, dict) else {}
+        parts = [values.get(key) for key in ("filepath", "filename", "file_name")]
+        if name := "/".join(part for part in parts if isinstance(part, str) and part not in ("", ".")):
+            id_key = next((key for key in ("id", "cocoid", "imgid") if key in values), "id")
+            names[_value(image, id_key, int, str, location=location)] = relative_name(name, location)
+    return names
+
+
+def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
+    """Raw captions by image id from the two lists of a COCO file; the list is empty for an image without captions."""
+    ids = [_value(image, "id", int, str, location=f"{path}: images[{i}]") for i, image in enumerate(images)]
+    references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
+    for number, annotation in enumerate(annotations):
+        location = f"{path}: annotations[{number}]"
+        captions = references.setdefault(_value(annotation, "image_id", int, str, location=location), [])
+        captions.append(_caption(annotation, "caption", location))
+    return references
+
+
+def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
+    """Raw captions by image id from the list of a Karpathy file, of one split or (None) of all."""
+    names = [image.get("split") for image in images if isinstance(image, dict)]
+    splits = Counter(name for name in names if isinstance(name, str))
+    if split is not None and split not in splits:
+        available = shorten(f"{name} ({count} images)" for name, count in splits.items())
+        raise UserError(f"{path} has no images in split {split!r}; it has {available}")
+    id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
+    references: dict[ImageId, list[str]] = {}
+    for number, image in enumerate(images):
+        location = f"{path}: images[{number}]"
+        image_id = _value(image, id_key, int, str, location=location)
+        if image_id in references:
+            raise UserError(f"{location} repeats {id_key} {quoted(image_id)}; every image must occur once")
+        if split is not None and image.get("split") != split:
+            continue
+        sentences = image.get("sentences")
+        if not isinstance(sentences, list):
+            raise UserError(f"{location} has no list 'sentences'; give a file in Karpathy's layout")
+        references[image_id] = [_caption(sentence, "raw", location) for sentence in sentences]
+    return references
+
+
+def write_predictions(path: Path, captions: Mapping[int, str]) -> None:
+    """Writes captions, given by image id, as a COCO result file: a list of {"image_id", "caption"}."""
+    rows = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
+    storage_path(path).write_bytes(json.dumps(rows, indent=1, ensure_ascii=False).encode())
+
+
+def read_predictions(path: Path) -> dict[ImageId, str]:
+    """Raw caption by image id from a COCO result file. Raises UserError."""
+    data = read_json(path)
+    if not isinstance(data, list) or not data:
+        content_name = "an empty list" if data == [] else kind_of(data)
+        expected = "a list of objects with image_id and caption"
+        raise UserError(f"{path} is no result file: expected {expected}, found {content_name}")
+    rows = []
+    for number, row in enumerate(data):
+        location = f"{path}: entry {number}"
+        rows.append((_value(row, "image_id", int, str, location=location), _caption(row, "caption", location)))
+    if repeated := [image for image, count in Counter(image for image, _ in rows).items() if count > 1]:
+        count = f"{len(repeated)} images (ids {shorten(repeated)})"
+        raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
+    return dict(rows)
+
+
+def write_n_best(path: Path, captions: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+    """Writes several captions per image as JSON lines {"image_id", "n_best": [{"caption", ...}, ...]}."""
+    rows = [{"image_id": image, "n_best": ranked} for image, ranked in captions.items()]
+    storage_path(path).write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def read_n_best(path: Path) -> dict[ImageId, list[str]]:
+    """The raw captions of each image, by id, in a file of `write_n_best`. Raises UserError."""
+    try:
+        lines = read_document(path).decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: {error}; give a file of JSON lines") from error
+    captions: dict[ImageId, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        location = f"{path}: line {number}"
+        row = parse_json(line, location)
+        image = _value(row, "image_id", int, str, location=location)
+        if image in captions:
+            raise UserError(f"{location} repeats image_id {quoted(image)}; every image must have one line")
+        if not isinstance(ranked := row.get("n_best"), list):
+            raise UserError(f"{location} has no list n_best; give captions as `raycap evaluate` writes them")
+        captions[image] = [_caption(entry, "caption", location) for entry in ranked]
+    return captions
+
+
+def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
+    """The first `limit` ids and the number of the others, for a message."""
+    names = [shown(image) for image in ids]
+    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
+
+
+def _value(row: Any, key: str, *types: type, location: str) -> Any:
+    """row[key], which must have one of the types (str, or int and str). location: where the row is, for messages.
+
+    Raises UserError for a value of another type, a missing key, and a row that is not an object.
+    """
+    value = row.get(key) if isinstance(row, dict) else None
+    if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints
+        kind = "a number or text" if int in types else "text"
+        raise UserError(f"{location} has no {key} that is {kind}: found {quoted(row)}")
+    return value
+
+
+def _caption(row: Any, key: str, location: str) -> str:
+    """row[key], which must be a text of at most MAX_CAPTION characters. UserError as `_value`."""
+    caption: str = _value(row, key, str, location=location)
+    if len(caption) > MAX_CAPTION:
+        raise UserError(f"{location} has a {key} of {len(caption)} characters; the limit is {MAX_CAPTION}")
+    return caption

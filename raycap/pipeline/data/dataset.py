@@ -1,0 +1,405 @@
+"""Captioned images: reads annotation files, and defines the table that every later step reads.
+
+Processes exchange a `Dataset` as an Arrow file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raycap.pipeline.config.sections import DataSection, SourceSection
+from raycap.pipeline.data.caption_files import shorten
+from raycap.pipeline.data.formats.files import find_files
+from raycap.pipeline.data.formats.registry import read_sources
+from raycap.pipeline.data.formats.rows import Rows, Source, images_folder
+from raycap.pipeline.data.formats.splits import Splits, read_split_lists
+from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.digests import is_whole
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.tables import TableSpill, spilled
+from raycap.pipeline.storage.untrusted.files import read_document
+
+SCHEMA = pa.schema(
+    [
+        ("image_id", pa.int64()),
+        ("split", pa.string()),
+        ("uri", pa.string()),  # where the image is: the text of a `pipeline.data.formats.location.ImageLocation`
+        ("captions", pa.list_(pa.string())),  # as in the annotation file
+        ("key", pa.string()),  # content key: sha256 of the image file; null until `content_keys.py` sets it
+    ]
+)
+
+
+# a further column with `data.tokenizer: tokens`: those of each caption in the annotation file, joined with spaces
+TOKENS = pa.field("tokens", pa.list_(pa.string()))
+
+
+ROUND_ROWS = 2**22  # rows that Ray gets at a time
+CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
+FILTERED_ROWS = 2**16  # that are copied at a time
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
+
+    A data set may have many millions of rows. `load` memory-maps it, and columns that are computed are in memory-mapped
+    files, too, unless they are small. Only `column`, `references` and `uris` make Python objects of all rows at once:
+    call them for a split of validation or test.
+    """
+
+    table: pa.Table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    @property
+    def whole(self) -> Dataset:
+        """The data set whose `rows` are these images."""
+        return self
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows (len(self),) int64 of `whole` that these images are, in ascending order."""
+        return np.arange(len(self))
+
+    def values(self, name: str) -> pa.ChunkedArray:
+        """A column of SCHEMA. Of a `Selection` it is a copy of this column."""
+        return self.table[name]
+
+    @property
+    def num_captions(self) -> int:
+        """The number of captions of all images."""
+        return pc.sum(pc.list_value_length(self.values("captions"))).as_py() or 0
+
+    def split(self, *names: str) -> Dataset:
+        """The images of these splits."""
+        return self._selected(pc.is_in(self.values("split"), pa.array(names, pa.string())))
+
+    def readable(self) -> Dataset:
+        """The images with a content key: the files of all others could not be read."""
+        return self._selected(pc.is_valid(self.values("key")))
+
+    def without(self, content_keys: Sequence[str]) -> Dataset:
+        """The images that have none of these content keys."""
+        if not content_keys:
+            return self
+        return self._selected(pc.invert(pc.is_in(self.values("key"), pa.array(content_keys, pa.string()))))
+
+    def _selected(self, mask: pa.ChunkedArray) -> Dataset:
+        """The images for which a mask without nulls is true."""
+        rows = self.rows[mask.to_numpy()]
+        return self if len(rows) == len(self) else Selection(self.whole, rows)
+
+    def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
+        """A copy in which this column of SCHEMA has these values, one per row."""
+        return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
+
+    def keyed_by_id(self) -> Dataset:
+        """The data set with `id-<image id>` as content keys, for images whose files are not available."""
+        schema = pa.schema([SCHEMA.field("key")])
+        ids = (pc.cast(batch["image_id"], pa.string()) for batch in self.table.select(["image_id"]).to_batches())
+        keys = (
+            pa.RecordBatch.from_arrays([pc.binary_join_element_wise("id", each, "-")], schema=schema) for each in ids
+        )
+        return self.with_column("key", spilled(schema, keys)["key"])
+
+    def column(self, name: str) -> list[Any]:
+        """A column of SCHEMA as a list."""
+        return self.values(name).to_pylist()
+
+    def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
+        """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
+        return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
+
+    def uris(self) -> dict[int, str]:
+        """Where each image is, by image id."""
+        return dict(zip(self.column("image_id"), self.column("uri"), strict=True))
+
+    def split_sizes(self) -> dict[str, int]:
+        """The number of images of each split, in the order in which the splits occur."""
+        sizes = Counter[str]()
+        for chunk in self.chunks("split"):
+            sizes.update({count["values"]: count["counts"] for count in chunk["split"].value_counts().to_pylist()})
+        return dict(sizes)
+
+    def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
+        """The data set without captions in which the tokenizer finds no word. Reads CHUNK_ROWS rows at a time.
+
+        Raises UserError for an image whose captions all have no word.
+        """
+        names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
+        parts: list[pa.Table | None] = []  # of each chunk its columns; None for one that has changed
+        changed = TableSpill(pa.schema([(name, TOKENS.type) for name in names]))
+        for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
+            texts = [batch.column(name).to_pylist() for name in names]
+            kept = [
+                [
+                    number
+                    for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
+                    if caption_words(tokenizer, caption) and all(tokens)
+                ]
+                for image in zip(*texts, strict=True)
+            ]
+            if [] in kept:
+                row = self.table.slice(start + kept.index([]), 1).to_pylist()[0]
+                image = f"image {shown(row['uri'])} (id {row['image_id']})"
+                raise UserError(f"{image} has no caption with a word in it; add one")
+            if all(sum(map(len, kept)) == sum(map(len, column)) for column in texts):
+                parts.append(batch)
+                continue
+            chosen = [
+                pa.array(
+                    [[image[n] for n in numbers] for image, numbers in zip(column, kept, strict=True)], TOKENS.type
+                )
+                for column in texts
+            ]
+            parts.append(None)
+            changed.append(pa.RecordBatch.from_arrays(chosen, schema=changed.schema))
+        if None not in parts:
+            return Dataset(self.table)
+        others = iter(changed.batches())
+        tables = [pa.Table.from_batches([next(others)]) if part is None else part for part in parts]
+        dataset: Dataset = self
+        for name in names:
+            dataset = dataset.with_column(
+                name, pa.chunked_array([c for t in tables for c in t[name].chunks], TOKENS.type)
+            )
+        return dataset
+
+    def chunks(self, *names: str) -> Iterator[pa.Table]:
+        """These columns, CHUNK_ROWS rows at a time; the last chunk may have fewer."""
+        table = self.table.select(list(names))
+        for start in range(0, len(table), CHUNK_ROWS):
+            yield table.slice(start, CHUNK_ROWS)
+
+    def rounds(self, rows: np.ndarray, *names: str) -> Iterator[pa.Table]:
+        """These columns of rows of `whole`, ROUND_ROWS at a time. rows: ascending."""
+        table = self.whole.table.select(list(names))
+        for start in range(0, len(rows), ROUND_ROWS):
+            yield _taken(table, rows[start : start + ROUND_ROWS])
+
+    def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
+        """The texts of each image's captions that the tokenizer splits, one image at a time."""
+        for chunk in self.chunks(text_column(tokenizer)):
+            yield from chunk.column(0).to_pylist()
+
+    def texts(self, tokenizer: str = "expansionnet") -> Iterator[str]:
+        """The text of every caption that the tokenizer splits, one caption at a time."""
+        return chain.from_iterable(self.texts_by_image(tokenizer))
+
+    def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
+        """The words of every caption, one caption at a time."""
+        return map(TOKENIZERS[tokenizer].split, self.texts(tokenizer))
+
+    def fingerprint(self) -> str:
+        """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks("image_id", "split", "key", "captions", *self.whole.table.column_names[len(SCHEMA) :]):
+            digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Writes an Arrow file atomically."""
+        with atomic_path(path) as temporary, pa.ipc.new_file(temporary, self.table.schema) as writer:
+            writer.write_table(self.table, max_chunksize=CHUNK_ROWS)
+
+    @classmethod
+    def load(cls, path: Path) -> Dataset:
+        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA.
+
+        Its content is read once per machine, and again when the file has changed. Other processes read what they use.
+        """
+        content, name = pa.memory_map(str(path)), str(path)
+        is_whole(path, "a table of images", lambda: cls.parse(content, name) is not None)
+        return cls._opened(content, name, full=False)
+
+    @classmethod
+    def parse(cls, content: pa.NativeFile, name: str) -> Dataset:
+        """The data set in the content of the Arrow file `name`, all of which is checked. Raises DamagedError."""
+        return cls._opened(content, name, full=True)
+
+    @classmethod
+    def _opened(cls, content: pa.NativeFile, name: str, *, full: bool) -> Dataset:
+        """The data set in an Arrow file. full: whether to read all of it and not only its metadata."""
+        try:
+            table = pa.ipc.open_file(content).read_all()
+            table = table.cast(SCHEMA.append(TOKENS) if TOKENS.name in table.column_names else SCHEMA)
+            table.validate(full=full)
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
+                raise  # the machine is at fault, and not the file
+            raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
+        return Dataset(table)
+
+
+class Selection(Dataset):
+    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows (`TableSpill`)."""
+
+    def __init__(self, whole: Dataset, rows: np.ndarray) -> None:
+        self._whole, self._rows = whole, rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes receive these rows only."""
+        return Dataset, (self.table,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @cached_property
+    def table(self) -> pa.Table:
+        return self._filtered(self._whole.table)
+
+    @property
+    def whole(self) -> Dataset:
+        return self._whole
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self._rows
+
+    def values(self, name: str) -> pa.ChunkedArray:
+        return self._filtered(self._whole.table.select([name]))[name]
+
+    def _filtered(self, table: pa.Table) -> pa.Table:
+        """These rows of a table of `whole`, memory-mapped unless they are few."""
+        is_chosen, start = np.zeros(len(table), bool), 0
+        is_chosen[self._rows] = True
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            nonlocal start
+            for batch in table.to_batches(max_chunksize=FILTERED_ROWS):
+                yield batch.filter(pa.array(is_chosen[start : start + len(batch)]))
+                start += len(batch)
+
+        return spilled(table.schema, batches())
+
+    def chunks(self, *names: str) -> Iterator[pa.Table]:
+        for start in range(0, len(self), CHUNK_ROWS):
+            yield _taken(self._whole.table.select(list(names)), self._rows[start : start + CHUNK_ROWS])
+
+
+def _taken(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """These rows of a table, which ascend. Arrow's `take` would first join all chunks, at most 2 GiB of text."""
+    start, batches = int(rows[0]), list[pa.RecordBatch]()
+    for batch in table.slice(start, rows[-1] + 1 - start).to_batches():
+        begin, end = np.searchsorted(rows, [start, start + len(batch)])
+        if begin < end:
+            batches.append(batch.take(pa.array(rows[begin:end] - start)))
+        start += len(batch)
+    return pa.Table.from_batches(batches, table.schema)
+
+
+def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
+    """The data set of a configuration, without wordless captions.
+
+    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
+    a word in it, or a split that training needs is empty.
+    """
+    dataset, problems = read_annotations(config, root, options)
+    if problems:
+        raise UserError(problems[0])
+    dataset = dataset.with_words(config.tokenizer)
+    require_splits(dataset, config)
+    return dataset
+
+
+def require_splits(dataset: Dataset, config: DataSection) -> None:
+    """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
+    needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
+    needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
+    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
+    for key, names in needed.items():
+        if not len(dataset.split(*names)):
+            splits = shorten(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
+            missing = f"no image of {config.annotations} is in {' or '.join(names)}"
+            raise UserError(f"{key}: {missing}; it has the splits {splits}")
+
+
+def read_annotations(
+    config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()
+) -> tuple[Dataset, list[str]]:
+    """Every image and caption of the annotation files, and a sentence for each caption that is not valid.
+
+    Raises UserError when a file or folder is missing, or when a file does not have its format, repeats an image id or
+    names a path outside of the data set's folder.
+    """
+    base = storage_path(root, options)
+    if not base.is_remote and not base.path.is_dir():
+        raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
+    rows, sources = Rows(), _find_sources(config, base)
+    read_sources(sources, config.format, rows)
+    table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
+    ids = table["image_id"]
+    in_order = np.sort(ids.to_numpy())
+    if (in_order[1:] == in_order[:-1]).any():
+        counts = ids.value_counts()
+        repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
+        uri = table["uri"].filter(pc.equal(ids, repeated))[-1].as_py()  # the last image with this id
+        image = f"image {shown(uri)}"
+        raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
+    table = table.append_column("key", pa.nulls(len(table), pa.string()))
+    names = [*SCHEMA.names, *([TOKENS.name] if TOKENS.name in table.column_names else [])]
+    return Dataset(table.select(names)), rows.problems
+
+
+def _find_sources(config: DataSection, root: StoragePath) -> list[Source]:
+    """The annotation files of a data set. Raises UserError as `read_annotations`."""
+    splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
+    # Without `data.sources` these three keys of the section `data` describe the only source.
+    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
+    sources = []
+    for section in config.sources or (only_source,):
+        images = images_folder(root, section.images)
+        if not images.is_remote and not images.path.is_dir():
+            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
+        for name in find_files(root, section.annotations):
+            path = root if name in ("", ".") else root / name.rstrip("/")
+            source = Source(path, images, name, section.images, section.split, splits, config.columns)
+            sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
+    return sources
+
+
+def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
+    """The vocabulary of a configuration. Raises UserError when it is empty.
+
+    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them. A
+    subword model needs no further words.
+    """
+    training = dataset.split(*(config.vocabulary_splits or config.train_splits))
+    try:
+        if config.tokenizer == SUBWORD:
+            texts = training.texts(config.tokenizer)
+            return Vocabulary.train_subwords(texts, config.subword_vocabulary, config.min_count)
+        vocabulary = Vocabulary.build(training.tokens(config.tokenizer), config.min_count, config.tokenizer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if config.extra_vocabulary is None:
+        return vocabulary
+    try:
+        lines = read_document(Path(config.extra_vocabulary).expanduser()).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.extra_vocabulary {config.extra_vocabulary} cannot be read as text: {error}") from error
+    extra = {word for line in lines for word in vocabulary.tokenize(line.lower())}
+    return Vocabulary(tuple(sorted(extra.union(vocabulary.words))), config.tokenizer)
+
+
+def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
+    """Number of the vocabulary's tokens in the longest caption, with SOS and EOS."""
+    return max(map(len, map(vocabulary.tokenize, dataset.texts(vocabulary.tokenizer)))) + 2

@@ -1,0 +1,172 @@
+"""Tables with one row per image or caption: JSON lines, CSV, and Parquet, which may contain the images themselves."""
+
+from __future__ import annotations
+
+import csv
+import io
+from array import array
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from raycap.pipeline.data.caption_files import shorten
+from raycap.pipeline.data.formats.files import opened, read_file
+from raycap.pipeline.data.formats.location import ImageLocation
+from raycap.pipeline.data.formats.name_index import NameIndex
+from raycap.pipeline.data.formats.rows import Rows, Source, as_list, as_texts, inside
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import printable, quoted
+from raycap.pipeline.storage.untrusted.documents import parse_json
+from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
+from raycap.pipeline.storage.untrusted.parquet_values import PageValue
+
+TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
+MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
+MAX_NAME = 1000  # characters of the name of an image in a Parquet file
+
+
+class StoredImage(NamedTuple):
+    """An image in a Parquet file: where it is, and the path from which it came, if the file has it."""
+
+    place: PageValue
+    path: Any
+
+
+def table_entries(source: Source) -> Iterator[dict[str, Any]]:
+    """The rows of a table by column name. An image in the table is a StoredImage. Raises UserError."""
+    path = source.annotations
+    name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
+    try:
+        if path.name.endswith(".parquet"):
+            with opened(path) as file:
+                yield from _parquet_entries(source, file, title)
+        elif name.endswith(".parquet"):
+            yield from _parquet_entries(source, io.BytesIO(read_file(path)), title)
+        elif name.endswith(".csv"):
+            rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
+            if len(rows.fieldnames or ()) > MAX_COLUMNS:
+                raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")
+            for entry in rows:
+                if None in entry:
+                    count = len(rows.fieldnames or ())
+                    raise ValueError(
+                        f"line {rows.line_num} has {count + len(entry[None])} values, but the first line names {count} "
+                        "columns; put texts with commas into double quotes"
+                    )
+                yield entry
+        else:
+            for number, line in enumerate(io.BytesIO(read_file(path)), 1):
+                if line.strip():
+                    entry = parse_json(line, f"{title}: line {number}", strict=False)
+                    if not isinstance(entry, dict):
+                        raise ValueError(f"line {number} is not an object")
+                    yield entry
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{title} is not text in UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{title} cannot be read as a table: {error}") from error
+
+
+def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, with the columns that a data set has."""
+    table = ParquetFile(file, title)
+    found = {
+        role: next((each for each in source.column_names[role] if each in table.columns), None)
+        for role in ("image", "captions", "id", "split")
+    }
+    if found["image"] is None:
+        names = printable(", ".join(dict.fromkeys(table.columns)))[:500]
+        raise UserError(f"{title} has no column {' or '.join(source.column_names['image'])}; its columns are {names}")
+    binary = table.binary_column(found["image"])
+    columns = [name for name in found.values() if name is not None]
+    if binary is not None and found["captions"] is None:
+        names = " or ".join(source.column_names["captions"])
+        raise UserError(f"{title} has images and no column {printable(names)}; set data.columns.captions")
+    if binary is None:
+        yield from table.rows(columns)
+        return
+    if not isinstance(file, io.BufferedReader):
+        raise UserError(f"{title} is compressed as a whole; unpack it, because images in it are read in place")
+    columns.remove(found["image"])
+    columns += [] if binary.names is None else [binary.names]
+    for row, place in zip(table.rows(columns), table.value_places(binary.values), strict=True):
+        stored = row.get(found["image"]) or {}
+        yield row | {found["image"]: StoredImage(place, stored.get("path"))}
+
+
+def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
+    """Adds the images of a table with the columns image, captions, and optionally id and split (`rows.COLUMNS`).
+
+    captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
+    Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.
+    """
+    path, begin = source.annotations, len(rows)
+    rows_of_names, stated_splits = NameIndex(), _Values()  # of image files
+    stored_names = NameIndex()
+    for number, entry in enumerate(entries):
+        location = f"{path}: row {number + 1}"
+        image = source.value(entry, "image", location)
+        captions = as_texts(as_list(source.value(entry, "captions", location)), location, rows)
+        if isinstance(image, StoredImage):
+            _add_stored(source, image, entry, stored_names, captions, rows, location)
+            continue
+        if not isinstance(image, str) or not image:
+            column = " or ".join(source.column_names["image"])
+            raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
+        uri, name = inside(source.images, image, location)
+        stated = source.value(entry, "split", location)
+        row = rows_of_names.setdefault(name, len(stated_splits))
+        if row < len(stated_splits):  # the table has one row per caption
+            first = stated_splits[row]
+            if stated not in (None, "", first):
+                splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
+                raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
+            rows.add_captions(begin + row, captions)
+            continue
+        image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
+        stated_splits.append(stated)
+        rows.add(image_id, split, uri, captions, location)
+    if len(rows) == begin:
+        raise UserError(f"{path} has no rows")
+
+
+class _Values:
+    """A list of values of which few are distinct, with 4 bytes per value."""
+
+    def __init__(self) -> None:
+        self._codes, self._code_of, self._distinct = array("I"), dict[tuple[type, str], int](), list[Any]()
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._distinct[self._codes[index]]
+
+    def append(self, value: Any) -> None:
+        code = self._code_of.setdefault((type(value), repr(value)), len(self._distinct))
+        if code == len(self._distinct):
+            self._distinct.append(value)
+        self._codes.append(code)
+
+
+def _add_stored(
+    source: Source,
+    image: StoredImage,
+    entry: dict[str, Any],
+    names: NameIndex,
+    captions: list[str],
+    rows: Rows,
+    location: str,
+) -> None:
+    """Adds an image in a Parquet file. names: those of the images of this file that were added before."""
+    is_name = isinstance(image.path, str) and 0 < len(image.path) <= MAX_NAME
+    count = len(names)
+    name = image.path if is_name else f"row {count}"
+    if names.setdefault(name, count) < count and is_name:
+        remedy = "give one row with a list of captions, or each image its own path"
+        raise UserError(f"{location} repeats the image {quoted(image.path)}; {remedy}")
+    uri = ImageLocation(source.annotations, image.place, name).uri
+    full_name = source.member_prefix + name
+    image_id, split = source.id_and_split(entry, (name.rsplit("/", 1)[-1],), full_name, location)
+    rows.add(image_id, split, uri, captions, location)

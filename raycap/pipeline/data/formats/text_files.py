@@ -1,0 +1,88 @@
+"""A folder of images, each with a text file of the same name: dog.jpg and dog.txt, with one caption per line."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from raycap.pipeline.data.formats.files import errors_named, is_image
+from raycap.pipeline.data.formats.name_index import NameIndex
+from raycap.pipeline.data.formats.rows import Rows, Source, as_texts, lines_of
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.tables import TableSpill
+
+MAX_TEXT_BYTES = 2**20  # of the captions of an image
+_NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
+_SORTED_NAMES, _MERGED_NAMES = 2**16, 1000  # names that are sorted at a time, and then read of each sorted part
+
+
+class Captioned(NamedTuple):
+    """An image's path in the folder, and its captions; none without a text file."""
+
+    name: str
+    captions: list[str]
+
+
+def read_text_files(source: Source) -> Iterator[Captioned]:
+    """The images of a folder and of those in it, in the order of their names. Raises UserError."""
+    folder = source.annotations
+    texts: dict[str, NameIndex] = {}  # by ending, as .txt or .TXT, the names before it
+
+    def image_names() -> Iterator[str]:
+        for name, _ in folder.walk():
+            if "/." in f"/{name}":
+                continue
+            if is_image(name):
+                yield name
+            elif name.lower().endswith(".txt"):
+                texts.setdefault(name[-4:], NameIndex()).setdefault(name[:-4], 0)
+
+    with errors_named(folder):
+        images = _in_order(image_names())
+
+    def read(name: str) -> Captioned:
+        stem = name.rpartition(".")[0]
+        text = next((stem + ending for ending in sorted(texts, reverse=True) if stem in texts[ending]), None)
+        if text is None:
+            return Captioned(name, [])
+        with errors_named(folder / text):
+            return Captioned(name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text)))
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
+        while part := list(islice(images, _FILES_PER_SLICE)):
+            yield from pool.map(read, part)
+
+
+def _in_order(names: Iterator[str]) -> Iterator[str]:
+    """The names, sorted: parts of them at a time, which are then merged."""
+    spill = TableSpill(pa.schema([("name", pa.binary())]))  # a name that is not UTF-8 is no string of Arrow
+    while part := sorted(islice(names, _SORTED_NAMES)):
+        encoded = pa.array([name.encode(errors="surrogatepass") for name in part], pa.binary())
+        spill.append(pa.RecordBatch.from_arrays([encoded], schema=spill.schema))
+
+    def values(batch: pa.RecordBatch) -> Iterator[bytes]:
+        for start in range(0, len(batch), _MERGED_NAMES):
+            yield from batch["name"].slice(start, _MERGED_NAMES).to_pylist()
+
+    # the encoded names have the order of the names
+    return (name.decode(errors="surrogatepass") for name in heapq.merge(*map(values, spill.batches())))
+
+
+def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:
+    """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
+    count = len(rows)
+    for image in images:
+        location = str(source.annotations / image.name)
+        name = source.member_prefix + image.name
+        image_id, split = source.id_and_split({}, (image.name, image.name.rsplit("/", 1)[-1]), name, location)
+        rows.add(image_id, split, location, as_texts(list(image.captions), location, rows), location)
+    if len(rows) == count:
+        folder = source.annotations
+        if not folder.is_remote and not folder.path.exists():
+            raise UserError(f"folder {folder} does not exist; data.annotations is relative to data.root")
+        raise UserError(f"folder {source.annotations} contains no image; give the folder that holds them")

@@ -1,0 +1,265 @@
+"""Reads image files and decodes them to RGB pixels, in bounded memory and whatever the files contain.
+
+No other module opens images from elsewhere. This module does not import torch, so that Ray's decoding tasks start fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from raycap.models.encoders.augmentation import augmented
+from raycap.models.encoders.transform import ImageTransform
+from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
+from raycap.pipeline.data.formats.location import ImageLocation, is_remote_image
+from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.s3 import StorageError
+
+# Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
+# (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common
+# formats come first, because Pillow imports all its plugins for the others.
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
+MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
+MAX_WEBP_SHARE = 0.5  # of the limit on pixels: Pillow needs 16 bytes per pixel of WebP, and 8 of the other formats
+MAX_SIDE = 2**20  # pixels; resizing takes 16 bytes for each pixel of a side
+DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
+STRIP_PIXELS = 2**20  # pixels that are converted at a time
+TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
+# A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels. Photographs have at most 10 or so. By
+# chance, one in 65,536 places of other data in the file looks like the begin of a scan.
+SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
+MAX_PPM_HEADER = 2**16  # bytes; Pillow reads the comments of a header byte by byte, a megabyte in a second
+UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
+
+
+class BadImage(Exception):
+    """An image that cannot be used; the message is the reason listed in the quarantine."""
+
+
+class UnknownFormatError(BadImage):
+    """A file that is no image, or one in a format that is not read."""
+
+
+class OversizedError(BadImage):
+    """An image of too many pixels."""
+
+
+def read_image_file(path: StoragePath) -> bytes:
+    """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
+
+    Raises OSError if it is larger than MAX_BYTES, and for pipes and devices.
+    """
+    return ImageLocation.parse(path.uri, path.options).read_bytes(MAX_BYTES)
+
+
+def reason_of(error: OSError) -> str:
+    """Why a file cannot be read, without secrets, because the reason is stored."""
+    return without_secrets(error.strerror or str(error))
+
+
+def decode_image(data: bytes, max_pixels: int) -> Image.Image:
+    """The RGB image in a file's bytes, rotated as its EXIF data demand. Transparent pixels are blended with white.
+
+    Raises BadImage for empty, truncated, oversized (width x height above `max_pixels`) or unreadable bytes.
+    """
+    if not data:
+        raise BadImage("empty file")
+    with _bad_images():
+        return _decode(data, max_pixels)
+
+
+def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
+    """An image of Pillow as RGB, as `decode_image` gives it. The image itself does not change. Raises BadImage."""
+    with _bad_images():
+        _require_size(image, max_pixels)
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _bad_images() -> Iterator[None]:
+    """Raises BadImage in place of the errors that a damaged image causes."""
+    try:
+        with warnings.catch_warnings():  # of damaged metadata, and of large images, which `max_pixels` limits
+            warnings.simplefilter("ignore")
+            yield
+    except BadImage:
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise UnknownFormatError("not an image in a known format") from error
+    except Image.DecompressionBombError as error:
+        raise OversizedError(f"cannot be decoded: {one_line(error)}") from error
+    except MemoryError as error:
+        raise BadImage("cannot be decoded: it needs too much memory") from error
+    except Exception as error:  # a damaged file can raise nearly any type
+        raise BadImage(f"cannot be decoded: {one_line(error)}") from error
+
+
+def _decode(data: bytes, max_pixels: int) -> Image.Image:
+    """The RGB image as `decode_image` gives it. Raises an exception of nearly any type for a damaged file."""
+    if data.startswith(b"P"):
+        Image.open(io.BytesIO(data[:MAX_PPM_HEADER]), formats=("PPM",))  # raises an error if the header is longer
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    _require_size(image, max_pixels)
+    if isinstance(image, JpegImageFile) and data.count(SCAN) > MAX_SCANS + len(data) // BYTES_PER_FURTHER_SCAN:
+        raise BadImage(f"a JPEG file of {data.count(SCAN)} scans, which would take long to decode")
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
+    return _to_rgb(image)
+
+
+def _require_size(image: Image.Image, max_pixels: int) -> None:
+    """Raises OversizedError for an image, or a tile of a TIFF file, of more than `max_pixels` or with too long a side.
+
+    The reason ends with `max_pixels`, by which an extraction finds the images that another limit may accept.
+    """
+    if image.format == "WEBP" and image.width * image.height > MAX_WEBP_SHARE * max_pixels:
+        share = f"more than {MAX_WEBP_SHARE:.0%}, which a WebP image may have, of {max_pixels}"
+        raise OversizedError(f"{image.width} x {image.height} pixels, {share}")
+    sizes = [image.size]
+    if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
+        sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
+    for width, height in sizes:
+        if width * height > max_pixels:
+            raise OversizedError(f"{width} x {height} pixels, more than {max_pixels}")
+        if max(width, height) > MAX_SIDE:
+            raise OversizedError(f"{width} x {height} pixels, a side of more than {MAX_SIDE}")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any Pillow mode as RGB.
+
+    It is converted in strips: a conversion makes several copies, and 16-bit values need 8 bytes per pixel meanwhile.
+    """
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image.convert("RGB")
+    height = max(1, STRIP_PIXELS // image.width)
+    boxes = [(0, top, image.width, min(top + height, image.height)) for top in range(0, image.height, height)]
+    white = 255.0
+    if image.mode in DEEP_MODES and np.max([np.asarray(image.crop(box)).max() for box in boxes]) > 255:
+        white = 65535.0
+    rgb = Image.new("RGB", image.size)
+    for box in boxes:
+        rgb.paste(_strip_to_rgb(image.crop(box), white), box)
+    return rgb
+
+
+def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
+    """A part of an image as RGB. white: the value of a white pixel, if one has more than 8 bits."""
+    if strip.mode in DEEP_MODES:
+        # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
+        values = np.asarray(strip).astype(np.float64)
+        strip = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
+    if strip.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in strip.info:
+        layer = strip.convert("RGBA")
+        background = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(background, layer).convert("RGB")
+    return strip.convert("RGB")
+
+
+def hash_batch(batch: dict[str, np.ndarray], options: StorageOptions = StorageOptions()) -> dict[str, Any]:
+    """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
+
+    One of them is "". Raises StorageError while the storage is out of order.
+    """
+
+    def read(uri: str) -> tuple[str, str]:
+        try:
+            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest(), ""
+        except StorageError:
+            raise
+        except OSError as error:
+            return "", reason_of(error)
+
+    results = _for_each(read, batch["uri"])
+    return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
+
+
+def measure_batch(
+    batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
+) -> dict[str, Any]:
+    """Adds size and reason to a batch with the column uri: (B, 2) int32 widths and heights, and why there are none.
+
+    Every image is decoded as a whole. One that cannot be used has the size (0, 0), and others the reason "". threads:
+    that decode local files. Raises StorageError while the storage is out of order.
+    """
+
+    def measure(uri: str) -> tuple[tuple[int, int], str]:
+        try:
+            return decode_image(read_image_file(StoragePath(uri, options)), max_pixels).size, ""
+        except StorageError:
+            raise
+        except (BadImage, OSError) as error:
+            return (0, 0), str(error)
+
+    results = _for_each(measure, batch["uri"], threads)
+    sizes = np.array([size for size, _ in results], np.int32).reshape(-1, 2)
+    return {**batch, "size": sizes, "reason": np.array([reason for _, reason in results])}
+
+
+def _for_each(function: Callable[[str], Any], uris: np.ndarray, threads: int = 1) -> list[Any]:
+    """The function's values for files. Requests mostly wait, so that remote files get more threads."""
+    names = [str(uri) for uri in uris]
+    with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, names)) else 1)) as pool:
+        return list(pool.map(function, names))
+
+
+def decode_batch(
+    batch: dict[str, np.ndarray],
+    transform: ImageTransform,
+    max_pixels: int,
+    options: StorageOptions = StorageOptions(),
+    augmentation: Augmentation = Augmentation(),
+) -> dict[str, Any]:
+    """Decodes a batch with the columns key and uri. The result has the same columns, pixels and reason.
+
+    pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
+    used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
+    file's sha256, or "" for a file that cannot be read. A key of `encoders.views.Views` gives a random version of the
+    image, by `augmentation`. Consecutive rows of one image are read and decoded once. Raises StorageError while the
+    storage is out of order, because the images are not at fault.
+    """
+    side = transform.image_size
+    pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
+    keys = ["" if key is None else str(key) for key in batch["key"]]
+
+    def decode(rows: list[int]) -> str:
+        """Writes the pixels of one image in its rows of the batch, and returns its reason."""
+        try:
+            data = read_image_file(StoragePath(str(batch["uri"][rows[0]]), options))
+            digest = hashlib.sha256(data).hexdigest()
+            for row in rows:
+                keys[row] = keys[row] or digest
+            if digest != content_key_of(keys[rows[0]]):
+                return f"{UNREADABLE}: it changed while it was being extracted"
+            image = decode_image(data, max_pixels)
+            for row in rows:
+                seed = seed_of_key(keys[row])
+                pixels[row] = (
+                    transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
+                )
+        except BadImage as error:
+            return str(error)
+        except StorageError:
+            raise
+        except OSError as error:
+            return f"{UNREADABLE}: {reason_of(error)}"
+        return ""
+
+    # Requests spend most of their time waiting; local files are decoded one after the other.
+    with ThreadPoolExecutor(8 if any(is_remote_image(str(uri)) for uri in batch["uri"]) else 1) as pool:
+        images = [list(rows) for _, rows in itertools.groupby(range(len(pixels)), lambda row: batch["uri"][row])]
+        reasons = [reason for rows, reason in zip(images, pool.map(decode, images), strict=True) for _ in rows]
+    return {**batch, "key": np.array(keys), "pixels": pixels, "reason": np.array(reasons)}

@@ -1,0 +1,176 @@
+"""Subword models: byte-pair encoding on the bytes of captions (Sennrich et al. 2016), by the package tokenizers.
+
+Every byte is a piece, so that a caption of any script has pieces and none is unknown. A model is its list of merges,
+which is all that a file needs to hold.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+from raycap.pipeline.data.language.words import normalized
+from raycap.pipeline.runtime.names import quoted
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NUM_BYTES = 256
+MAX_MERGES = 2**17
+MAX_PIECE = 256  # bytes
+# A piece is never longer than a run of letters, digits or other marks with the space before it. Zero-width joiners
+# belong to words.
+_RUNS = r" ?[\p{L}\p{M}\x{200c}\x{200d}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The byte of each character of the pieces. Printable bytes are themselves, others the characters after U+0100.
+
+    This is GPT-2's table, which the package tokenizers uses.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def piece_bytes(piece: str) -> bytes:
+    """The bytes of a piece, without characters that stand for none."""
+    byte_of = _byte_of()
+    return bytes(byte_of[char] for char in piece if char in byte_of)
+
+
+@dataclass(frozen=True)
+class SubwordModel:
+    """A byte-pair encoding. merges: pairs of pieces in the order in which they are merged.
+
+    Raises ValueError for more than MAX_MERGES merges, and for a merge of a piece that is neither a byte nor the result
+    of an earlier merge, or that has more than MAX_PIECE bytes.
+    """
+
+    merges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.merges) > MAX_MERGES:
+            raise ValueError(f"the subword model has {len(self.merges)} merges; {MAX_MERGES} is the limit")
+        known = set(_byte_of())
+        for left, right in self.merges:
+            merged = left + right
+            if left not in known or right not in known or len(merged) > MAX_PIECE:
+                raise ValueError(
+                    f"the subword model merges {quoted(left)} and {quoted(right)}; both must be bytes or the results "
+                    f"of earlier merges, with at most {MAX_PIECE} bytes together"
+                )
+            known.add(merged)
+
+    @classmethod
+    def train(cls, captions: Iterable[str], num_pieces: int, min_count: int) -> SubwordModel:
+        """The model of these captions with at most `num_pieces` pieces, bytes included.
+
+        A pair is merged if it occurs `min_count` times or more. Equal captions in any order give an equal model. Raises
+        ValueError if `num_pieces` is below the number of bytes.
+        """
+        from tokenizers import trainers
+
+        if num_pieces < NUM_BYTES:
+            raise ValueError(f"a subword model of {num_pieces} pieces is too small; the bytes alone are {NUM_BYTES}")
+        tokenizer = _new_tokenizer({}, [])
+        trainer = trainers.BpeTrainer(
+            vocab_size=num_pieces,
+            min_frequency=min_count,
+            show_progress=False,
+            initial_alphabet=sorted(_byte_of()),
+            max_token_length=MAX_PIECE,
+        )
+        tokenizer.train_from_iterator(map(_prepared, captions), trainer)
+        return cls(_merges_of(tokenizer))
+
+    @property
+    def pieces(self) -> list[str]:
+        """All pieces: the bytes, then the result of each merge."""
+        return list(dict.fromkeys([*_byte_of(), *map("".join, self.merges)]))
+
+    def split(self, caption: str) -> list[str]:
+        """The pieces of a raw caption. A piece that begins a word contains the space before it."""
+        tokens: list[str] = self._tokenizer.encode(_prepared(caption)).tokens
+        return tokens
+
+    def parts(self, pieces: Iterable[str]) -> list[str]:
+        """The text that each piece adds to a caption.
+
+        It is empty for a piece that ends inside a character, which belongs to the piece that completes it. Bytes that
+        are no valid text are left out.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        texts = [decoder.decode(piece_bytes(piece)) for piece in pieces]
+        return [texts[0].lstrip(), *texts[1:]] if texts else []
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return _new_tokenizer({piece: number for number, piece in enumerate(self.pieces)}, list(self.merges))
+
+
+class ClipTokenizer:
+    """The tokenizer of CLIP (Radford et al. 2021): byte-pair encoding of lower-case words, whose last piece has a mark.
+
+    merges: the lines of the published file of merges, from which as many are used as give `num_pieces` pieces: bytes,
+    bytes at the end of a word, merges, and two marks for the begin and the end of a text. Raises ValueError for lines
+    that do not give them.
+    """
+
+    def __init__(self, merges: Sequence[str], num_pieces: int) -> None:
+        lines = [line for line in merges if line.strip()]
+        if lines and "#version" in lines[0]:
+            lines = lines[1:]
+        end, num_merges = "</w>", num_pieces - 2 * NUM_BYTES - 2
+        pairs = [tuple(line.split()) for line in lines[: max(num_merges, 0)]]
+        if len(pairs) != num_merges or any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"expected lines of two pieces, of which {num_pieces} pieces need {num_merges}")
+        letters = list(_byte_of())
+        pieces = [*letters, *(letter + end for letter in letters), *map("".join, pairs)]
+        self.begin, self.end = num_pieces - 2, num_pieces - 1
+        try:
+            self._tokenizer = _clip_tokenizer({piece: number for number, piece in enumerate(pieces)}, pairs, end)
+        except Exception as error:  # the package raises no other type
+            raise ValueError(f"the merges are not in order: {error}") from error
+
+    def ids(self, text: str, length: int) -> list[int]:
+        """The `length` ids of a text between begin and end, with zeros after it. A long text is cut off."""
+        pieces = self._tokenizer.encode(" ".join(normalized(text).split())).ids
+        ids = [self.begin, *pieces[: length - 2], self.end]
+        return ids + [0] * (length - len(ids))
+
+
+def _clip_tokenizer(ids: dict[str, int], merges: Sequence[tuple[str, ...]], end: str) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    model = models.BPE(ids, [(left, right) for left, right in merges], end_of_word_suffix=end)
+    tokenizer = Tokenizer(model)
+    words = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+")
+    split = pre_tokenizers.Split(words, "removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    return tokenizer
+
+
+def _prepared(caption: str) -> str:
+    """The normalized caption with one space before every word."""
+    return "".join(f" {word}" for word in normalized(caption).split())
+
+
+def _new_tokenizer(ids: dict[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(ids, list(merges)) if ids else models.BPE())
+    runs = pre_tokenizers.Split(Regex(_RUNS), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([runs, to_bytes])
+    return tokenizer
+
+
+def _merges_of(tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+    """The merges of a trained tokenizer, which only its JSON form contains."""
+    return tuple((left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"])

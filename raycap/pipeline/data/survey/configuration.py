@@ -1,0 +1,145 @@
+"""The YAML file that `raycap init` writes: the data, and a model, stages and sizes that suit the number of images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from raycap.pipeline.data.survey.language import Language
+
+SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a configuration depends on. num_train: images for training. words: of nearly all captions, at most."""
+
+    name: str
+    data: Mapping[str, Any]  # the section `data`
+    num_train: int
+    num_captions: int
+    captions_per_image: int
+    words: int
+    language: Language
+    language_key: str | None  # the value of `data.language`; None: its default
+    is_pretrained: bool
+
+
+def config_name(text: str) -> str:
+    """A run's name from the name of a folder or file."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:60] or "captions"
+
+
+def config_text(facts: Facts, found: str) -> str:
+    """The configuration as YAML with comments. found: one line about the data, for the header."""
+    size = "small" if facts.num_train < SMALL else "large" if facts.num_train > LARGE else "medium"
+    parts = [
+        f"# {found}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
+        f"name: {facts.name}",
+        _data(facts),
+        _backbone(facts, size),
+        _model(size),
+        _stages(facts, size),
+        "workers:\n  num_workers: 1  # on GPUs: their number, and gpus_per_worker: 1\n  num_decode_threads: 2",
+        _evaluation(facts),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _line(key: str, value: Any) -> str:
+    """A key and its value as YAML, indented by two. The items of a list of mappings have lines of their own."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "\n".join([f"  {key}:", *(f"    - {_flow(item)}" for item in value)])
+    return f"  {key}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
+    return text.strip().removesuffix("...").strip()
+
+
+def _data(facts: Facts) -> str:
+    lines = ["data:", *(_line(key, value) for key, value in facts.data.items())]
+    if "split_fractions" in facts.data:
+        lines.append("  # an image's split depends on its name alone, so that further images move none")
+    if facts.language_key is not None:
+        lines.append(f"  language: {facts.language_key}")
+    comment = f"  # {facts.language.comment}" if facts.language.comment else ""
+    lines.append(f"  tokenizer: {facts.language.tokenizer}{comment}")
+    least = 5 if facts.num_captions >= 20_000 else 2 if facts.num_captions >= 1_000 else 1
+    lines.append(f"  min_count: {least}  # rarer words are not in the vocabulary")
+    return "\n".join(lines)
+
+
+def _backbone(facts: Facts, size: str) -> str:
+    if not facts.is_pretrained:
+        return (
+            "# A small backbone that is trained from scratch. A pretrained one captions photographs far better:\n"
+            "#   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key\n"
+            "backbone:\n"
+            "  name: swin_tiny_patch4_window7_224\n"
+            "  image_size: 128\n"
+            "  embed_dim: 32\n"
+            "  depths: [2, 2, 2]\n"
+            "  num_heads: [2, 4, 8]\n"
+            "  window_size: 8"
+        )
+    name = "swin_base_patch4_window7_224" if size == "large" else "swin_tiny_patch4_window7_224"
+    return (
+        "backbone:\n"
+        f"  name: {name}\n"
+        "  image_size: 224\n"
+        "  weights: pretrained  # downloaded once; offline, a checkpoint's path or `raycap init --no-pretrained`"
+    )
+
+
+def _model(size: str) -> str:
+    width, layers, heads = {"small": (128, 2, 4), "medium": (256, 2, 8), "large": (512, 3, 8)}[size]
+    text = (
+        "model:\n"
+        "  name: expansionnet_v2\n"
+        f"  d_model: {width}\n"
+        f"  d_ff: {4 * width if size == 'large' else 2 * width}\n"
+        f"  num_heads: {heads}\n"
+        f"  num_encoder_layers: {layers}\n"
+        f"  num_decoder_layers: {layers}"
+    )
+    if size == "large":
+        return text
+    return text + "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
+
+
+def _stages(facts: Facts, size: str) -> str:
+    """Cross entropy with a frozen backbone; SCST and the backbone with more images, or if it is not pretrained."""
+    epochs = {"small": 15, "medium": 10, "large": 8}[size]
+    per_image = min(5, facts.captions_per_image) if size != "large" else 1
+    batch = {"small": 20, "medium": 32, "large": 48}[size]
+    lr = {"small": "1.0e-3", "medium": "5.0e-4", "large": "2.0e-4"}[size]
+    common = f"    batch_size: {batch}\n" + (f"    captions_per_image: {per_image}\n" if per_image > 1 else "")
+    stages = [
+        "  - name: xe_frozen  # the image encoder does not change, so that its features are computed once\n"
+        f"    objective: cross_entropy\n    epochs: {epochs}\n{common}    lr: {lr}\n"
+        "    schedule: {warmup_iterations: 20, decay: 0.9}"
+    ]
+    if size != "small" or not facts.is_pretrained:
+        finetune_lr = "5.0e-4" if not facts.is_pretrained else "3.0e-5"
+        stages.append(
+            "  - name: xe_finetune\n    objective: cross_entropy\n    train_backbone: true\n"
+            f"    epochs: {epochs if not facts.is_pretrained else 2}\n{common}    lr: {finetune_lr}\n"
+            "    schedule: {warmup_iterations: 20, decay: 0.85}\n    drop_path: 0.05"
+        )
+    if size != "small" and facts.captions_per_image > 1:  # the reward of one reference is mostly noise
+        stages.append(
+            "  - name: scst_frozen\n    objective: scst\n    epochs: 3\n"
+            f"    batch_size: {batch}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"
+        )
+    return "stages:\n" + "\n".join(stages)
+
+
+def _evaluation(facts: Facts) -> str:
+    length = min(100, facts.words + 2)
+    return f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else ""

@@ -1,0 +1,1 @@
+"""The synthetic data set: scenes, their captions and their regions."""

@@ -1,0 +1,289 @@
+"""The synthetic data set: pictures of one or two colored shapes with captions, in Karpathy layout like COCO.
+
+The main object is the larger one, and every caption names it first. With shapes of equal size, both "a circle left of a
+square" and "a square right of a circle" would be correct. Image i depends only on (seed, i), so a smaller data set
+equals the first images of a larger one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from raycap.pipeline.config.languages import suggested_tokenizer
+from raycap.pipeline.config.sections import SPLIT_CYCLE, SceneConfig
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.data.synthetic.scene_captions import CAPTIONS_PER_IMAGE, main_object, scene_captions
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.atomic import atomic_folder
+
+COLORS: dict[str, tuple[int, int, int]] = {
+    "red": (214, 30, 38),
+    "orange": (250, 130, 12),
+    "yellow": (240, 208, 20),
+    "green": (34, 150, 62),
+    "blue": (36, 80, 214),
+    "purple": (138, 44, 170),
+    "black": (24, 24, 28),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+# The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
+NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
+# None of these is in COLORS, so that a caption's first color is the main object's, in every language.
+BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
+
+# Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
+EXTENTS = {"large": (0.26, 0.285), "medium": (0.155, 0.17), "small": (0.09, 0.105)}
+SIZE_PAIRS = (("large", "medium"), ("large", "small"))
+
+RELATIONS = ("left", "right", "above", "below", "behind")
+# Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main one.
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
+POSITIONS = {
+    "in the middle": (0, 0),
+    "on the left": (-1, 0),
+    "on the right": (1, 0),
+    "at the top": (0, -1),
+    "at the bottom": (0, 1),
+}
+
+# Shares of the image: where objects may start (left or top), where they must end, and the length between them. LENGTH
+# is not computed, because END - START has another rounding error, which would change the pictures.
+START, END, LENGTH = 0.03, 0.97, 0.94
+MAX_SLANT = 0.4  # largest distance of two centers across their relation's axis, as a share of that along the axis
+SINGLE_SHARE = 0.25  # share of pictures with only one shape
+SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
+# Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
+FORMAT_VERSION = 1
+MARKER = "COMPLETE"
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """One shape; `x`, `y` (center) and `extent` (half width) as shares of the image, `angle` in degrees."""
+
+    color: str
+    shape: str
+    size: str
+    x: float
+    y: float
+    extent: float
+    angle: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The content of a picture."""
+
+    split: str
+    background: str
+    main: SceneObject
+    second: SceneObject | None
+    relation: str | None  # of the main object to the second one
+    position: str | None  # of a main object that is alone
+
+
+def make_scene(seed: int, index: int, language: str = "en") -> tuple[Scene, list[str]]:
+    """The scene of image `index` and its five captions, each of which names the main object first.
+
+    The scene does not depend on the language of the captions.
+    """
+    rng = random.Random(f"{seed}/{index}")
+    split = SPLIT_CYCLE[index % len(SPLIT_CYCLE)]
+    background = rng.choice(list(BACKGROUNDS))
+    familiar = [pair for pair in itertools.product(COLORS, SHAPES) if pair not in NOVEL]
+    main = rng.choice(NOVEL if split == "novel" else familiar)
+    if rng.random() < SINGLE_SHARE:
+        scene = _single(rng, split, background, main)
+    else:
+        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # another color
+        scene = _pair(rng, split, background, main, second)
+    return scene, scene_captions(rng, scene, language)
+
+
+def _single(rng: random.Random, split: str, background: str, main: tuple[str, str]) -> Scene:
+    """A scene with one object. main: its color and shape."""
+    size = rng.choice(("large", "medium"))
+    extent = rng.uniform(*EXTENTS[size])
+    position, (dx, dy) = rng.choice(list(POSITIONS.items()))
+    reach = END - extent - 0.5  # an object whose center is this far from the middle reaches the picture's margin
+    # Along the position's direction the object is near the margin, and across it near the middle.
+    x, y = (0.5 + d * rng.uniform(0.75, 1.0) * reach if d else 0.5 + rng.uniform(-0.06, 0.06) for d in (dx, dy))
+    main_object = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
+    return Scene(split, background, main_object, second=None, relation=None, position=position)
+
+
+def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str], second: tuple[str, str]) -> Scene:
+    """A scene with two objects. main, second: their colors and shapes."""
+    relation = rng.choice(RELATIONS)
+    sizes = ("large", "small") if relation == "behind" else rng.choice(SIZE_PAIRS)
+    extents = [rng.uniform(*EXTENTS[size]) for size in sizes]
+    if relation == "behind":
+        centers = [[rng.uniform(START + extents[0], END - extents[0]) for _ in range(2)]] * 2
+    else:
+        centers = _side_by_side(rng, relation, extents)
+    main_object, second_object = (
+        SceneObject(*pair, size, x, y, extent, rng.uniform(-8, 8))
+        for pair, size, (x, y), extent in zip((main, second), sizes, centers, extents, strict=True)
+    )
+    return Scene(split, background, main_object, second_object, relation, position=None)
+
+
+def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
+    """Centers [x, y] of the main and the second object, which do not overlap along the relation's axis.
+
+    Across this axis the centers differ by at most MAX_SLANT times their distance along it, so that "left of" is never
+    also "above". extents: half the widths of the two objects.
+    """
+    room = LENGTH - 2 * sum(extents)
+    gap = rng.uniform(0.03, max(0.03, 0.6 * room))  # between the two objects
+    distance = sum(extents) + gap
+    start = START + rng.uniform(0, max(0.0, room - gap))
+    axis = 0 if DIRECTIONS[relation][0] else 1
+    # The object with the smaller coordinate comes first: 0 is the main object, 1 the second one.
+    first = 0 if DIRECTIONS[relation][axis] < 0 else 1
+    along = [start + extents[first]] * 2  # coordinates of the two centers on the relation's axis
+    along[1 - first] += distance
+    main_across = rng.uniform(START + extents[0], END - extents[0])
+    second_across = main_across + rng.uniform(-MAX_SLANT, MAX_SLANT) * distance
+    across = (main_across, min(END - extents[1], max(START + extents[1], second_across)))
+    return [[x, y] if axis == 0 else [y, x] for x, y in zip(along, across, strict=True)]
+
+
+def draw_scene(scene: Scene, image_size: int) -> Image.Image:
+    """The picture: RGB, `image_size` pixels wide and high."""
+    size = image_size * SUPERSAMPLING
+    image = Image.new("RGB", (size, size), BACKGROUNDS[scene.background])
+    canvas = ImageDraw.Draw(image)
+    for item in (scene.main, scene.second):  # the second object is drawn last, because it may be inside the main one
+        if item is not None:
+            canvas.polygon([(x * size, y * size) for x, y in _outline(item)], fill=COLORS[item.color])
+    return image.reduce(SUPERSAMPLING)
+
+
+def _outline(item: SceneObject) -> list[tuple[float, float]]:
+    """The corners of a rotated shape, as shares of the image."""
+    # Corners before rotation, around (0, 0), as multiples of the extent.
+    arm, end = 0.32, 0.95  # of a cross: half the width of an arm, and its length from the center
+    half_cross = [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm)]
+    corners = {
+        "circle": _radial([0.94] * 72),
+        "square": [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)],
+        "triangle": [(0.0, -0.95), (0.98, 0.8), (-0.98, 0.8)],
+        "star": _radial([1.0, 0.42] * 5),
+        "cross": half_cross + [(-x, -y) for x, y in half_cross],
+    }[item.shape]
+    cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
+    rotated = [(x * cos - y * sin, x * sin + y * cos) for x, y in corners]
+    return [(item.x + item.extent * x, item.y + item.extent * y) for x, y in rotated]
+
+
+def _radial(radii: Sequence[float]) -> list[tuple[float, float]]:
+    """Corners at equal angles, starting at the top, at the given distances from the center."""
+    turn = 2 * math.pi / len(radii)
+    return [(r * math.sin(i * turn), -r * math.cos(i * turn)) for i, r in enumerate(radii)]
+
+
+def write_dataset(folder: Path, config: SceneConfig) -> None:
+    """Writes `dataset.json` (Karpathy's layout) and `images/*.png` into `folder`; a failure leaves no folder.
+
+    A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds other files;
+    existing files are never overwritten.
+    """
+    marker = json.dumps({"format": FORMAT_VERSION, **config.values()})
+    if _is_complete(folder, marker):
+        return
+    try:
+        with atomic_folder(folder, replace=False, durable=False) as partial:
+            (partial / "images").mkdir()
+            _write_annotations(partial, [_write_image(partial, config, index) for index in range(config.num_images)])
+            (partial / MARKER).write_text(marker, "utf-8")
+    except OSError:
+        if not _is_complete(folder, marker):  # else another process has just written the same files
+            raise
+
+
+def write_annotations(folder: Path, config: SceneConfig) -> None:
+    """Writes `dataset.json` and an empty folder for the images, to check a configuration before images are drawn."""
+    (folder / "images").mkdir()
+    _write_annotations(folder, [_entry(config, index) for index in range(config.num_images)])
+
+
+def _write_annotations(folder: Path, images: list[dict[str, Any]]) -> None:
+    """Writes Karpathy's file of these entries."""
+    (folder / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
+
+
+def _is_complete(folder: Path, marker: str) -> bool:
+    """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, but the synthetic data set needs a folder; give another path for it")
+    if not folder.exists() or not any(folder.iterdir()):
+        return False
+    if not (folder / MARKER).is_file():
+        problem = f"holds files but no {MARKER} marker, so it is not a synthetic data set"
+        raise UserError(f"{folder} {problem}; give an empty or new folder for it")
+    if (text := (folder / MARKER).read_text("utf-8")) != marker:
+        problem = f"holds a synthetic data set of another configuration ({text} instead of {marker})"
+        raise UserError(f"{folder} {problem}; give another folder, or delete this one")
+    return True
+
+
+def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any]:
+    """Draws and saves one picture; returns its entry for the Karpathy file."""
+    scene, _ = make_scene(config.seed, index)
+    entry = _entry(config, index)
+    draw_scene(scene, config.image_size).save(folder / "images" / entry["filename"])
+    return entry
+
+
+def _entry(config: SceneConfig, index: int) -> dict[str, Any]:
+    """The entry of one picture in the Karpathy file."""
+    scene, captions = make_scene(config.seed, index, config.language)
+    tokenize = TOKENIZERS[suggested_tokenizer(config.language)].split
+    sentids = list(range(index * CAPTIONS_PER_IMAGE, (index + 1) * CAPTIONS_PER_IMAGE))
+    return {
+        "filepath": "images",
+        "filename": f"scene_{index:06d}.png",
+        "imgid": index,
+        "cocoid": index + 1,
+        "split": scene.split,
+        "sentids": sentids,
+        "sentences": [
+            {"tokens": tokenize(caption), "raw": caption, "imgid": index, "sentid": sentid}
+            for caption, sentid in zip(captions, sentids, strict=True)
+        ],
+    }
+
+
+def main_object_hits(
+    predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
+) -> dict[Any, bool]:
+    """Whether each predicted caption names the color and the shape of the references' main object, by image id.
+
+    Raises ValueError when the arguments are empty or have different images, and when the references of an image do not
+    all name the same main object. All references of the synthetic data set do; those of other data sets need not.
+    """
+    if not references or predictions.keys() != references.keys():
+        raise ValueError(
+            f"there are {len(predictions)} predicted captions and {len(references)} images with references, of which "
+            f"{len(predictions.keys() & references.keys())} are the same; give one prediction for each image"
+        )
+    hits = {}
+    for image_id, captions in references.items():
+        expected = {main_object(caption, language) for caption in captions}
+        if len(expected) != 1 or None in expected:
+            raise ValueError(
+                f"the references of image {image_id} name {len(expected - {None})} main objects instead of one; "
+                "this score is defined for the synthetic data set only"
+            )
+        hits[image_id] = main_object(predictions[image_id], language) in expected
+    return hits

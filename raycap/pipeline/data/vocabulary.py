@@ -1,0 +1,140 @@
+"""The vocabulary: the tokens of captions to ids and back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raycap.pipeline.config.languages import PARTS_OF_WORDS
+from raycap.pipeline.data.language.subwords import SubwordModel
+from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS
+from raycap.pipeline.runtime.names import quoted
+from raycap.pipeline.storage.untrusted.documents import parse_json
+from raycap.pipeline.storage.untrusted.files import read_regular_file
+
+MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
+PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
+SPECIALS = (PAD, SOS, EOS, UNK)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
+
+    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer.
+
+    Raises ValueError when a special is missing, a word occurs twice, the tokenizer is unknown, or `subwords` does not
+    fit.
+    """
+
+    words: tuple[str, ...]
+    tokenizer: str = "expansionnet"
+    subwords: SubwordModel | None = None
+    ids: dict[str, int] = field(init=False, repr=False, compare=False)
+    pad: int = field(init=False, repr=False, compare=False)
+    sos: int = field(init=False, repr=False, compare=False)
+    eos: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ids = {word: index for index, word in enumerate(self.words)}
+        if len(ids) != len(self.words):
+            repeated = [word for word, count in Counter(self.words).items() if count > 1]
+            raise ValueError(f"the vocabulary holds {quoted(repeated[0])} more than once; every word must occur once")
+        if self.tokenizer not in TOKENIZERS:
+            raise ValueError(f"the vocabulary's tokenizer is {quoted(self.tokenizer)}; known: {', '.join(TOKENIZERS)}")
+        if missing := [special for special in SPECIALS if special not in ids]:
+            raise ValueError(f"the vocabulary lacks {', '.join(missing)}; it must hold {', '.join(SPECIALS)}")
+        if (self.subwords is not None) != (self.tokenizer == SUBWORD):
+            raise ValueError(f"the tokenizer {SUBWORD} needs a list of merges, and no other tokenizer has one")
+        if self.subwords is not None and not ids.keys() >= set(self.subwords.pieces):
+            raise ValueError("the vocabulary lacks pieces of its subword model; it must hold all of them")
+        for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():
+            object.__setattr__(self, name, value)  # the class is frozen
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @classmethod
+    def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
+        """The words that captions use `min_count` times or more, and the special tokens.
+
+        Words are sorted by code point, as in the published code. Raises ValueError when no word remains.
+        """
+        counts = Counter(itertools.chain.from_iterable(captions))
+        words = {word for word, count in counts.items() if count >= min_count}
+        if not words:
+            problem = f"none of the {len(counts)} distinct words of the training captions is used data.min_count"
+            raise ValueError(f"the vocabulary is empty: {problem} = {min_count} times or more; lower data.min_count")
+        return cls(tuple(sorted(words | set(SPECIALS))), tokenizer)
+
+    @classmethod
+    def train_subwords(cls, captions: Iterable[str], size: int, min_count: int) -> Vocabulary:
+        """The vocabulary of a subword model of raw captions, with at most `size` words, special tokens included.
+
+        Raises ValueError for a size below 260, the number of bytes and special tokens.
+        """
+        subwords = SubwordModel.train(captions, size - len(SPECIALS), min_count)
+        return cls(tuple(sorted({*subwords.pieces, *SPECIALS})), SUBWORD, subwords)
+
+    def tokenize(self, caption: str) -> list[str]:
+        """Tokens of a raw caption, by this vocabulary's tokenizer."""
+        return TOKENIZERS[self.tokenizer].split(caption) if self.subwords is None else self.subwords.split(caption)
+
+    def encode(self, tokens: Sequence[str]) -> list[int]:
+        """The ids of SOS, the tokens and EOS. A token outside of the vocabulary gets the id of UNK."""
+        return [self.sos, *(self.ids.get(token, self.ids[UNK]) for token in tokens), self.eos]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The caption's text up to the first EOS, without PAD and SOS."""
+        caption = itertools.takewhile(lambda index: index != self.eos, ids)
+        return "".join(self._parts([self.words[index] for index in caption if index not in (self.sos, self.pad)]))
+
+    def tokens_of(self, caption: str) -> list[str]:
+        """The tokens of a caption that `decode` made, as far as its text shows them."""
+        return caption.split() if self._has_words else self.tokenize(caption)
+
+    def parts(self, caption: str) -> list[str]:
+        """The text of each token of a caption that `decode` made, with the space before it if there is one."""
+        return self._parts(self.tokens_of(caption))
+
+    @property
+    def _has_words(self) -> bool:
+        return self.tokenizer not in PARTS_OF_WORDS
+
+    def _parts(self, tokens: list[str]) -> list[str]:
+        """The text that each token adds to a caption."""
+        return TOKENIZERS[self.tokenizer].parts(tokens) if self.subwords is None else self.subwords.parts(tokens)
+
+    def to_json(self) -> str:
+        """The text of vocabulary.json, which `load` reads."""
+        content: dict[str, Any] = {"tokenizer": self.tokenizer, "words": self.words}
+        if self.subwords is not None:  # a piece contains no space
+            content["merges"] = [" ".join(pair) for pair in self.subwords.merges]
+        return json.dumps(content, ensure_ascii=False, indent=0)
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Vocabulary:
+        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError without a file."""
+        data = parse_json(read_regular_file(path, MAX_BYTES), str(path))
+        words = data.get("words") if isinstance(data, dict) else None
+        tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None
+        if not isinstance(words, list) or not all(isinstance(text, str) for text in (tokenizer, *words)):
+            raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list of text under 'words'")
+        subwords = _subwords(data["merges"]) if "merges" in data else None
+        return cls(tuple(words), str(tokenizer), subwords)
+
+
+def _subwords(merges: Any) -> SubwordModel:
+    """The subword model of the list in vocabulary.json. Raises ValueError."""
+    if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
+        raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
+    pairs = [text.split(" ") for text in merges]
+    return SubwordModel(tuple((left, right) for left, right in pairs))

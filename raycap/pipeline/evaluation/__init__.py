@@ -1,0 +1,1 @@
+"""Evaluation: captions of a split, their scores, comparisons, confidence and reports."""

@@ -1,0 +1,376 @@
+"""The model bundle: a folder with everything that captioning needs.
+
+model.safetensors    tensors under "model." and "backbone."
+config.yaml          format, name, model, backbone (or null), sizes, protocol, info
+vocabulary.json      the words in the order of their ids
+preprocessing.json   the image transform, or null for a model of stored features
+card.md              a summary for people
+confidence.json      the confidence in captions (`pipeline.evaluation.confidence.confidence`), if it was fitted
+digests.json         the SHA-256 of each file above; digests.sig may sign it (`evaluation.captioning.bundle_files`)
+
+A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
+and its sizes are compared with those of its tensors before memory is used.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from raycap.models.config import BackboneConfig, ModelConfig, ModelSizes
+from raycap.pipeline.config.languages import code_problem
+from raycap.pipeline.config.load import parse_section
+from raycap.pipeline.config.sections import EvaluationSection, ModelSection
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle_files import (
+    CONFIDENCE,
+    MAX_BYTES,
+    MAX_CONFIG_BYTES,
+    REQUIRED_FILES,
+    fetched,
+    require_intact,
+    require_sealable,
+    seal,
+)
+from raycap.pipeline.evaluation.captioning.protocols import (
+    changed_search,
+    confidence_search,
+    model_protocol,
+    search_settings,
+)
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.confidence.confidence import (
+    Confidence,
+    dump_confidences,
+    find_fit,
+    parse_confidences,
+    with_fit,
+)
+from raycap.pipeline.runtime.names import one_line, printable, quoted
+from raycap.pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml
+from raycap.pipeline.storage.untrusted.files import read_regular_file
+
+if TYPE_CHECKING:
+    from raycap.models.captioner import Captioner
+    from raycap.models.encoders.transform import ImageTransform
+
+FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
+# Limits for what takes time or memory without a tensor of this size in model.safetensors.
+MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
+MAX_STAGES = 8
+MAX_IMAGE_SIZE = 4096  # pixels
+MAX_POSITIONS = 10_000
+MAX_REGIONS = 1000
+MAX_MODELS = 1000  # of the ensemble that a protocol names
+MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
+
+
+@dataclass
+class Bundle:
+    """A loaded bundle. `transform` is None for a model of stored features. `config` is the content of config.yaml.
+
+    confidences: one for each search with which a confidence was fitted.
+    """
+
+    captioner: Captioner
+    vocabulary: Vocabulary
+    transform: ImageTransform | None
+    config: dict[str, Any]
+    confidences: tuple[Confidence, ...] = ()
+
+    def confidence(self, search: EvaluationSection) -> Confidence | None:
+        """The confidence that was fitted with this search; None if there is none."""
+        return find_fit(self.confidences, confidence_search(search, self.captioner.model.sizes.max_positions))
+
+    @property
+    def search(self) -> EvaluationSection:
+        """The settings of a search as the bundle's protocol records them, and the defaults of what it does not."""
+        return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
+
+    def changed_search(self, given: Mapping[str, Any]) -> EvaluationSection:
+        """`search` with the given values (`evaluation.captioning.protocols.changed_search`). Raises UserError."""
+        search = changed_search(self.search, given)
+        if given:
+            search.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
+        return search
+
+
+def save_bundle(
+    folder: Path,
+    captioner: Captioner,
+    vocabulary: Vocabulary,
+    *,
+    name: str,
+    protocol: Protocol = Protocol(),
+    info: Mapping[str, Any],
+    confidences: Sequence[Confidence] = (),
+) -> None:
+    """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
+
+    protocol: of the model's training, and of the search by which it is evaluated. info: JSON values such as scores, run
+    id and versions, for config.yaml and the card.
+    Raises ValueError if the model needs a vocabulary of another size.
+    """
+    from safetensors.torch import save_file
+
+    from raycap.models.encoders.backbone import image_transform
+
+    model, backbone = captioner.model, captioner.backbone
+    if len(vocabulary) != model.sizes.vocabulary_size:
+        raise ValueError(
+            f"the vocabulary has {len(vocabulary)} words, the model {model.sizes.vocabulary_size}; they must be equal"
+        )
+    with atomic_folder(folder) as temporary:
+        tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
+        save_file(tensors, temporary / "model.safetensors")
+        # Loading the bundle must not need the original files of backbone weights and word vectors, because
+        # model.safetensors contains both.
+        config = {
+            "format": FORMAT,
+            "name": name,
+            "model": asdict(model.config) | {"word_vectors": None},
+            "backbone": None if backbone is None else backbone.config.feature_settings() | {"weights": "none"},
+            "sizes": asdict(model.sizes),
+            "protocol": asdict(protocol),
+            "info": dict(info),
+        }
+        # YAML's safe dumper accepts no tuples, which JSON turns into lists.
+        text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
+        (temporary / "config.yaml").write_text(text, encoding="utf-8")
+        vocabulary.save(temporary / "vocabulary.json")
+        transform = None if backbone is None else image_transform(backbone.config).describe()
+        (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
+        (temporary / "card.md").write_text(_card(name, captioner, info), encoding="utf-8")
+        if confidences:
+            (temporary / CONFIDENCE).write_text(dump_confidences(confidences), encoding="utf-8")
+        seal(temporary)
+
+
+def load_bundle(folder: Path) -> Bundle:
+    """Reads a bundle. The captioner is on the CPU and in evaluation mode.
+
+    Raises UserError for a folder that is not a bundle, for files that differ from its digests, for a signature that is
+    required and missing, for another format, and for parts that do not fit together.
+    """
+    from safetensors.torch import load_file
+
+    from raycap.models.base import load_strictly
+    from raycap.models.encoders.transform import ImageTransform
+
+    if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
+        raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
+    require_intact(folder)
+    config = read_bundle_config(folder)
+    vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
+    confidences = read_confidences(folder)
+    parts = read_parts(config, str(folder / "config.yaml"))
+    if len(vocabulary) != parts.sizes.vocabulary_size:
+        raise UserError(
+            f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {parts.sizes.vocabulary_size}"
+        )
+    transform = None
+    if parts.backbone is not None:
+        size = parts.backbone.image_size  # the recorded transform counts: another timm may have other statistics
+        transform = _read(
+            folder / "preprocessing.json",
+            lambda path: ImageTransform.from_description(parse_json(_content(path), str(path)), size),
+        )
+    path = folder / "model.safetensors"
+    _read(path, lambda file: _require_room(parts, file))
+    captioner = parts.build()
+    _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
+    return Bundle(captioner.eval(), vocabulary, transform, config, confidences)
+
+
+@dataclass(frozen=True)
+class BundleParts:
+    """The sections of config.yaml that describe a captioner."""
+
+    model: ModelConfig
+    sizes: ModelSizes
+    backbone: BackboneConfig | None
+
+    def build(self) -> Captioner:
+        """The captioner with random weights."""
+        from raycap.models.captioner import Captioner
+        from raycap.models.encoders.backbone import Backbone
+        from raycap.models.registry import build_model
+
+        # The backbone first: with a seed, the random weights depend on the order.
+        backbone = None if self.backbone is None else Backbone(self.backbone, with_weights=False)
+        return Captioner(build_model(self.model, self.sizes), backbone)
+
+
+def read_bundle_config(folder: Path) -> dict[str, Any]:
+    """The content of config.yaml. Raises UserError if it does not have the format that this version reads."""
+    path = folder / "config.yaml"
+    config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
+    version = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(version, int) or version < 1:
+        raise UserError(f"{path} does not belong to a bundle: it has no format number")
+    if version != FORMAT:
+        newer = f"; this version of raycap reads up to {FORMAT}: update raycap"
+        older = (
+            f", whose parameters have other names; this version of raycap reads format {FORMAT}: import or train the "
+            "model again"
+        )
+        raise UserError(f"{folder} is a bundle of format {version}{newer if version > FORMAT else older}")
+    if not isinstance(config.get("name"), str):
+        raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
+    return config | {"name": printable(config["name"])}
+
+
+def read_confidences(folder: Path) -> tuple[Confidence, ...]:
+    """The confidences of a bundle, one for each search; () without any. Raises UserError."""
+    path = folder / CONFIDENCE
+    if not path.exists():
+        return ()
+    fits: tuple[Confidence, ...] = _read(
+        path, lambda file: parse_confidences(read_regular_file(file, MAX_BYTES), str(file))
+    )
+    return fits
+
+
+def store_confidence(bundle: StoragePath, confidence: Confidence) -> None:
+    """Adds a confidence to a bundle, in place of that of the same search. The local folder is replaced as a whole.
+
+    Raises UserError for a damaged bundle, for one with a signature that cannot be replaced, and for one with links or
+    special files: a copy of a stranger's bundle must not read or write what they lead to.
+    """
+    folder = fetched(bundle).resolve()
+    require_intact(folder)  # new digests must not hide damage
+    require_sealable(folder)
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(
+                f"{quoted(path)} is a link or a special file, and a confidence is stored in bundles of plain files "
+                "only; copy the files"
+            )
+    fits = with_fit(read_confidences(folder), confidence)
+    with atomic_folder(folder) as temporary:
+        shutil.copytree(folder, temporary, dirs_exist_ok=True)
+        (temporary / CONFIDENCE).write_text(dump_confidences(fits), encoding="utf-8")
+        seal(temporary)
+    if bundle.is_remote:
+        Mirror(bundle, folder).push()
+
+
+def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
+    """The protocol in the content of a bundle's config.yaml; older versions recorded none.
+
+    Raises UserError for a protocol that this version does not have.
+    """
+    model = parse_section(ModelSection, config.get("model"), "model")
+    recorded = config.get("protocol")
+    protocol = parse_section(Protocol, {} if recorded is None else recorded, "protocol")
+    if not 0 <= protocol.num_models <= MAX_MODELS:
+        raise UserError(f"protocol.num_models is {protocol.num_models}; expected 0 to {MAX_MODELS}")
+    if problem := code_problem(protocol.language):
+        raise UserError(f"protocol.language: {quoted(protocol.language)} {problem}")
+    attends_padding = model_protocol(model, regions=protocol.features == "regions").attend_padding
+    return replace(protocol, system=model.name, attend_padding=attends_padding)
+
+
+def read_parts(config: Mapping[str, Any], path: str) -> BundleParts:
+    """The captioner's description in config.yaml. Raises UserError for values that no bundle of raycap has.
+
+    path: the file, for messages.
+    """
+    try:
+        model = parse_section(ModelSection, config.get("model"), "model")
+        sizes = parse_section(ModelSizes, config.get("sizes"), "sizes")
+        settings = config.get("backbone")
+        backbone = None if settings is None else parse_section(BackboneConfig, settings, "backbone")
+        search_settings(EvaluationSection(), [bundle_protocol(config)])
+    except UserError as error:
+        raise UserError(f"{path}: {one_line(error)}") from error
+    limits = {
+        "model.num_encoder_layers": (model.num_encoder_layers, MAX_LAYERS),
+        "model.num_decoder_layers": (model.num_decoder_layers, MAX_LAYERS),
+        "model.attended_regions": (getattr(model, "attended_regions", None) or 0, MAX_REGIONS),
+        "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
+    }
+    files: dict[str, tuple[str | None, str | None]] = {"model.word_vectors": (model.word_vectors, None)}
+    if backbone is not None:
+        depths = backbone.depths or ()
+        limits["the number of backbone.depths"] = (len(depths), MAX_STAGES)
+        limits["the sum of backbone.depths"] = (sum(map(abs, depths)), MAX_LAYERS)
+        limits["backbone.image_size"] = (backbone.image_size, MAX_IMAGE_SIZE)
+        files["backbone.weights"] = (backbone.weights, "none")
+    for key, (value, most) in limits.items():
+        if value > most:
+            raise UserError(f"{path}: {key} is {value}; a bundle may have at most {most}")
+    for key, (name, expected) in files.items():
+        if name != expected:
+            raise UserError(f"{path}: {key} is {quoted(name)}; a bundle contains its weights and opens no other file")
+    return BundleParts(model, sizes, backbone)
+
+
+def _require_room(parts: BundleParts, path: Path) -> None:
+    """Raises ValueError unless the file has the tensors of the captioner, and the captioner needs little more memory.
+
+    Neither the tensors nor the captioner take memory here, and the state of the random generator does not change.
+    """
+    import torch
+
+    from raycap.models.base import check_fits
+    from raycap.models.convert.tensor_files import read_header
+
+    header = read_header(path)
+    try:
+        with torch.device("meta"):
+            plan = parts.build()
+    except Exception as error:  # torch and timm refuse sizes with errors of many kinds
+        raise ValueError(f"a captioner with the sizes of config.yaml cannot be built: {one_line(error)}") from error
+    check_fits(plan, header, str(path))
+    stored = {id(tensor) for tensor in plan.state_dict(keep_vars=True).values()}
+    computed = sum(tensor.nbytes for tensor in plan.buffers() if id(tensor) not in stored)
+    if computed > MAX_COMPUTED_BYTES:
+        raise ValueError(
+            f"the sizes of config.yaml need {computed} bytes of masks and tables; {MAX_COMPUTED_BYTES} is the limit"
+        )
+
+
+def _content(path: Path) -> bytes:
+    return read_regular_file(path, MAX_CONFIG_BYTES)
+
+
+def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
+    """The content of a file of a bundle. Raises UserError with the file's path if `parse` fails."""
+    from safetensors import SafetensorError
+
+    try:
+        return parse(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error).replace(str(path), 'it', 1)}") from error
+
+
+def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
+    """The text of card.md."""
+    from raycap.models.encoders.backbone import backbone_macs
+
+    model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
+    count = sum(parameter.numel() for parameter in model.parameters())
+    inputs = f"It has no backbone: it captions stored features of width {sizes.feature_width}, not images."
+    if backbone is not None:
+        inputs = (
+            f"It captions images through {backbone.config.name} at {backbone.config.image_size} px "
+            f"({backbone.num_tokens} tokens of width {backbone.width}, "
+            f"{backbone_macs(backbone.config) / 1e9:.3g} billion multiply-accumulates per image)."
+        )
+    table = "".join(f"| {key} | {value} |\n" for key, value in info.items())
+    return (
+        f"# {name}\n\nA raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "
+        f"{sizes.vocabulary_size:,} words, captions up to {sizes.max_positions} tokens.\n\n{inputs}\n"
+        + (f"\n| | |\n|---|---|\n{table}" if info else "")
+    )

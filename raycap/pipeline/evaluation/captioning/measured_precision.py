@@ -1,0 +1,115 @@
+"""The precision `auto` of a search for captions: measured where workers search, and kept in the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from raycap.models.config import ModelSizes
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.features.decided_precision import decided_precision
+from raycap.pipeline.features.interruptions import one_sentence
+from raycap.pipeline.features.measured_precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
+
+if TYPE_CHECKING:
+    from raycap.models.base import CaptionModel, Features
+    from raycap.pipeline.runtime.precision import PrecisionTimes
+
+CPU_IMAGES = 8  # of the measured search
+STEPS = 6
+VOCABULARY_SIZE = 10_000  # about COCO's
+REGION_WIDTH = 2048  # of a detector's features
+NOT_A_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")  # keys that change no search's time
+
+
+def with_search_precision(config: RunConfig, start_ray: Callable[[], AbstractContextManager[object]]) -> RunConfig:
+    """The configuration with the precision that its searches have, where `evaluation.precision` is `auto`.
+
+    start_ray: joins or starts Ray, and waits until a worker can be placed. The storage keeps the decision for each
+    model and backbone section and kind of device. The first command measures, in a Ray task with a worker's resources,
+    which takes some seconds. The measured search reads features, also where a bundle contains a backbone.
+    """
+    if config.evaluation.precision != "auto":
+        return config
+    backbone = config.backbone.feature_settings(*NOT_A_BACKBONE_SIZE)
+    work = {
+        "search": {key: value for key, value in asdict(config.model).items() if key not in NOT_A_SIZE},
+        "features": backbone if config.has_backbone else {"max_regions": config.features.max_regions},
+        "beam_size": config.evaluation.beam_size,
+        "device": "GPU" if config.workers.gpus_per_worker else "CPU",
+    }
+
+    def measure() -> PrecisionTimes:
+        import ray
+
+        with start_ray(), one_sentence("the measurement of precisions"):
+            task = ray.remote(measure_search).options(**config.workers.task_options)
+            times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
+            return times
+
+    place, text = config.storage_place / "precision", f"captions of {STEPS} words, without the backbone"
+    precision = decided_precision(work, place, measure, label="captions", measured=text)
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"precision": precision})})
+
+
+def with_kept_precision(config: RunConfig, kept: RunConfig) -> RunConfig:
+    """The configuration with the precision that its run keeps in the configuration `kept`, where it is `auto`."""
+    if config.evaluation.precision != "auto":
+        return config
+    evaluation = config.evaluation.model_copy(update={"precision": kept.evaluation.precision})
+    return config.model_copy(update={"evaluation": evaluation})
+
+
+def measure_search(config: RunConfig) -> PrecisionTimes:
+    """Seconds per image of a short beam search with the configured model, on random features.
+
+    A CPU searches for CPU_IMAGES images at a time, and a GPU for as many as an evaluation, if its memory suffices.
+    """
+    import torch
+
+    from raycap.models.decoding.search import beam_search
+    from raycap.models.registry import build_model
+    from raycap.pipeline.runtime.context import device_for
+    from raycap.pipeline.runtime.cpu import prepare_processor
+    from raycap.pipeline.runtime.precision import measure_precisions
+
+    workers, settings = config.workers, config.evaluation
+    prepare_processor(workers.threads_per_worker)
+    device: Any = device_for(workers.gpus_per_worker)
+    images = settings.images_at_a_time(device.type) if device.type == "cuda" else CPU_IMAGES
+    while True:
+        features = _features(config, images, device)
+        sizes = ModelSizes(features.tokens.shape[-1], VOCABULARY_SIZE, max_positions=STEPS, sos=1, eos=2, pad=0)
+        model = build_model(config.model, sizes).eval().to(device)
+
+        def search(model: CaptionModel = model, features: Features = features) -> None:
+            beam_search(model, model.encode(features), beam_size=settings.beam_size, max_length=STEPS)
+
+        try:
+            return measure_precisions(search, device, images)
+        except torch.OutOfMemoryError:
+            if images == 1:
+                raise
+        images //= 2
+        torch.cuda.empty_cache()
+
+
+def _features(config: RunConfig, images: int, device: Any = "cpu") -> Features:
+    """Random features with the sizes of the configured backbone's or detector's."""
+    import torch
+
+    from raycap.models.base import Features
+    from raycap.models.encoders.backbone import Backbone
+
+    if not config.has_backbone:
+        count = config.features.max_regions
+        tokens, boxes = (
+            torch.randn(images, count, REGION_WIDTH, device=device),
+            torch.rand(images, count, 4, device=device),
+        )
+        return Features(tokens, torch.full((images,), count, device=device), boxes)
+    with torch.device("meta"):
+        backbone = Backbone(config.backbone, with_weights=False)
+    return Features(torch.randn(images, backbone.num_tokens, backbone.width, device=device))

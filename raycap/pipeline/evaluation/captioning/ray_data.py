@@ -1,0 +1,183 @@
+"""Captions very many images through Ray Data. CPU tasks read and decode them, and a pool of actors captions them.
+
+The driver keeps the names of all images, and in Ray's object store those of `NAMES_AT_A_TIME` images. The cluster keeps
+a few blocks of at most `BLOCK_SIZE` images.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
+from raycap.pipeline.data.image_sources import load_image
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.service import CaptionService
+from raycap.pipeline.evaluation.confidence.image_caption import ImageCaption, RankedCaption
+from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from raycap.pipeline.runtime.context import device_for
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.storage.path import is_remote
+
+BLOCK_SIZE = 64  # images
+NAMES_AT_A_TIME = 1_000_000  # images of an execution; their 15,625 blocks of names are made before its first caption
+
+
+@dataclass(frozen=True)
+class CaptionPool:
+    """The captioning processes. Their number follows the load and the cluster, which may grow meanwhile.
+
+    gpus: of each process. max_size: the largest number of processes; None for as many as the cluster has room for.
+    """
+
+    gpus: float = 0
+    max_size: int | None = None
+
+    @property
+    def cpus(self) -> float:
+        """The CPUs of each process. A process on a CPU leaves room for the decoding on a node with one CPU."""
+        return ACTOR_CPUS if self.gpus else 1 - DECODING_CPUS
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """The resources without which no image can be captioned: those of one process and of one decoding task."""
+        return [{"CPU": self.cpus, "GPU": self.gpus}, {"CPU": DECODING_CPUS}]
+
+
+def caption_stream(
+    names: Sequence[str],
+    model: ModelSource,
+    transform: ImageTransform,
+    search: dict[str, Any],
+    num_results: int,
+    pool: CaptionPool = CaptionPool(),
+) -> Iterator[tuple[str, ImageCaption]]:
+    """Yields (name, captions or reason for missing ones) of each image, in order.
+
+    search: the settings of a `CaptionService`, with a precision other than `auto`. Ray must have been started, and
+    every node must be able to read local names. Raises StorageError while the storage is out of order or refuses
+    requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for
+    one.
+
+    Each NAMES_AT_A_TIME images are one execution of Ray Data, which starts its own captioning processes. So only the
+    list of names grows with the number of images, not the time until the first caption or the memory that Ray needs.
+    """
+    from ray.data import DataContext
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    repeat_interrupted_tasks()
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
+    DataContext.get_current().execution_options.preserve_order = True
+    arguments = {"model": model, "search": search, "num_results": num_results, "gpus": pool.gpus}
+    with one_sentence("captioning"):
+        for start in range(0, len(names), NAMES_AT_A_TIME):
+            for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], transform, arguments, pool):
+                columns = (row["captions"], row["log_probs"], map(tuple, row["tokens"]))
+                n_best = tuple(RankedCaption(*each) for each in zip(*columns, strict=True))
+                confidence, expected_ciderd = row["judgement"] or (None, None)
+                yield _text(row["name"]), ImageCaption(n_best, confidence, expected_ciderd, row["reason"] or None)
+
+
+def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
+    """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
+    prepare_processor()
+    device = None if gpus is None else device_for(gpus).type
+    return CaptionService(model.load(), device=device, **search).precision
+
+
+def _captioned_rows(
+    names: Sequence[str], transform: ImageTransform, arguments: dict[str, Any], pool: CaptionPool
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `_CaptionActor` for the named images, in order. arguments: of its constructor."""
+    import ray.data
+    from ray.data import ActorPoolStrategy
+
+    # Arrow's text cannot hold names that are not UTF-8, but its bytes can.
+    encoded = np.array([name.encode(errors="surrogatepass") for name in names], object)
+    parts = np.array_split(encoded, math.ceil(len(names) / BLOCK_SIZE))
+    blocks = [pa.table({"name": pa.array(part, pa.binary())}) for part in parts]
+    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` runs a task for each block
+        _decode,
+        fn_kwargs={"transform": transform},
+        batch_size=None,
+        num_cpus=DECODING_CPUS,
+    )
+    captioned = decoded.map_batches(
+        _CaptionActor,
+        fn_constructor_kwargs=arguments,
+        batch_size=BLOCK_SIZE if pool.gpus else BLOCK_SIZE // 2,
+        compute=ActorPoolStrategy(min_size=1, max_size=pool.max_size),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
+    )
+    yield from captioned.iter_rows()
+
+
+def _text(name: bytes) -> str:
+    """The name of an image, which blocks hold as bytes."""
+    return name.decode(errors="surrogatepass")
+
+
+def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
+    """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
+    names, side = [_text(name) for name in batch["name"]], transform.image_size
+    pixels = np.zeros((len(names), side, side, 3), np.uint8)
+
+    def decode(index: int) -> str:
+        """Writes the pixels of one image of the batch, and returns its reason."""
+        try:
+            pixels[index] = transform.resize(load_image(names[index]))
+        except BadImage as error:
+            return str(error)
+        return ""
+
+    # Requests spend most of their time waiting; local files are decoded one after the other.
+    with ThreadPoolExecutor(8 if any(map(is_remote, names)) else 1) as pool:
+        reasons = list(pool.map(decode, range(len(pixels))))
+    return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}
+
+
+class _CaptionActor:
+    """Loads the model once and captions batches of decoded images."""
+
+    def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpus: float) -> None:
+        prepare_processor()
+        device = device_for(gpus).type  # Ray leaves GPUs visible to processes that have asked for none
+        self.service = CaptionService(model.load(), device=device, **search)
+        self.search = self.service.changed_search({}, num_results)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Captions a batch of `_decode`.
+
+        The new columns captions, log_probs and tokens hold lists, empty for bad images. The column judgement holds
+        null, or a list with the confidence and the expected CIDEr-D.
+        """
+        readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
+        found = [ImageCaption()] * len(batch["reason"])
+        if readable:
+            pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
+            pixels = self.service.transform.normalize(pixels).contiguous()
+            for index, captions in zip(readable, self.service.caption(pixels, self.search), strict=True):
+                found[index] = captions
+        texts = pa.list_(pa.string())
+        judgements = [None if each.confidence is None else [each.confidence, each.expected_ciderd] for each in found]
+        return {
+            "name": batch["name"],
+            "captions": pa.array([[ranked.caption for ranked in each.n_best] for each in found], texts),
+            "log_probs": pa.array(
+                [[ranked.log_prob for ranked in each.n_best] for each in found], pa.list_(pa.float64())
+            ),
+            "tokens": pa.array([[ranked.tokens for ranked in each.n_best] for each in found], pa.list_(texts)),
+            "judgement": pa.array(judgements, pa.list_(pa.float64())),
+            "reason": batch["reason"],
+        }

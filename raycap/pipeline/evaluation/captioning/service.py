@@ -1,0 +1,244 @@
+"""Captions images with a model bundle, and explains captions. Every door to a model uses this class.
+
+`raycap caption`, the Python API, `raycap serve` and the pyfunc model of MLflow (`pipeline.tracking.pyfunc`) differ in
+how images come in and captions go out. This module imports neither Ray nor MLflow, because a served model needs few
+packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raycap.models.base import Features, Memory
+from raycap.models.decoding.search import Captions
+from raycap.models.explain.attention_maps import cross_attention
+from raycap.models.explain.attribution import Attribution, integrated_gradients
+from raycap.models.explain.cluster_groups import Clusters, find_clusters
+from raycap.pipeline.config.sections import EvaluationSection
+from raycap.pipeline.data.image_sources import ImageSource, load_image
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
+from raycap.pipeline.evaluation.captioning.protocols import changed_search, collapsed
+from raycap.pipeline.evaluation.captioning.search import best_signals, find_captions
+from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption, RankedCaption
+from raycap.pipeline.runtime.precision import measure_precisions
+from raycap.pipeline.storage.path import StorageOptions
+
+BATCH_SIZE = 16  # images
+NUM_DECODE_THREADS = 4
+PRECISIONS = ("auto", "float32", "bfloat16")
+
+
+class CaptionService:
+    """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
+
+    beam_size, max_length: None for those of the bundle's protocol. search: other keys of the section `evaluation` that
+    the protocol records, in place of the recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}.
+    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
+    constructor times both, with one image or on a GPU with a batch, and uses the faster one. device: cpu or cuda;
+    None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
+
+    Several threads may call the methods: images are decoded at the same time, and computations with the model take
+    turns, because attention is recorded by hooks of the model.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        beam_size: int | None = None,
+        max_length: int | None = None,
+        search: Mapping[str, Any] | None = None,
+        precision: str = "float32",
+        device: str | None = None,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise UserError(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
+        if bundle.transform is None:
+            raise ValueError("this bundle has no backbone: it captions stored features, not images")
+        given = {"beam_size": beam_size, "max_length": max_length}
+        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
+        self.bundle, self.search = bundle, bundle.changed_search(changes)
+        self.search = self._limited(self.search)
+        self.transform, self.precision = bundle.transform, precision
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._computing = threading.RLock()
+        bundle.captioner.to(self.device)
+        if precision == "auto":
+            side, count = bundle.transform.image_size, BATCH_SIZE if self.device.type == "cuda" else 1
+            images = torch.zeros(count, 3, side, side, device=self.device)
+            times = measure_precisions(lambda: self._search(images, self.search), self.device, count)
+            self.precision = times.fastest
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """The number of image tokens before those of the grid, which `attention` and `attribution` count, too."""
+        backbone = self.bundle.captioner.backbone
+        return 0 if backbone is None else backbone.num_prefix_tokens
+
+    def changed_search(self, changes: Mapping[str, Any], num_results: int = 1) -> EvaluationSection:
+        """The search of this service with other keys in place, as in the constructor, and a number of captions.
+
+        Raises UserError for values that no search takes.
+        """
+        search = self.search
+        if changes:
+            search = changed_search(search, changes)
+            search.require_words(bundle_protocol(self.bundle.config).language, self.bundle.vocabulary.tokenizer)
+        if num_results < 1 or (num_results > search.beam_size and not search.decoding.sampling):
+            raise UserError(f"num_results is {num_results}; expected 1 to the beam's size, {search.beam_size}")
+        return self._limited(search.model_copy(update={"num_results": num_results}))
+
+    def _limited(self, search: EvaluationSection) -> EvaluationSection:
+        """The search with captions of at most as many tokens as the model has positions."""
+        positions = self.bundle.captioner.model.sizes.max_positions
+        return search.model_copy(update={"max_length": min(search.max_length, positions)})
+
+    def pixels(self, source: ImageSource, options: StorageOptions = StorageOptions()) -> Tensor:
+        """An image's normalized pixels (3, H, W). Raises BadImage with the reason. source: as for `load_image`."""
+        return self.transform(load_image(source, options=options))
+
+    def caption_images(
+        self,
+        sources: Iterable[ImageSource],
+        search: EvaluationSection | None = None,
+        *,
+        batch_size: int | None = None,
+        options: StorageOptions = StorageOptions(),
+    ) -> Iterator[ImageCaption]:
+        """Yields the captions of each image, in order. An image that cannot be read has the reason in `error`.
+
+        Threads read and decode the images of a batch. search: of `changed_search`; None for that of the service.
+        batch_size: images per forward pass; None for BATCH_SIZE.
+        Raises StorageError while the storage is out of order, because the images are not at fault.
+        """
+
+        def load(source: ImageSource) -> Tensor | str:
+            """The image's pixels, or a text with the reason why it cannot be read."""
+            try:
+                return self.pixels(source, options)
+            except BadImage as error:
+                return str(error)
+
+        remaining = iter(sources)
+        with ThreadPoolExecutor(NUM_DECODE_THREADS) as pool:
+            while batch := list(itertools.islice(remaining, batch_size or BATCH_SIZE)):
+                loaded = list(pool.map(load, batch))
+                readable = [pixels for pixels in loaded if not isinstance(pixels, str)]
+                captions = iter(self.caption(torch.stack(readable), search) if readable else [])
+                for pixels in loaded:
+                    yield ImageCaption(error=pixels) if isinstance(pixels, str) else next(captions)
+
+    def caption(
+        self, pixels: Tensor, search: EvaluationSection | None = None, precision: str | None = None
+    ) -> list[ImageCaption]:
+        """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it.
+
+        search: of `changed_search`, and precision: float32 or bfloat16; None for those of the service.
+        """
+        search, precision = search or self.search, precision or self.precision
+        with self._computing, torch.no_grad():
+            # in inference mode, autocast would convert each weight again at every use
+            confidence = self.bundle.confidence(search)
+            signals: list[tuple[float, ...]] = []
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                captions, memory = self._search(pixels.to(self.device), search)
+                if confidence is not None:
+                    signals = best_signals(self.bundle.captioner.model, memory, captions)
+            log_probs = captions.log_probs.sum(-1).tolist()
+            tokens = captions.tokens.tolist()
+        ranked = [
+            tuple(self._ranked(ids, value, search) for ids, value in zip(*image, strict=True))
+            for image in zip(tokens, log_probs, strict=True)
+        ]
+        if confidence is None:
+            return [ImageCaption(each) for each in ranked]
+        judgements = [confidence.judge(each) or (None, None) for each in signals]
+        return [ImageCaption(each, *judgement) for each, judgement in zip(ranked, judgements, strict=True)]
+
+    def _search(self, pixels: Tensor, search: EvaluationSection) -> tuple[Captions, Memory]:
+        """The best captions of each image (B, 3, H, W), and the encoded images."""
+        captioner = self.bundle.captioner
+        memory = captioner.encode(Features(pixels))
+        # drawn captions depend on the content of their image, and not on the other images of the batch
+        contents = (hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest() for image in pixels)
+        return find_captions(captioner.model, memory, search, self.bundle.vocabulary, contents), memory
+
+    def _ranked(self, ids: list[int], log_prob: float, search: EvaluationSection) -> RankedCaption:
+        """A caption of the search as text."""
+        text = self.bundle.vocabulary.decode(ids)
+        text = collapsed(text) if search.collapse_repeats else text
+        return RankedCaption(text, log_prob, self._words(text))
+
+    def _words(self, caption: str) -> tuple[str, ...]:
+        """The texts of a caption's tokens."""
+        return tuple(part.strip() for part in self.bundle.vocabulary.parts(caption))
+
+    def explain(
+        self, pixels: Tensor, caption: str, head: int | None = None, with_attribution: bool = True
+    ) -> Explanation:
+        """Where the model looks in one image (3, H, W) for each word of a caption.
+
+        head: as in `attention`. with_attribution: also integrated gradients, which take minutes of a CPU core.
+        Raises UserError for a head that the model does not have, and for a caption of too many tokens.
+        """
+        model = self.bundle.captioner.model
+        num_heads, most = model.config.num_heads, model.sizes.max_positions - 1
+        if head is not None and not 0 <= head < num_heads:
+            raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
+        if len(self._ids(caption)) - 2 > most:
+            raise UserError(f"caption has more than the {most} tokens that this model explains")
+        first = self.num_prefix_tokens
+        attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
+        backbone = self.bundle.captioner.backbone
+        assert backbone is not None
+        grid = backbone.grid
+        words = self._words(caption)
+        if not with_attribution:
+            return Explanation(caption, words, grid, attention)
+        attribution = self.attribution(pixels, caption)
+        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
+        shares = attribution.shares().cpu().numpy()[:, first:]
+        return Explanation(caption, words, grid, attention, shares, attribution.steps, gap)
+
+    def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
+        """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).
+
+        head: the number of one head, from 0; None for the mean over all heads.
+        """
+        captioner, ids = self.bundle.captioner, self._ids(caption)
+        with self._computing, torch.no_grad():
+            memory = captioner.encode(Features(pixels[None].to(self.device)))
+            by_head = cross_attention(captioner.model, memory, ids[None])[-1, :, 0, : len(ids) - 2]
+        return by_head.mean(0) if head is None else by_head[head]
+
+    def attribution(self, pixels: Tensor, caption: str) -> Attribution:
+        """The contribution of each image token of one image (3, H, W) to the log-probability of each word."""
+        captioner = self.bundle.captioner
+        ids = self._ids(caption)
+        count = len(ids) - 2  # without SOS and EOS
+        ids = ids[: captioner.model.sizes.max_positions + 1]
+        with self._computing:
+            with torch.no_grad():
+                features = captioner.features(Features(pixels[None].to(self.device)))
+            return integrated_gradients(captioner.model, features, ids).head(count)
+
+    def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
+        """The clusters of one image (3, H, W) and a caption's words; None for a model without clusters."""
+        captioner, ids = self.bundle.captioner, self._ids(caption)[:-1]
+        with self._computing, torch.no_grad():
+            return find_clusters(captioner.model, captioner.features(Features(pixels[None].to(self.device))), ids)
+
+    def _ids(self, caption: str) -> Tensor:
+        """The ids (T,) of SOS, the caption's tokens and EOS."""
+        vocabulary = self.bundle.vocabulary
+        return torch.tensor(vocabulary.encode(vocabulary.tokens_of(caption)), device=self.device)

@@ -1,0 +1,185 @@
+"""Reads vocabularies of other projects, which are pickles, as plain values. No code in a pickle is executed."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.runtime.names import quoted, shown
+from raycap.pipeline.storage.untrusted.files import read_regular_file
+
+ALLOWED = "a vocabulary holds dict, list, str and int only"
+# Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
+MAX_BYTES = 64 * 2**20
+MAX_OPERATIONS = 1_000_000  # a few seconds of work, and at most about 100 bytes for each
+MAX_INTEGER = 2**60  # Python gives larger integers equal hashes, which makes a dictionary slow
+# The operations that make dict, list, str, int and float, and store them in the memo and take them from it
+PLAIN_OPERATIONS = frozenset(
+    [
+        *("MARK", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "NONE"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "FRAME"),
+    ]
+)
+MAX_OTHER_OPERATIONS = 1000  # calls, classes, tuples and sets, which could use up time and memory
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads dict, list, str and int. It never looks up a class or function: it refuses each one without a stand-in.
+
+    stand_ins: the harmless objects that replace classes and functions. A key is the last part of the module's name and
+    the name of the class or function, such as "vocab.Vocab".
+    """
+
+    def __init__(self, file: io.BytesIO, stand_ins: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self.stand_ins = stand_ins
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """The stand-in for a class or function that the pickle names. Raises UnpicklingError if there is none."""
+        key = f"{module_name.split('.')[-1]}.{global_name}"
+        if key not in self.stand_ins:
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+        return self.stand_ins[key]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuses a pickle that refers to an object outside of the file."""
+        raise pickle.UnpicklingError("it refers to objects outside the file")
+
+
+def read_plain_pickle(
+    path: Path, stand_ins: Mapping[str, Any] | None = None, convert: Callable[[Any], Any] | None = None
+) -> Any:
+    """The content of a pickle of dict, list, str and int. Raises ValueError for anything else, without executing it.
+
+    stand_ins: see `_Unpickler`. convert: turns a content that includes stand-ins into plain values.
+    """
+    if not path.is_file():
+        raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
+    try:
+        data = read_regular_file(path, MAX_BYTES)
+        _check_operations(data)
+        content = _Unpickler(io.BytesIO(data), stand_ins or {}).load()
+        content = content if convert is None else convert(content)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is refused: {shown(error)}; {ALLOWED}") from error
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {shown(error)}") from error
+    _check_plain(content, path)
+    return content
+
+
+def _check_operations(data: bytes) -> None:
+    """Raises UnpicklingError for a pickle whose execution could take long or need much memory. Only parses it."""
+    num_others = 0
+    for number, (code, argument, _) in enumerate(pickletools.genops(data)):
+        if number >= MAX_OPERATIONS:
+            raise pickle.UnpicklingError(f"it has more than {MAX_OPERATIONS} operations")
+        num_others += code.name not in PLAIN_OPERATIONS
+        if num_others > MAX_OTHER_OPERATIONS:
+            raise pickle.UnpicklingError(f"it has more than {MAX_OTHER_OPERATIONS} objects of other types")
+        if isinstance(argument, int) and abs(argument) > MAX_INTEGER:
+            raise pickle.UnpicklingError("it holds an integer of more than 60 bits")
+        # A huge index would make the unpickler allocate a table of that size.
+        if "PUT" in code.name and isinstance(argument, int) and argument > MAX_OPERATIONS:
+            raise pickle.UnpicklingError(f"it asks for place {argument} in a memo; the limit is {MAX_OPERATIONS}")
+
+
+def _check_plain(content: Any, path: Path) -> None:
+    """Raises ValueError unless all values are dict, list, valid str or int."""
+    pending, visited = [content], set()
+    while pending:
+        value = pending.pop()
+        if type(value) in (str, int) or id(value) in visited:
+            if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+                raise ValueError(f"{path} is refused: {quoted(value)} is no text (half of a surrogate pair)")
+            continue
+        visited.add(id(value))
+        if type(value) is dict:
+            pending += [*value.keys(), *value.values()]
+        elif type(value) is list:
+            pending += value
+        else:
+            raise ValueError(f"{path} is refused: it holds a {type(value).__name__}; {ALLOWED}")
+
+
+_MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EOS"}
+
+
+def read_meshed_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary pickle of the Meshed-Memory Transformer's reference, or raycap's vocabulary.json.
+
+    The pickle contains an object with `itos` and `stoi`, and names four classes and functions. Stand-ins replace these,
+    so no code of the file is executed. <unk>, <pad>, <bos> and <eos> get raycap's names and keep their ids.
+    Raises ValueError for other content, and when the two tables contradict each other.
+    """
+    if path.suffix == ".json":
+        return Vocabulary.load(path)
+
+    # Each file gets new stand-ins, because a file can set attributes of these. They copy nothing, because a small file
+    # with many copies of one large Counter would need gigabytes.
+    class Table:
+        """A stand-in for the vocabulary, whose attributes the file gives as plain values."""
+
+        attributes: Any = None
+
+        def __setstate__(self, state: Any) -> None:
+            self.attributes = state
+
+    def lookup(content: Any = None) -> dict[Any, Any]:
+        """A stand-in for defaultdict, whose factory it ignores, and for Counter, which contains another dict."""
+        return content if type(content) is dict else {}
+
+    def tables_of(content: Any) -> dict[str, Any]:
+        """The attributes itos and stoi of the vocabulary object as plain values."""
+        if type(content) is not Table or type(content.attributes) is not dict:
+            raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
+        return {name: value for name, value in content.attributes.items() if name in ("itos", "stoi")}
+
+    stand_ins = {"collections.Counter": lookup, "collections.defaultdict": lookup, "vocab.Vocab": Table}
+    tables = read_plain_pickle(path, stand_ins | {"vocab._default_unk_index": None}, tables_of)
+    words = _checked_words(tables, "itos", "stoi", path, "vocabulary of a Meshed-Memory Transformer")
+    missing = [special for special in _MESHED_SPECIALS if special not in words]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it must hold {', '.join(_MESHED_SPECIALS)}")
+    return Vocabulary(tuple(_MESHED_SPECIALS.get(word, word) for word in words), "spacy")
+
+
+def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary pickle of ExpansionNet v2's reference: `word2idx_dict`, `idx2word_list`, `sos_str`, `eos_str`.
+
+    Raises ValueError for other content, and when the two tables contradict each other.
+    """
+    content = read_plain_pickle(path)
+    words = _checked_words(content, "idx2word_list", "word2idx_dict", path, "ExpansionNet v2 vocabulary")
+    num_ids = len(content["word2idx_dict"])
+    if num_ids != len(words):
+        raise ValueError(f"{path}: its two tables contradict each other: {len(words)} words, {num_ids} ids")
+    vocabulary = Vocabulary(tuple(words))
+    start, end = content.get("sos_str"), content.get("eos_str")
+    if (start, end) != ("SOS", "EOS"):
+        found = f"start with {quoted(start)} and end with {quoted(end)}"
+        raise ValueError(f"{path}: captions {found}; expected 'SOS' and 'EOS'")
+    return vocabulary
+
+
+def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label: str) -> list[str]:
+    """The words of a vocabulary in the order of their ids. ValueError unless the table of ids agrees with them.
+
+    The table of ids may contain more words: each look-up of an unknown word adds an entry to a defaultdict.
+    label: the kind of vocabulary, for the error message.
+    """
+    words, ids = (content.get(key) if isinstance(content, dict) else None for key in (words_key, ids_key))
+    if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{path} is no {label}: expected {words_key!r} and {ids_key!r}")
+    different = [index for index, word in enumerate(words) if ids.get(word) != index]
+    if different:
+        word = quoted(words[different[0]])
+        raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {word} in one only")
+    return words

@@ -1,0 +1,137 @@
+"""Scores that papers print for these systems, and whether our scores can be compared with them.
+
+`published.yaml` holds the numbers and their protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences
+
+ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
+
+
+@dataclass(frozen=True)
+class PrintedRow:
+    """A row of a paper's table: its name, its scores, and its values of the section `model`."""
+
+    name: str
+    scores: dict[str, float]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FinalRow:
+    """A row of a paper's table of results, with the protocol by which its scores were computed.
+
+    split: the name of the split beside whose scores the row is shown. data: the key of the images in `data_sets`.
+    """
+
+    name: str
+    table: str
+    scores: dict[str, float]
+    protocol: Protocol
+    split: str = "test"
+    data: str = "karpathy-test"
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """A row of ExpansionNet v2's ablation; attention replaces an expansion that is None."""
+
+    static_expansion: tuple[int, ...] | None
+    dynamic_expansion: int | None
+    scores: dict[str, float]
+    macs: float  # multiply-accumulates of the captioner, without the backbone, for 5,000 images and captions
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The row's keys of the section `model`."""
+        return {"static_expansion": self.static_expansion, "dynamic_expansion": self.dynamic_expansion}
+
+
+@dataclass(frozen=True)
+class PrintedTable:
+    """A table of a paper. Reports show differences from the row with the index `baseline`."""
+
+    title: str
+    columns: Sequence[str]
+    keys: Sequence[str]  # the keys of the section `model` in which the rows differ; each row sets all of them
+    rows: Sequence[PrintedRow]
+    baseline: int = 0
+
+
+@functools.cache
+def _published() -> dict[str, Any]:
+    """The content of published.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def ablation() -> tuple[AblationRow, ...]:
+    """Table I of ExpansionNet v2 with the costs of Table VI."""
+    return tuple(
+        AblationRow(groups and tuple(groups), vectors, dict(zip(ABLATION_COLUMNS, scores, strict=True)), macs)
+        for groups, vectors, scores, macs in _published()["ablation"]
+    )
+
+
+@functools.cache
+def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
+    """The tables for a value of a search's key `compare`; none for ExpansionNet v2, whose table is `ablation`."""
+    return tuple(_table(**table) for table in _published()["tables"].get(compare, ()))
+
+
+def _table(rows: list[Any], **table: Any) -> PrintedTable:
+    """A table of published.yaml, whose rows are lists [name, values of the keys, scores]."""
+    printed = [
+        PrintedRow(
+            name, dict(zip(table["columns"], scores, strict=True)), dict(zip(table["keys"], values, strict=True))
+        )
+        for name, values, scores in rows
+    ]
+    return PrintedTable(rows=printed, **table)
+
+
+def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
+    """The printed rows of a system for a split of this name, each with why our score cannot be compared, or ""."""
+    rows = [_final_row(ours.system, row) for row in _published()["rows"].get(ours.system, ())] if ours.system else []
+    return [(row, _reason(row, ours, uris)) for row in rows if row.split == split]
+
+
+def shared_protocol(system: str) -> Protocol:
+    """The protocol that the printed rows of a system share. Raises KeyError for a system without rows."""
+    return Protocol(system=system, **_published()["protocols"][system])
+
+
+def _final_row(system: str, row: dict[str, Any]) -> FinalRow:
+    """A row of published.yaml. Its keys of the protocol replace those that all rows of the system share."""
+    keys = {field.name for field in fields(Protocol)}
+    protocol = replace(shared_protocol(system), **{key: value for key, value in row.items() if key in keys})
+    if protocol.objective == "cross_entropy":
+        protocol = replace(protocol, eos_in_reward=None)
+    return FinalRow(**{key: value for key, value in row.items() if key not in keys}, protocol=protocol)
+
+
+def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
+    """Why our score cannot be compared with a printed row: all differences as one text; "" if there are none.
+
+    Not compared: the vocabulary's tokenizer and the models that a run started from.
+    """
+    pairs: list[tuple[str, str]] = []
+    images = _published()["data_sets"][row.data]
+    count = sum(re.fullmatch(images["files"], uri.rsplit("/", 1)[-1]) is not None for uri in uris)
+    if count < len(uris):
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{count:,} of {len(uris):,} are of it"))
+    elif len(uris) != images["count"]:
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
+    pairs += differences(row.protocol, ours)
+    return "not comparable: " + "; ".join(f"printed: {theirs}, ours: {our}" for theirs, our in pairs) if pairs else ""

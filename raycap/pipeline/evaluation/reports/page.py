@@ -1,0 +1,284 @@
+"""The report of a run: one self-contained HTML file with scores, training curves and a gallery of captions."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.evaluation.confidence.quality import Quality
+from raycap.pipeline.evaluation.reports.charts import Histogram, Plot, make_histogram, make_plot
+from raycap.pipeline.evaluation.reports.cluster_pictures import COLORS, LayerColors, text_color
+from raycap.pipeline.evaluation.reports.confidence_charts import reliability_plot, risk_plot
+from raycap.pipeline.evaluation.reports.text_table import UNAVAILABLE
+from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.storage.atomic import write_text
+from raycap.pipeline.storage.path import StoragePath, storage_path
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
+JPEG_QUALITY = 82
+THUMBNAIL = 256  # the longer side of a picture on the page, in pixels
+SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
+MAX_IMAGES = 200  # a page shows at most this many pictures
+SCORE_NAME = "CIDEr-D"
+
+
+@dataclass(frozen=True)
+class ReportImage:
+    """One picture of the gallery.
+
+    path: the picture's file (on S3 a StoragePath) or its bytes. score: CIDEr-D of the caption, or None. alternatives:
+    other captions by name, for example those of earlier stages or of another model. parts: the caption's text by token,
+    with the spaces between them; by default its words. attention (words, N): the attention
+    of each word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each
+    token to the word's log-probability. clusters: the clusters of patches and words in each layer. contrast: how far
+    the scores of the caption and its alternatives differ, by which the gallery is then sorted; None: not compared.
+    """
+
+    image_id: int | str
+    path: StoragePath | Path | bytes
+    caption: str
+    references: list[str]
+    score: float | None
+    split: str
+    alternatives: dict[str, str] = field(default_factory=dict)
+    attention: np.ndarray | None = None
+    attribution: np.ndarray | None = None
+    clusters: Sequence[LayerColors] = ()
+    parts: Sequence[str] = ()
+    contrast: float | None = None
+
+    @property
+    def finite_score(self) -> float | None:
+        """The score; None when it is missing or not finite."""
+        return self.score if self.score is not None and math.isfinite(self.score) else None
+
+
+@dataclass(frozen=True)
+class ReportStage:
+    """One training stage. `curves`: (global step, value) by metric. `summary`: short texts by name."""
+
+    name: str
+    curves: dict[str, list[tuple[int, float]]]
+    summary: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table below the scores. rows: (label, one cell per column). note: a line above it."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of the page.
+
+    score_rows: (label, one cell per column). The part of a label after a newline is a note in small type ("ExpansionNet
+    v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained below the table.
+    metadata: short texts about the run, by name. language: of the captions. tables: further ones below the scores.
+    gallery_note: a line above the pictures.
+    confidence: its quality, by split.
+    """
+
+    title: str
+    run_id: str
+    protocol: str
+    score_columns: list[str]
+    score_rows: list[tuple[str, list[str]]]
+    stages: list[ReportStage]
+    images: list[ReportImage]
+    metadata: dict[str, str]
+    language: str = ENGLISH
+    tables: Sequence[Table] = ()
+    gallery_note: str = ""
+    confidence: Mapping[str, Quality] = field(default_factory=dict)
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Writes the page to `path`. An existing page is replaced only by a complete one. See `report_html`."""
+    write_text(path, report_html(report))
+
+
+def report_html(report: Report) -> str:
+    """The page.
+
+    With more than MAX_IMAGES pictures the gallery shows the worst, the best and random ones, a third each, with a note.
+    A picture that cannot be read gets a placeholder with the reason. Raises ValueError when a score row does not have
+    one cell per column.
+    """
+    for label, cells in report.score_rows:
+        if len(cells) != len(report.score_columns):
+            raise ValueError(
+                f"the score row {label!r} has {len(cells)} cells, but there are {len(report.score_columns)} columns "
+                f"({', '.join(report.score_columns)}); give one cell per column"
+            )
+    reasons = [_reason(cell) for _, cells in report.score_rows for cell in cells]
+    images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
+    cards = _cards(images, report.language, seed=report.run_id)
+    html = render_template(
+        TEMPLATE,
+        report=report,
+        score_name=SCORE_NAME,
+        reason_of=_reason,
+        reasons=list(dict.fromkeys(filter(None, reasons))),  # each once, in the order of the table
+        overviews=_overviews(report.stages),
+        stages=[
+            (stage, [plot for name, series in stage.curves.items() if (plot := make_plot(name, [("", series)]))])
+            for stage in report.stages
+        ],
+        # Pictures that were chosen by their contrast are no sample of the scores.
+        histograms=_histograms([image for image in report.images if image.contrast is None]),
+        confidence=[
+            (split, each, risk_plot(each), reliability_plot(each)) for split, each in report.confidence.items()
+        ],
+        cards=cards,
+        shape=_aspect_ratio(cards),
+        counts=counts,
+        cluster_colors=[(color, text_color(color)) for color in COLORS],
+    )
+    # The digest of the page's script in its security policy permits this script and no other one.
+    script = html.split("<script>", 1)[1].split("</script>", 1)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return html.replace("SCRIPT_DIGEST", digest, 1)
+
+
+def render_template(path: Path, **values: Any) -> str:
+    """The text of an HTML template with escaped values. Raises jinja2.UndefinedError for a missing value."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(path.parent),
+        autoescape=True,  # captions and names are untrusted text
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name).render(**values)
+
+
+def choose_images(
+    images: Sequence[ReportImage], max_images: int, *, seed: str
+) -> tuple[list[ReportImage], dict[str, int]]:
+    """The gallery's pictures in the given order, and the numbers of worst, best and random ones.
+
+    The numbers are {} when the gallery has all pictures. The random choice depends on `seed` only. Pictures without a
+    score can only be among the random ones.
+    """
+    if len(images) <= max_images:
+        return list(images), {}
+    scored = [(score, index) for index, image in enumerate(images) if (score := image.finite_score) is not None]
+    ranked = [index for _, index in sorted(scored)]
+    third = min(max_images // 3, len(ranked) // 2)  # half of the pictures at most: none is both among worst and best
+    extremes = {*ranked[:third], *ranked[len(ranked) - third :]}
+    rest = [index for index in range(len(images)) if index not in extremes]
+    at_random = random.Random(seed).sample(rest, min(len(rest), max_images - 2 * third))
+    chosen = [images[index] for index in sorted([*extremes, *at_random])]
+    return chosen, {"worst": third, "best": third, "random": len(at_random)}
+
+
+def _reason(cell: str) -> str:
+    """The reason why a cell of the score table has no value; "" for a cell with a value."""
+    if not cell.startswith(UNAVAILABLE):
+        return ""
+    return cell.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
+
+
+def _overviews(stages: Sequence[ReportStage]) -> list[Plot]:
+    """A chart over the whole run for each CIDEr metric that several stages have, to compare stages."""
+    names = dict.fromkeys(name for stage in stages for name in stage.curves if "cider" in name.lower())
+    plots = [make_plot(name, [(s.name, s.curves[name]) for s in stages if name in s.curves]) for name in names]
+    return [plot for plot in plots if plot is not None and plot.bands]
+
+
+def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
+    """One histogram per split, all on the same scale."""
+    by_split: dict[str, list[float]] = {}
+    for image in images:
+        if (score := image.finite_score) is not None:
+            by_split.setdefault(image.split, []).append(score)
+    highest = max((score for scores in by_split.values() for score in scores), default=0.0)
+    return [make_histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
+
+
+def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[dict[str, Any]]:
+    """The template's values for each picture, lowest score first. Pictures without a score are last."""
+    positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
+    with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
+        thumbnails = list(pool.map(_thumbnail, (image.path for image in images)))
+    cards = []
+    for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
+        words = metric_words(image.caption, language)
+        pairs = [(set(words), set(metric_words(caption, language))) for caption in image.alternatives.values()]
+        # the share of words that only one of two captions has
+        differences = [len(one ^ other) / len(one | other) for one, other in pairs if one | other]
+        cards.append(
+            {
+                "image": image,
+                "score": image.finite_score,
+                "thumbnail": thumbnail,
+                "length": len(words),
+                "difference": max(differences, default=0.0) if image.contrast is None else image.contrast,
+                "position": position,
+                "attention": _encode_maps(image, image.attention),
+                "attribution": _encode_maps(image, image.attribution),
+                "clusters": [layer.for_page() for layer in image.clusters],
+            }
+        )
+    return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
+
+
+def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
+    """The maps (words, N) as base64, one byte per cell, each map scaled from its minimum to its maximum.
+
+    The result is "" without maps, or when the maps are not one square grid per word.
+    """
+    num_tokens = len(image.parts or image.caption.split())
+    if maps is None or len(maps) != num_tokens or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
+        return ""
+    low, high = maps.min(1, keepdims=True), maps.max(1, keepdims=True)
+    levels = (maps - low) / np.where(high > low, high - low, 1.0)
+    return base64.b64encode((255 * levels).astype(np.uint8).tobytes()).decode("ascii")
+
+
+def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
+    """Width divided by height of the gallery's cells: the median of the pictures, limited to 1 to 4/3."""
+    thumbnails = [card["thumbnail"] for card in cards if "uri" in card["thumbnail"]]
+    ratios = [thumbnail["width"] / thumbnail["height"] for thumbnail in thumbnails]
+    return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
+
+
+def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:
+    """A picture as a small JPEG: {"uri": a data URI, "width", "height", "is_small"}; or {"problem": why it fails}."""
+    try:
+        data = path if isinstance(path, bytes) else read_image_file(storage_path(path))
+        picture = decode_image(data, MAX_PIXELS)
+    except BadImage as error:
+        return {"problem": str(error)}
+    except OSError as error:
+        return {"problem": error.strerror or "cannot be read"}
+    picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    # Small synthetic pictures have sharp edges, so they keep the full color resolution; photographs keep half of it.
+    is_small = max(picture.size) < SMALL
+    quality, subsampling = (97, 0) if is_small else (JPEG_QUALITY, 2)
+    picture.save(buffer, "JPEG", quality=quality, subsampling=subsampling, optimize=True)
+    uri = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return {"uri": uri, "width": picture.width, "height": picture.height, "is_small": is_small}

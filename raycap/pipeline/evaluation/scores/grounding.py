@@ -1,0 +1,226 @@
+"""Metrics that need more than the words of captions: CHAIR, CLIPScore, PAC-S and BERTScore."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.evaluation.scores.metric_words import metric_words
+
+# English plurals that do not end with s, by the end of the singular
+_PLURALS = {
+    **{"man": "men", "person": "people", "child": "children", "foot": "feet", "goose": "geese", "mouse": "mice"},
+    **{"knife": "knives", "leaf": "leaves", "shelf": "shelves", "calf": "calves", "wolf": "wolves", "scarf": "scarves"},
+}
+
+
+PROMPT = "A photo depicts "  # before every caption and reference, as in the authors' code of CLIPScore and PAC-S
+CLIP_WEIGHT, PAC_WEIGHT = 2.5, 2.0  # w in `image_similarity`
+MAX_TOKENS_AT_ONCE = 2**15  # whose vectors are in memory: 128 MB with 1024 numbers each
+Ids = tuple[int, ...]  # of a text's tokens, between two marks
+
+
+class Encoder(Protocol):
+    """A model that gives unit vectors (N, D) for images, by id, and for texts. name: for the signature of scores."""
+
+    @property
+    def name(self) -> str: ...
+
+    def images(self, image_ids: Sequence[Any]) -> np.ndarray: ...
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray: ...
+
+
+class TokenEncoder(Protocol):
+    """A model that gives a vector for each token of a text, for BERTScore.
+
+    name: for the signature of scores. uses_idf: whether rare tokens of the references count more. baseline: the
+    precision, recall and F1 (3,) of unrelated texts, which become 0; or None. ids: of the tokens of texts, between two
+    marks. vectors: the unit vectors (T, W) of each text, given as ids.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def uses_idf(self) -> bool: ...
+
+    @property
+    def baseline(self) -> np.ndarray | None: ...
+
+    def ids(self, texts: Sequence[str]) -> list[Ids]: ...
+
+    def vectors(self, texts: Sequence[Ids]) -> list[np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects that captions may name. names: the words and phrases of each object, in captions of `language`.
+
+    In English, the plurals of a name are names too. annotated: objects in images, by image id, that an image may have
+    in addition to those that its references name.
+    """
+
+    names: Mapping[str, Iterable[str]]
+    language: str = ENGLISH
+    annotated: Mapping[Any, Set[str]] | None = None
+
+    @cached_property
+    def _phrases(self) -> dict[tuple[str, ...], str]:
+        """The object by the words of each of its names."""
+        forms = _with_plurals if self.language == ENGLISH else lambda name: (name,)
+        phrases = {
+            tuple(metric_words(form, self.language)): object_name
+            for object_name, names in self.names.items()
+            for name in names
+            for form in forms(name)
+        }
+        return {phrase: object_name for phrase, object_name in phrases.items() if phrase}
+
+    @cached_property
+    def _max_words(self) -> int:
+        return max(map(len, self._phrases), default=0)
+
+    def mentions(self, words: Sequence[str]) -> list[str]:
+        """The object of each mention in a caption, given as words. Where two names begin, the longer one counts."""
+        found, start = [], 0
+        while start < len(words):
+            for length in range(min(self._max_words, len(words) - start), 0, -1):
+                if (object_name := self._phrases.get(tuple(words[start : start + length]))) is not None:
+                    found.append(object_name)
+                    start += length
+                    break
+            else:
+                start += 1
+        return found
+
+    def in_image(self, image: Any, references: Iterable[Sequence[str]]) -> set[str]:
+        """The objects of an image: those that its references, given as words, name, and the annotated ones."""
+        annotated = (self.annotated or {}).get(image, frozenset())
+        return {object_name for words in references for object_name in self.mentions(words)} | annotated
+
+
+def _with_plurals(name: str) -> list[str]:
+    """An English name with its plurals, of which some may be no words."""
+    regular = [name, f"{name}s"]
+    if name.endswith(("s", "x", "z", "ch", "sh", "o")):
+        regular.append(f"{name}es")
+    if name.endswith("y"):
+        regular.append(f"{name[:-1]}ies")
+    return regular + [name.removesuffix(end) + plural for end, plural in _PLURALS.items() if name.endswith(end)]
+
+
+def hallucinations(
+    captions: Sequence[Sequence[str]], in_images: Sequence[Set[str]], objects: Objects
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each caption the number of mentions of objects that are not in its image (images,), and of all (images,).
+
+    Source: Rohrbach et al. 2018 (arXiv 1809.02156). CHAIR_i is the sum of the first numbers divided by the
+    sum of the second ones. CHAIR_s is the share of captions whose first number is above 0. As in the paper, an object
+    is in an image if it is annotated or if a reference names it. captions: as words. in_images: see `Objects.in_image`.
+    """
+    mentions = [objects.mentions(words) for words in captions]
+    wrong = [sum(name not in known for name in names) for names, known in zip(mentions, in_images, strict=True)]
+    return np.array(wrong), np.array([len(names) for names in mentions])
+
+
+def image_similarity(images: np.ndarray, captions: np.ndarray, weight: float) -> np.ndarray:
+    """CLIPScore or PAC-S of each image (images,): w * max(cos(image, caption), 0), from unit vectors (images, D).
+
+    Sources: Hessel et al. 2021 (arXiv 2104.08718), w = 2.5; Sarto et al. 2023 (arXiv 2303.12112), w = 2, which differs
+    in the encoder's weights. Captions follow PROMPT.
+    """
+    cosine: np.ndarray = (images * captions).sum(1)
+    return weight * np.maximum(cosine, 0.0)
+
+
+def with_references(
+    similarity: np.ndarray, captions: np.ndarray, references: np.ndarray, num_references: Sequence[int]
+) -> np.ndarray:
+    """RefCLIPScore or RefPAC-S of each image (images,).
+
+    It is the harmonic mean of `similarity`, the result of `image_similarity`, and of max(cos(caption, reference), 0),
+    the largest over the image's references; 0 where one of the two is 0. Sources as there. captions (images, D) and
+    references (sum of num_references, D): unit vectors.
+    """
+    counts = np.array(num_references, np.int64)
+    first = np.cumsum(counts) - counts
+    cosine = (np.repeat(captions, counts, axis=0) * references).sum(1)
+    nearest = np.maximum(np.maximum.reduceat(cosine, first), 0.0)
+    total = similarity + nearest
+    return np.divide(2 * similarity * nearest, total, out=np.zeros(len(total)), where=total > 0)
+
+
+def bert_score(encoder: TokenEncoder, captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.ndarray:
+    """BERTScore of each image (images, 3): precision, recall and F1, each the largest one over the references.
+
+    Source: Zhang et al. 2020 (arXiv 1904.09675) and its package bert-score 0.3.12. Each token of a caption is matched
+    with the token of the reference whose vector is nearest, and the other way round. The precision is the mean cosine
+    over the caption's tokens, the recall over the reference's. The two marks of a text can be matched, and have no
+    weight in the means. A text without tokens scores 0. With idf, a token's weight is log((N + 1) / (n + 1)), where n
+    of the N references contain it. The package gives these values for pairs that it scores one at a time; in a batch
+    it also matches tokens with padding of the value 0.
+    """
+    caption_ids = encoder.ids(captions)
+    reference_ids = iter(encoder.ids([text for texts in references for text in texts]))
+    pairs = [
+        (image, ids, next(reference_ids))
+        for image, ids in enumerate(caption_ids)
+        for _ in range(len(references[image]))
+    ]
+    counts = Counter(token for *_, ids in pairs for token in set(ids)) if encoder.uses_idf else None
+    scores = np.full((len(captions), 3), -np.inf)
+    for part in _parts(pairs):
+        texts = list(dict.fromkeys(ids for _, *both in part for ids in both))
+        vectors = dict(zip(texts, encoder.vectors(texts), strict=True))
+        weights = {ids: _token_weights(ids, counts, len(pairs)) for ids in texts}
+        for image, caption, reference in part:
+            values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
+            scores[image] = np.maximum(scores[image], values)
+    return scores if encoder.baseline is None else (scores - encoder.baseline) / (1 - encoder.baseline)
+
+
+def greedy_match(
+    caption: np.ndarray, reference: np.ndarray, caption_weights: np.ndarray, reference_weights: np.ndarray
+) -> tuple[float, float, float]:
+    """The precision, recall and F1 of one pair of texts, from their unit vectors (T, W) and token weights (T,)."""
+    if min(len(caption), len(reference)) <= 2:  # nothing between the marks
+        return 0.0, 0.0, 0.0
+    cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
+    precision, recall = (
+        float(nearest @ weights / weights.sum()) if weights.any() else 0.0
+        for nearest, weights in ((cosine.max(1), caption_weights), (cosine.max(0), reference_weights))
+    )
+    total = precision + recall
+    return precision, recall, 2 * precision * recall / total if total else 0.0
+
+
+def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -> np.ndarray:
+    """The weight of each token of a text (T,), 0 for its marks. counts: the references that contain a token."""
+    if counts is None:
+        weights = np.ones(len(ids))
+    else:
+        weights = np.array([math.log((num_references + 1) / (counts[token] + 1)) for token in ids])
+    weights[[0, -1]] = 0.0
+    return weights
+
+
+def _parts(pairs: Iterable[tuple[int, Ids, Ids]]) -> Iterator[list[tuple[int, Ids, Ids]]]:
+    """Divides pairs of texts into lists of at most MAX_TOKENS_AT_ONCE tokens."""
+    part, size = list[tuple[int, Ids, Ids]](), 0
+    for pair in pairs:
+        num_tokens = len(pair[1]) + len(pair[2])
+        if part and size + num_tokens > MAX_TOKENS_AT_ONCE:
+            yield part
+            part, size = [], 0
+        part.append(pair)
+        size += num_tokens
+    if part:
+        yield part

@@ -1,0 +1,417 @@
+"""Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
+
+BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on words from `metric_words.py`), METEOR and SPICE in Java
+(`java_metrics.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.data.caption_files import shorten
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.scores import java_metrics, ngrams
+from raycap.pipeline.evaluation.scores.diagnostics import caption_stats
+from raycap.pipeline.evaluation.scores.grounding import (
+    CLIP_WEIGHT,
+    PAC_WEIGHT,
+    PROMPT,
+    Encoder,
+    Objects,
+    TokenEncoder,
+    bert_score,
+    hallucinations,
+    image_similarity,
+    with_references,
+)
+from raycap.pipeline.evaluation.scores.java import JavaError
+from raycap.pipeline.evaluation.scores.metric_words import words_of_all, words_signature
+
+Input = Literal["objects", "several", "clip", "pac", "bert"]
+_ENCODERS = ("clip", "pac", "bert")  # the inputs that the signature of scores names
+# What each input is, and where it comes from
+_INPUTS: dict[Input, str] = {
+    "objects": "the words for objects; name their file as evaluation.inputs.objects",
+    "several": "several captions per image; set evaluation.num_results to 2 or more, or give `raycap score` --n-best",
+    "clip": "the weights of a CLIP; name its files as evaluation.inputs.clip",
+    "pac": "the weights of a CLIP trained for PAC-S; name its files as evaluation.inputs.pac",
+    "bert": "the files of a BERT or RoBERTa; name their folder as evaluation.inputs.bert.folder",
+}
+BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
+
+
+class UnavailableError(Exception):
+    """A metric has no value for these captions. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none."""
+
+    value: float | None = None
+    per_image: list[float] | None = None
+    unavailable: str | None = None
+    categories: dict[str, float | None] | None = None  # the values of SPICE's sub-categories
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """What some metrics need besides one caption per image and its references. None: it is not given.
+
+    objects: for CHAIR. several: two or more raw captions of each image, by image id, for the metrics of diversity.
+    clip, pac: encoders of images and texts, for CLIPScore and for PAC-S. bert: of tokens, for BERTScore.
+    """
+
+    objects: Objects | None = None
+    several: Mapping[Any, Sequence[str]] | None = None
+    clip: Encoder | None = None
+    pac: Encoder | None = None
+    bert: TokenEncoder | None = None
+
+
+def _needed(inputs: ScoreInputs, field: Input) -> Any:
+    """The value of a field. Raises UnavailableError if it is not given."""
+    if (value := getattr(inputs, field)) is None:
+        raise UnavailableError(f"it needs {_INPUTS[field]}")
+    return value
+
+
+@dataclass(frozen=True)
+class CaptionWords:
+    """The tokens of one prediction and of one or more references per image, in the same order of images."""
+
+    predictions: list[list[str]]
+    references: list[list[list[str]]]
+
+    @cached_property
+    def corpus(self) -> ngrams.Corpus:
+        """The captions as word ids for BLEU and CIDEr-D, which split a PTB token at white space ("1 1/2")."""
+        predictions, *references = (
+            [" ".join(tokens).split() for tokens in captions] for captions in (self.predictions, *self.references)
+        )
+        return ngrams.Corpus.build(predictions, references)
+
+
+@dataclass(frozen=True)
+class TokenizedCaptions(CaptionWords):
+    """The captions of the images `image_ids`, and what some metrics need besides their words."""
+
+    image_ids: list[Any]
+    language: str
+    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
+    inputs: ScoreInputs
+    raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
+
+    @cached_property
+    def several(self) -> list[list[list[str]]]:
+        """The tokens of two or more captions per image. Raises UnavailableError unless all images have them."""
+        given: Mapping[Any, Sequence[str]] = _needed(self.inputs, "several")
+        if lacking := [image for image in self.image_ids if len(given.get(image, ())) < 2]:
+            count = f"{len(lacking)} of {len(self.image_ids)} images"
+            raise UnavailableError(f"{count} have fewer than two captions (ids {shorten(lacking)})")
+        return _words_by_image([given[image] for image in self.image_ids], self.language)
+
+    @cached_property
+    def hallucinations(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `grounding.hallucinations`. Raises UnavailableError without objects."""
+        objects: Objects = _needed(self.inputs, "objects")
+        in_images = map(objects.in_image, self.image_ids, self.references)
+        return hallucinations(self.predictions, list(in_images), objects)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of `TABLE`. compute: raises JavaError or UnavailableError where the metric has no value."""
+
+    names: tuple[str, ...]
+    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name
+    by_default: bool = True  # whether it is computed where no metrics are named
+    test_only: bool = False  # whether a run computes the metric on its test splits only
+    compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
+    less_is_better: bool = False
+    needs: Input | None = None  # the field of `ScoreInputs` without which it is unavailable
+    jar: str | None = None  # the name of the Java program in the signature
+    english_only: bool = False  # whether the metric has no meaning for captions in other languages
+    check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
+
+
+def _mean(per_image: np.ndarray) -> Score:
+    """The score whose value is the mean over the images."""
+    return Score(float(per_image.mean()), per_image.tolist())
+
+
+def _require_two_images(captions: TokenizedCaptions) -> None:
+    """Raises UnavailableError for one image, for which every tf-idf weight is 0."""
+    if len(captions.image_ids) == 1:
+        raise UnavailableError("one image only: document frequencies have no meaning; score two images or more")
+
+
+def _bleu(captions: TokenizedCaptions) -> list[Score]:
+    values, per_image = ngrams.bleu(captions.corpus)
+    return [Score(float(value), scores.tolist()) for value, scores in zip(values, per_image, strict=True)]
+
+
+def _meteor(captions: TokenizedCaptions) -> list[Score]:
+    return [Score(*java_metrics.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
+
+
+def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean(ngrams.rouge_l(captions.predictions, captions.references))]
+
+
+def _cider_d(captions: TokenizedCaptions) -> list[Score]:
+    _require_two_images(captions)
+    return [_mean(ngrams.cider_d(captions.corpus))]
+
+
+def _cider_r(captions: TokenizedCaptions) -> list[Score]:
+    _require_two_images(captions)
+    return [_mean(ngrams.cider_r(captions.corpus))]
+
+
+def _spice(captions: TokenizedCaptions) -> list[Score]:
+    values, categories = java_metrics.spice(captions.predictions, captions.references, captions.java_deadline_s)
+    return [Score(sum(values) / len(values), values, categories=categories)]
+
+
+def _chair_i(captions: TokenizedCaptions) -> list[Score]:
+    wrong, mentions = captions.hallucinations
+    if not mentions.any():
+        raise UnavailableError("no caption names an object")
+    return [Score(float(wrong.sum() / mentions.sum()))]
+
+
+def _chair_s(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean((captions.hallucinations[0] > 0).astype(float))]
+
+
+def _distinct(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean(ngrams.distinct_ngrams(captions.several, order)) for order in (1, 2)]
+
+
+def _mutual_bleu(captions: TokenizedCaptions) -> list[Score]:
+    return [_mean(ngrams.mutual_bleu(captions.several))]
+
+
+def _self_cider(captions: TokenizedCaptions) -> list[Score]:
+    _require_two_images(captions)
+    return [_mean(ngrams.self_cider(captions.several, captions.references))]
+
+
+def _clip_score(captions: TokenizedCaptions) -> list[Score]:
+    return _similarity(captions, "clip", CLIP_WEIGHT)
+
+
+def _pac_score(captions: TokenizedCaptions) -> list[Score]:
+    return _similarity(captions, "pac", PAC_WEIGHT)
+
+
+def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> list[Score]:
+    """The similarity of captions and images, without and with the references. field: that of the encoder."""
+    encoder: Encoder = _needed(captions.inputs, field)
+    images = encoder.images(captions.image_ids)
+    predictions, references = captions.raw
+    texts = encoder.texts([PROMPT + text for text in predictions])
+    others = encoder.texts([PROMPT + text for image in references for text in image])
+    similarity = image_similarity(images, texts, weight)
+    return [_mean(similarity), _mean(with_references(similarity, texts, others, [len(image) for image in references]))]
+
+
+def _bert_score(captions: TokenizedCaptions) -> list[Score]:
+    encoder: TokenEncoder = _needed(captions.inputs, "bert")
+    precision, recall, f1 = bert_score(encoder, *captions.raw).T
+    return [_mean(f1), _mean(precision), _mean(recall)]
+
+
+TABLE = (
+    Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
+    Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java_metrics.check_meteor),
+    Metric(("ROUGE-L",), _rouge_l),
+    Metric(("CIDEr-D",), _cider_d),
+    Metric(  # slow, needs 3 GB
+        ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java_metrics.check_spice
+    ),
+    Metric(("CIDEr-R",), _cider_r, by_default=False),
+    Metric(  # a share of mentions, not of images
+        ("CHAIR-i",), _chair_i, by_default=False, less_is_better=True, needs="objects", compare_by_image=False
+    ),
+    Metric(("CHAIR-s",), _chair_s, by_default=False, less_is_better=True, needs="objects"),
+    Metric(("Div-1", "Div-2"), _distinct, by_default=False, needs="several"),
+    Metric(("mBLEU-4",), _mutual_bleu, by_default=False, less_is_better=True, needs="several"),
+    Metric(("self-CIDEr",), _self_cider, by_default=False, needs="several"),
+    Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, needs="clip", english_only=True),
+    Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, needs="pac", english_only=True),
+    Metric(("BERTScore", "BERTScore-P", "BERTScore-R"), _bert_score, by_default=False, needs="bert"),
+)
+METRICS = tuple(name for metric in TABLE for name in metric.names)
+DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
+FURTHER_METRICS = tuple(name for metric in TABLE if not metric.by_default for name in metric.names)
+# those that need captions and references only; of all of them more is better
+TEXT_METRICS = tuple(name for metric in TABLE if metric.needs is None for name in metric.names)
+LESS_IS_BETTER = tuple(name for metric in TABLE if metric.less_is_better for name in metric.names)
+_TEST_ONLY = frozenset(name for metric in TABLE if metric.test_only for name in metric.names)
+JAVA_METRICS = tuple(name for metric in TABLE if metric.jar for name in metric.names)
+COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image for name in metric.names)
+
+
+def metrics_of_split(further: Iterable[str], *, is_test: bool) -> tuple[str, ...]:
+    """The metrics of a run's split. further: those that the configuration names besides the default ones."""
+    return tuple(name for name in (*DEFAULT_METRICS, *further) if is_test or name not in _TEST_ONLY)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The result of `score_captions`. Lists of scores per image have the order of `image_ids`.
+
+    extras: the number of references without a prediction, SPICE's sub-categories, and the values of `caption_stats`.
+    """
+
+    by_name: dict[str, Score]
+    image_ids: list[Any]
+    signature: str
+    extras: dict[str, Any]
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Score by metric; None for a metric that is unavailable."""
+        return {name: score.value for name, score in self.by_name.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The values, the reasons of unavailable metrics, the signature and the extras."""
+        unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
+        scores = {"scores": self.values, "unavailable": unavailable}
+        return scores | {"signature": self.signature, "extras": self.extras}
+
+
+def score_captions(
+    references: Mapping[Any, Sequence[str]],
+    predictions: Mapping[Any, str],
+    *,
+    metrics: Iterable[str] = DEFAULT_METRICS,
+    java_deadline_s: float | None = None,
+    training_captions: Iterable[str] | None = None,
+    language: str = ENGLISH,
+    inputs: ScoreInputs = ScoreInputs(),
+) -> Scores:
+    """Scores of one raw caption per image against that image's raw reference captions.
+
+    Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
+    document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
+    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
+    `java_metrics.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
+    English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
+
+    Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
+    """
+    metrics = tuple(metrics)
+    _check_input(references, predictions, metrics)
+    image_ids = [image for image in references if image in predictions]
+    raw = [predictions[image] for image in image_ids], [references[image] for image in image_ids]
+    predicted, words = words_of_all(raw[0], language), _words_by_image(raw[1], language)
+    captions = TokenizedCaptions(predicted, words, image_ids, language, java_deadline_s, inputs, raw)
+    by_name: dict[str, Score] = {}
+    for metric in TABLE:
+        if set(metric.names) & set(metrics):
+            by_name |= zip(metric.names, _computed(metric, captions), strict=True)
+    extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
+    if "SPICE" in by_name and by_name["SPICE"].categories is not None:
+        extras["spice_categories"] = by_name["SPICE"].categories
+    extras |= caption_stats(predicted, training_captions, language)
+    signature = _signature(by_name, captions, language)
+    return Scores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
+
+
+def _words_by_image(captions: Sequence[Sequence[str]], language: str) -> list[list[list[str]]]:
+    """The tokens of the raw captions of each image."""
+    lines = iter(words_of_all([caption for image in captions for caption in image], language))
+    return [[next(lines) for _ in image] for image in captions]
+
+
+def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
+    """The score of each name of a metric, or the reason why it has none."""
+    if (reason := _other_language(metric, captions.language)) is None:
+        try:
+            return metric.compute(captions)
+        except (JavaError, UnavailableError) as error:
+            reason = str(error)
+        except Exception as error:
+            if metric.jar is None:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+    return [Score(unavailable=reason)] * len(metric.names)
+
+
+def _check_input(
+    references: Mapping[Any, Sequence[str]], predictions: Mapping[Any, str], metrics: Sequence[str]
+) -> None:
+    """Raises UserError for an unknown metric, for no predictions, and for a prediction without references."""
+    if unknown := [name for name in metrics if name not in METRICS]:
+        raise UserError(f"unknown metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
+    if not predictions:
+        raise UserError("there are no predictions to score; give a caption for at least one image")
+    if unpaired := [image for image in predictions if not references.get(image)]:
+        # the types of ids that only the references or only the unpaired predictions have
+        kinds = {type(image).__name__ for image in references} ^ {type(image).__name__ for image in unpaired}
+        hint = "; ids are numbers on one side and text on the other" if kinds == {"int", "str"} else ""
+        problem = f"{len(unpaired)} of {len(predictions)} predictions have no reference captions"
+        remedy = "score them against the references of their own images"
+        raise UserError(f"{problem} (image ids {shorten(unpaired)}){hint}; {remedy}")
+
+
+def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, language: str) -> str:
+    """A text that two scores must share to be comparable.
+
+    It names tokenizer, language, document frequencies, EOS rule, data and versions.
+    """
+    counts = {len(image) for image in captions.references}
+    try:
+        version = importlib.metadata.version("raycap")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        version = "unknown"
+    available = {name for name, score in scores.items() if score.unavailable is None}
+    jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
+    used = [metric.needs for metric in TABLE if available.issuperset(metric.names)]
+    encoders = [f"|{field}:{getattr(captions.inputs, field).name}" for field in used if field in _ENCODERS]
+    refs = "-".join(map(str, sorted({min(counts), max(counts)})))
+    return (
+        f"{words_signature(language)}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
+        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}{''.join(encoders)}|raycap:{version}"
+    )
+
+
+def _other_language(metric: Metric, language: str) -> str | None:
+    """Why a metric has no value for captions in a language; None if it has one."""
+    if not metric.english_only or language == ENGLISH:
+        return None
+    verb = "is" if len(metric.names) == 1 else "are"
+    return f"{' and '.join(metric.names)} {verb} defined for English captions only, and the language is {language}"
+
+
+def has_meaning(name: str, language: str) -> bool:
+    """Whether a metric of `METRICS` is defined for captions in a language."""
+    return not any(_other_language(metric, language) for metric in TABLE if name in metric.names)
+
+
+def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | None = None) -> str | None:
+    """The reason why a score or a cost such as macs cannot be computed on this machine or for captions in a language.
+
+    None when nothing is missing. inputs: they must have what the metric needs; None if they are not known.
+    """
+    try:
+        for metric in TABLE:
+            if name in metric.names:
+                if reason := _other_language(metric, language):
+                    return reason
+                metric.check()
+                if inputs is not None and metric.needs is not None:
+                    _needed(inputs, metric.needs)
+    except (JavaError, UnavailableError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,384 @@
+"""Extraction of features into the store, with Ray Data.
+
+CPU tasks read, decode and resize the images of a table of content keys and URIs. A pool of actors with the backbone
+computes features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
+
+For few images the same tasks also run the backbone. This is faster when extractions follow each other, because Ray
+reuses a task's process with its imported modules, whereas an actor's process ends with the actor.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raycap.models.config import BackboneConfig
+from raycap.models.encoders.transform import ImageTransform
+from raycap.models.encoders.views import content_key_of
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, numbered_rounds
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
+from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
+from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.store.store import (
+    FeatureStore,
+    feature_key,
+    has_shard,
+    mark_complete,
+    remove_damaged,
+    remove_orphans,
+    write_shard,
+)
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.storage.weights import weights_file_digest
+
+logger = logging.getLogger(__name__)
+
+# One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+CALLS_PER_ACTOR = 2  # batches that an actor has at a time: one is computed, one is written
+MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
+QUARANTINE_FILE = "quarantine.parquet"
+QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
+
+# Starts Ray. The value of the context is called whenever features of more images are stored.
+StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """The settings that determine features: the backbone, the file with its weights, and the numeric settings.
+
+    `settings.compute_dtype` must be a concrete dtype when features are described or computed (`extraction_precision`).
+    """
+
+    backbone: BackboneConfig
+    weights: Path  # safetensors file of the backbone's state
+    settings: FeatureSection
+    max_pixels: int
+    options: StorageOptions = StorageOptions()
+
+    @property
+    def transform(self) -> ImageTransform:
+        """The transform that belongs to the backbone. It imports torch; tasks that decode images are sent the value."""
+        from raycap.models.encoders.backbone import image_transform
+
+        return image_transform(self.backbone)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that changes a feature."""
+        ignored = ("weights", "drop_path", "gradient_checkpointing", "transform")
+        return {
+            "backbone": self.backbone.feature_settings(*ignored),
+            "weights": weights_file_digest(self.weights),
+            "transform": self.transform.describe(),
+            "compute": self.settings.compute_dtype,
+            "stored": self.settings.stored_dtype,
+        }
+
+
+class Plan(NamedTuple):
+    """The images of an extraction."""
+
+    num_images: int  # distinct images in the data set
+    missing: np.ndarray  # (M,) int64, the rows of `Dataset.whole` to compute, ascending; every key occurs once
+    unusable: dict[str, str]  # {content key: reason} of images that an earlier extraction could not use
+
+
+def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
+    """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images.
+
+    The images need 60 bytes of memory each, and those of the store 22, or 60 while it is opened.
+    """
+    quarantined = {
+        row["key"]: row["reason"]
+        for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
+        if row["key"]
+        and not row["reason"].startswith(UNREADABLE)
+        # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
+        and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
+    }
+    readable, of_quarantine = dataset.readable(), _Contents(quarantined)
+    digests, is_unusable, unusable = [np.empty((0, 2), np.uint64)], [np.empty(0, bool)], dict[str, str]()
+    for chunk in readable.chunks("key"):
+        contents = _content_keys(chunk)
+        mask = of_quarantine.contains(contents)
+        unusable |= {key: quarantined[key] for key in contents.filter(pa.array(mask)).to_pylist()}
+        is_unusable.append(mask)
+        digests.append(key_digests(chunk["key"]))
+    of_images = np.concatenate(digests)
+    is_missing = first_of_each(of_images)
+    num_images = int(is_missing.sum())
+    is_missing &= ~np.concatenate(is_unusable) & ~FeatureStore(folder).keys.contains(of_images)
+    return Plan(num_images, readable.rows[is_missing], unusable)
+
+
+def _content_keys(table: pa.Table) -> pa.ChunkedArray:
+    """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
+    return pc.utf8_slice_codeunits(table["key"], 0, 64)
+
+
+class _Contents:
+    """Content keys to compare with those of many chunks: Arrow's `is_in` would hash them again for each chunk."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._table, _ = KeyTable.sort(key_digests(pa.array(list(keys), pa.string())))
+
+    def contains(self, keys: pa.ChunkedArray) -> np.ndarray:
+        """Whether each of these keys is there: bools (len(keys),)."""
+        return self._table.contains(key_digests(keys)) if len(self._table) else np.zeros(len(keys), bool)
+
+
+def extract(
+    dataset: Dataset,
+    features: StoragePath | Path,
+    extractor: Extractor,
+    start_ray: StartRay,
+    unreadable: dict[str, str] | None = None,
+) -> tuple[StoragePath, dict[str, str]]:
+    """Computes the features that the store lacks, for every image of the data set, whose keys may be those of views.
+
+    Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
+    reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI:
+    reason}). `start_ray` is called only when an image is missing. Its context is entered while Ray computes.
+    `plan_extraction` states the cost in memory.
+    """
+    description = extractor.describe()
+    folder = storage_path(features) / feature_key(description)
+    remove_orphans(folder)
+    remove_damaged(folder, dataset.values("key"))
+    total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
+    count = len(missing)
+    unit = "images and views" if extractor.settings.views else "images"
+    logger.info(f"features  {folder.name}: {total - count} of {total} {unit} there, {count} to compute")
+    if count:
+        watch = start_ray()
+        begin, done = time.monotonic(), 0
+        with watch as progressed, progress("features  ", count) as advance:
+            rounds = dataset.rounds(missing, "key", "uri")
+            for batch in compute(rounds, count, folder, extractor):
+                rows = zip(batch["key"], batch["reason"], strict=True)
+                unusable |= {content_key_of(str(key)): str(reason) for key, reason in rows if reason}
+                done += len(batch["key"])
+                advance(len(batch["key"]))
+                progressed()
+        seconds = time.monotonic() - begin
+        logger.info(f"features    {done} {unit} in {seconds:.0f} s, {done / seconds:.0f} images/s")
+        if done != count:
+            raise RuntimeError(f"Ray Data returned {done} of {count} {unit}; run the extraction again")
+        write_index(folder)
+    write_quarantine(folder, dataset, unusable, unreadable or {})
+    mark_complete(folder, description, len(FeatureStore(folder)))
+    return folder, unusable
+
+
+def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start_ray: StartRay) -> HashFiles:
+    """What reads new files for `take_snapshot`: an extraction, which also stores the features of their images.
+
+    Each file is read once, on the cluster. Images that cannot be decoded have a content key and no features; the
+    extraction that follows finds them again and lists them in the quarantine. features, start_ray: see `extract`.
+    """
+
+    def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
+        folder = storage_path(features) / feature_key(extractor.describe())
+        known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
+        logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
+        rounds = (part.append_column("key", pa.nulls(len(part), pa.string())) for part in numbered_rounds(uris))
+        with start_ray() as progressed:
+            for batch in compute(rounds, len(uris), folder, extractor, known):
+                yield HashedFiles.of_batch(batch)
+                progressed()
+        write_index(folder)
+
+    return hash_files
+
+
+def compute(
+    rounds: Iterable[pa.Table],
+    count: int,
+    folder: StoragePath,
+    extractor: Extractor,
+    known: KeyTable | None = None,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Computes the features of images with Ray Data, one round after another, and writes them to shards.
+
+    rounds: `count` images in tables with the columns key and uri (see `decode_batch`); further columns are kept. Ray's
+    object store contains the rows of one round. known: images that are not computed, for rows whose keys are not known
+    yet; every node shares it. Yields the rows with the column reason as shards are finished. The reason is "" for an
+    image whose features are stored.
+    """
+    import ray
+    import ray.data
+    from ray.data import DataContext
+
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised, too
+    repeat_interrupted_tasks()
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
+    settings = extractor.settings
+    arguments = {"folder": folder, "extractor": extractor}
+    if known is not None and len(known):
+        arguments["known"] = ray.put(known)
+    if folder.is_remote:  # workers on other machines cannot read the driver's file
+        arguments["weights"] = ray.put(extractor.weights.read_bytes())
+    uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
+    # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
+    block_rows = settings.rows_per_shard
+    if not uses_tasks:
+        block_rows = max(1, min(block_rows, math.ceil(count / MIN_BLOCKS)))
+    for table in rounds:
+        starts = range(0, len(table), block_rows)
+        # `from_arrow` runs a task for each block
+        source = ray.data.from_blocks([table.slice(start, block_rows).combine_chunks() for start in starts])
+        with one_sentence("the extraction"):
+            yield from _computed(source, extractor, arguments, uses_tasks).iter_batches(batch_size=None)
+
+
+def _computed(source: Any, extractor: Extractor, arguments: dict[str, Any], uses_tasks: bool) -> Any:
+    """The Ray data set of what `ShardWriter` returns for the rows of another one. arguments: those of `ShardWriter`."""
+    from ray.data import ActorPoolStrategy, TaskPoolStrategy
+
+    settings = extractor.settings
+    decoding = {"transform": extractor.transform, "max_pixels": extractor.max_pixels, "options": extractor.options}
+    decoding["augmentation"] = settings.augmentation
+    if uses_tasks:
+        return source.map_batches(
+            _decode_and_compute,
+            fn_kwargs={"decoding": decoding, **arguments},
+            batch_size=None,
+            compute=TaskPoolStrategy(size=settings.least_actors),
+            num_cpus=1,
+        )
+    decoded = source.map_batches(decode_batch, fn_kwargs=decoding, batch_size=None, num_cpus=DECODING_CPUS)
+    return decoded.map_batches(
+        ShardWriter,
+        fn_constructor_kwargs=arguments,
+        batch_size=settings.rows_per_shard,
+        # An actor writes one shard while its computing thread has the next one.
+        compute=ActorPoolStrategy(
+            min_size=settings.least_actors,
+            max_size=settings.most_actors,
+            max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=ACTOR_CPUS,
+        num_gpus=settings.gpus_per_actor,
+        runtime_env={"env_vars": ONE_ARENA},
+    )
+
+
+def _decode_and_compute(
+    batch: dict[str, np.ndarray], decoding: dict[str, Any], **arguments: Any
+) -> dict[str, np.ndarray]:
+    """A Ray task that decodes a batch, computes its features and writes them as one shard.
+
+    decoding: arguments of `decode_batch`. arguments: those of `ShardWriter`. Returns what `ShardWriter` returns.
+    """
+    return _writer(**arguments)(decode_batch(batch, **decoding))
+
+
+@lru_cache(maxsize=1)
+def _writer(**arguments: Any) -> ShardWriter:
+    """The process's writer, which all tasks of an extraction share."""
+    return ShardWriter(**arguments)
+
+
+class ShardWriter:
+    """Computes the features of a batch of images and writes them as one shard. Each process has one writer.
+
+    Several threads may call it. One thread computes for all of them, so that a shard is hashed and written while the
+    next one is computed.
+    """
+
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
+        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
+
+        known: a reference to the table of images whose features are not computed; None for none.
+        """
+        import ray
+
+        from raycap.pipeline.features.computation import FeatureComputer
+        from raycap.pipeline.runtime.context import device_for
+        from raycap.pipeline.runtime.cpu import computing_thread
+
+        self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
+        self.thread = computing_thread(extractor.settings.threads_per_actor)
+        self.computer = self.thread.submit(
+            FeatureComputer,
+            extractor.backbone,
+            extractor.weights,
+            extractor.settings,
+            device_for(extractor.settings.gpus_per_actor),
+            None if weights is None else ray.get(weights),
+        ).result()
+        self.known = None if known is None else ray.get(known)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes the columns of `decode_batch`, whose reason is "" for a decoded image.
+
+        Returns them without the pixels. Images whose features are not finite also have a reason now.
+        """
+        reasons = batch["reason"].astype(object)
+        is_wanted = reasons == ""
+        if self.known is not None:
+            is_wanted &= ~self.known.contains(key_digests(pa.array(batch["key"], pa.string())))
+        decoded = np.flatnonzero(is_wanted)
+        keys = [str(key) for key in batch["key"][decoded]]
+        if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
+            features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()
+            reasons[decoded[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
+            if finite.any():
+                keys = [key for key, is_finite in zip(keys, finite, strict=True) if is_finite]
+                write_shard(self.folder, keys, features[finite])
+        return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
+
+    def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.
+
+        Both are computed on the device (`FeatureComputer.batches`).
+        """
+        import torch
+
+        computed = self.computer.batches(
+            torch.from_numpy(pixels),
+            lambda features: (features.cpu().numpy(), features.isfinite().all(2).all(1).cpu().numpy()),
+        )
+        parts, finite = zip(*computed, strict=True)
+        return np.concatenate(parts), np.concatenate(finite)
+
+
+def write_quarantine(
+    folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
+) -> None:
+    """Replaces the quarantine's rows of this data set by `unusable` ({content key: reason}) and `unreadable`.
+
+    unreadable: {URI: reason}. The rows of other data sets remain.
+    """
+    before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
+    rows = {row["uri"]: row for row in before.to_pylist()}
+    keys = _Contents(unusable)
+    for chunk in dataset.chunks("uri", "key"):
+        for uri in chunk["uri"].to_pylist() if len(before) else ():
+            rows.pop(uri, None)
+        found = chunk.set_column(1, "key", _content_keys(chunk))
+        for row in found.filter(pa.array(keys.contains(found["key"]))).to_pylist():
+            rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
+    for uri, reason in unreadable.items():
+        rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
+    after = sorted(rows.values(), key=lambda row: row["uri"])
+    if after != before.to_pylist():
+        write_table(folder / QUARANTINE_FILE, pa.Table.from_pylist(after, QUARANTINE))

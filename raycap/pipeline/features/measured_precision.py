@@ -1,0 +1,88 @@
+"""The precision `auto` of an extraction: measured once, where actors compute, and kept in the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from raycap.models.config import BackboneConfig
+from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
+from raycap.pipeline.features.decided_precision import decided_precision, recorded_precision
+from raycap.pipeline.features.interruptions import one_sentence
+from raycap.pipeline.storage.path import StoragePath
+
+if TYPE_CHECKING:
+    from raycap.pipeline.runtime.precision import PrecisionTimes
+
+# keys of a backbone that change no feature's time
+NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
+
+
+def extraction_precision(
+    backbone: BackboneConfig,
+    settings: FeatureSection,
+    folder: StoragePath,
+    start_ray: Callable[[], AbstractContextManager[object]],
+) -> str:
+    """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
+
+    folder: where the storage keeps the decision for each backbone and kind of device, so that all of its features have
+    one precision, on whatever machine they are computed later. The first extraction measures, in a Ray task with an
+    actor's resources, which takes some seconds.
+    """
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype
+    work, text = _work(backbone, settings), f"one block of each stage of {backbone.name}"
+    return decided_precision(
+        work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features", measured=text
+    )
+
+
+def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
+    """As `extraction_precision`, but it measures nothing. None for `auto` before the storage's first extraction."""
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype
+    return recorded_precision(_work(backbone, settings), folder)
+
+
+def _work(backbone: BackboneConfig, settings: FeatureSection) -> dict[str, Any]:
+    """What tells a decision from others: the backbone's sizes and the kind of device."""
+    return {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
+
+
+def _measure_on_ray(
+    backbone: BackboneConfig, settings: FeatureSection, start_ray: Callable[[], AbstractContextManager[object]]
+) -> PrecisionTimes:
+    """Measures in a Ray task with the resources of an actor."""
+    with start_ray(), one_sentence("the measurement of precisions"):
+        import ray
+
+        task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
+        times: PrecisionTimes = ray.get(task.remote(backbone, settings))
+        return times
+
+
+def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
+    """Seconds per image of a backbone with one block in each stage, whose shapes are those of the whole backbone.
+
+    A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
+    """
+    from raycap.pipeline.runtime.context import device_for
+    from raycap.pipeline.runtime.cpu import computing_thread
+
+    device: Any = device_for(settings.gpus_per_actor)
+    size = settings.batch_size if device.type == "cuda" else 1
+
+    def measure() -> PrecisionTimes:
+        import torch
+
+        from raycap.models.encoders.backbone import Backbone, with_one_block_per_stage
+        from raycap.pipeline.runtime.precision import measure_precisions
+
+        model = Backbone(with_one_block_per_stage(backbone), with_weights=False).eval().to(device)
+        images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)
+        return measure_precisions(lambda: model(images), device, size)
+
+    with computing_thread(settings.threads_per_actor) as thread:
+        return thread.submit(measure).result()

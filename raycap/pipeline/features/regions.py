@@ -1,0 +1,387 @@
+"""Imports a detector's region features (`features.hdf5`), which replace a backbone's, into the feature store.
+
+The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer: `<image_id>_features` (regions, C) and
+`<image_id>_boxes` (regions, 4). Rows are padded with zeros to `features.max_regions`; the store has the length and the
+boxes of each row. An image's content key contains its id instead of a hash, because the image files need not exist.
+
+The file must be self-contained: data sets that are virtual, or whose values are in another file, are refused, because
+they would read any file of the user. An image whose data sets are damaged or too large is quarantined. Data sets may
+be compressed with gzip. libhdf5 decompresses a chunk to the end of its stream, so the stream is measured first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.extraction import write_quarantine
+from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.store.store import (
+    FeatureStore,
+    feature_key,
+    mark_complete,
+    remove_damaged,
+    remove_orphans,
+    write_shard,
+)
+from raycap.pipeline.runtime.names import one_line, printable
+from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.path import StoragePath
+
+_DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
+_MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
+MAX_SHARD_BYTES = 2**30  # a shard is made in memory; 256 images of 100 regions of width 2,048 have 0.1 GB in float16
+_MAX_WIDTH = 2**16  # values per region
+_MAX_CHUNKS = 10_000  # of one data set; libhdf5 takes 1.5 kB for each chunk that is read, however small it is
+logger = logging.getLogger(__name__)
+
+
+def feature_width(dataset: Dataset, config: RunConfig) -> int:
+    """The number C of values per region in the file, taken from the first image of the data set that it contains.
+
+    Raises UserError when the file has no image of the data set, or lacks boxes that the model needs.
+    """
+    reason = ""
+    with open_regions(region_file(config)) as file:
+        for image_id in dataset.column("image_id"):
+            try:
+                width = int(_features_of(file, image_id).shape[1])
+            except ValueError as error:  # this image is missing or quarantined
+                reason = reason or str(error)
+                continue
+            _require_boxes(file, [image_id], config)
+            return width
+    first = dataset.column("image_id")[0]
+    raise UserError(
+        f"features.hdf5: {config.features.hdf5} has none of the {len(dataset)} images; expected <image id>_features, "
+        f"for example {first}_features, of shape (regions, width); found: {reason}"
+    )
+
+
+def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
+    """{content key: reason} of images without features. UserError for missing boxes or too many regions.
+
+    The values are not read.
+    """
+    image_ids = dataset.column("image_id")
+    missing = {}
+    with open_regions(region_file(config)) as file:
+        _require_boxes(file, image_ids, config)
+        _require_max_regions(file, image_ids, config)
+        for key, image_id in zip(dataset.column("key"), image_ids, strict=True):
+            try:
+                _features_of(file, image_id)
+            except ValueError as error:
+                missing[key] = str(error)
+    return missing
+
+
+def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
+    """Imports those features of the data set's images that the store lacks. The images' content keys contain their ids.
+
+    Returns the store's folder and {content key: reason} of images without usable features. Raises UserError when the
+    file is missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and
+    when the model needs boxes and an image has none. Needs memory for one shard at a time.
+    """
+    settings, description = config.features, describe_regions(config)
+    folder = config.storage_place / "features" / feature_key(description)
+    remove_orphans(folder)
+    keys = dataset.table["key"]
+    remove_damaged(folder, keys)
+    missing = dataset.table.filter(pa.array(~FeatureStore(folder).contains(keys))).select(["key", "image_id"])
+    logger.info(
+        f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
+        f"{len(missing)} to import"
+    )
+    width = feature_width(dataset, config)
+    unusable: dict[str, str] = {}
+    with open_regions(region_file(config)) as file:
+        _require_boxes(file, dataset.column("image_id"), config)
+        _require_max_regions(file, missing["image_id"].to_pylist(), config)
+        row_bytes = settings.max_regions * width * np.dtype(settings.stored_dtype).itemsize
+        rows_per_shard = max(1, min(settings.rows_per_shard, MAX_SHARD_BYTES // row_bytes))
+        for start in range(0, len(missing), rows_per_shard):
+            unusable |= _import_shard(file, missing.slice(start, rows_per_shard), width, folder, config)
+    if len(missing):
+        write_index(folder)
+    write_quarantine(folder, dataset, unusable, {})
+    mark_complete(folder, description, len(FeatureStore(folder)))
+    return folder, unusable
+
+
+def describe_regions(config: RunConfig) -> dict[str, Any]:
+    """What decides the stored features of an image id: the file, and how it is read. A store is named by it."""
+    settings = config.features
+    description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
+    return description | {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
+
+
+def region_file(config: RunConfig) -> Path:
+    """The HDF5 file of a configuration. A missing file of the synthetic data set is written first."""
+    if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
+        return Path(str(config.features.hdf5)).expanduser().absolute()
+    from raycap.pipeline.data.synthetic.regions import file_name, scene_regions
+
+    path = config.working_path / "data" / file_name(config.data.synthetic)
+    if not path.is_file():
+        write_regions(path, scene_regions(config.data.synthetic))
+    return path
+
+
+def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+    """Raises UserError if the model needs boxes and an image with features has none.
+
+    Images without features are quarantined instead.
+    """
+    if not config.model.needs_boxes:
+        return
+    for image_id in image_ids:
+        if _link(file, f"{image_id}_boxes") is None and _link(file, f"{image_id}_features") is not None:
+            raise UserError(
+                f"features.hdf5: {config.features.hdf5} has no {image_id}_boxes, and {config.model.name} arranges "
+                "regions by their boxes; give a file with boxes, or set model.encoder_clusters to none"
+            )
+
+
+def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+    """Raises UserError for an image with more regions than `features.max_regions`, unless they may be truncated."""
+    limit = config.features.max_regions
+    if config.features.truncate_regions:
+        return
+    for image_id in image_ids:
+        count = 0
+        with suppress(ValueError):  # an image that is missing or quarantined
+            count = _features_of(file, image_id).shape[0]
+        if count > limit:
+            raise UserError(
+                f"features.hdf5: image {image_id} has {count} regions, and features.max_regions is {limit}; raise it, "
+                f"or set features.truncate_regions to true to keep the first {limit} (sorted by confidence)"
+            )
+
+
+def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
+    """Writes the usable images of `rows` (columns key, image_id) as one shard of features of this width.
+
+    Returns {content key: reason} of the unusable images.
+    """
+    settings = config.features
+    images: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
+    unusable = {}
+    for key, image_id in zip(rows["key"].to_pylist(), rows["image_id"].to_pylist(), strict=True):
+        try:
+            images[key] = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
+        except ValueError as error:
+            unusable[key] = str(error)
+    if not images:
+        return unusable
+    padded = np.zeros((len(images), settings.max_regions, width), settings.stored_dtype)
+    boxes = np.zeros((len(images), settings.max_regions, 4), np.float32)
+    for row, (key, (features, corners)) in enumerate(images.items()):
+        if features.shape[1] != width:
+            raise UserError(
+                f"features.hdf5: {settings.hdf5} holds features of different widths: {width} of the first image, "
+                f"{features.shape[1]} of image {key.removeprefix('id-')}"
+            )
+        padded[row, : len(features)] = features
+        if corners is not None:
+            boxes[row, : len(features)] = corners
+    lengths = [len(features) for features, _ in images.values()]
+    has_boxes = any(corners is not None for _, corners in images.values())
+    write_shard(folder, list(images), padded, lengths, boxes if has_boxes else None)
+    return unusable
+
+
+def ends_digest(path: Path) -> str:
+    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long.
+
+    A change of values in the middle of a large file is not seen; `changed_images` finds it.
+    """
+    _require_file(path)
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_DIGEST_BYTES))
+        file.seek(max(0, size - _DIGEST_BYTES))
+        digest.update(file.read(_DIGEST_BYTES))
+    return digest.hexdigest()
+
+
+def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> list[int]:
+    """The ids of those images of the store whose features in the file are other ones. Reads the store and the file."""
+    settings = config.features
+    changed: list[int] = []
+    rows = dataset.table.filter(pa.array(store.contains(dataset.table["key"]))).select(["key", "image_id"])
+    with open_regions(region_file(config)) as file:
+        for start in range(0, len(rows), settings.rows_per_shard):
+            part = rows.slice(start, settings.rows_per_shard)
+            positions = store.locate(part["key"])
+            stored, (lengths, boxes) = store.gather_at(positions), store.regions_at(positions)
+            assert lengths is not None
+            for row, image_id in enumerate(part["image_id"].to_pylist()):
+                try:
+                    features, corners = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
+                except ValueError:
+                    changed.append(image_id)
+                    continue
+                same = np.array_equal(stored[row, : lengths[row]], features)
+                if same and corners is not None:
+                    same = boxes is not None and np.array_equal(boxes[row, : lengths[row]], corners)
+                if not same:
+                    changed.append(image_id)
+    return changed
+
+
+def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
+    """Writes images as an HDF5 file, whole or not at all. Each is (image id, features (R, C), boxes (R, 4))."""
+    import h5py
+
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+        for image_id, features, boxes in images:
+            file[f"{image_id}_features"], file[f"{image_id}_boxes"] = features, boxes
+
+
+@contextmanager
+def open_regions(path: Path) -> Iterator[Any]:
+    """The open HDF5 file. Raises UserError when it is missing or not HDF5."""
+    import h5py
+
+    _require_file(path)
+    try:
+        file = h5py.File(path, "r")
+    except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError and others
+        raise UserError(f"features.hdf5: {path} cannot be opened as HDF5: {one_line(error)}") from error
+    with file:
+        yield file
+
+
+def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Features (R, C), and boxes (R, 4) or None, of the first `max_regions` regions, which are the most confident.
+
+    Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
+    """
+    stored = _features_of(file, image_id)
+    features = _values(stored, f"{image_id}_features", max_regions, dtype)
+    boxes = _find(file, f"{image_id}_boxes")
+    if boxes is None:
+        return features, None
+    if boxes.shape != (stored.shape[0], 4) or boxes.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{image_id}_boxes has shape {boxes.shape} and dtype {boxes.dtype}, not ({stored.shape[0]}, 4) numbers"
+        )
+    return features, _values(boxes, f"{image_id}_boxes", max_regions, "float32")
+
+
+def _features_of(file: Any, image_id: int) -> Any:
+    """The data set with the features (regions, width) of an image. Raises ValueError if it has none that is usable."""
+    name = f"{image_id}_features"
+    stored = _find(file, name)
+    if stored is None:
+        raise ValueError(f"the file has no {name}")
+    if len(stored.shape) != 2 or not all(stored.shape) or stored.dtype.kind != "f":
+        raise ValueError(f"{name} has shape {stored.shape} and dtype {stored.dtype}, not (regions, width) floats")
+    if stored.shape[1] > _MAX_WIDTH:
+        raise ValueError(f"{name} has {stored.shape[1]} values per region, more than {_MAX_WIDTH}")
+    return stored
+
+
+def _find(file: Any, name: str) -> Any:
+    """The data set of this name; None if there is none. Raises ValueError unless it is sound and in this file."""
+    import h5py
+    from h5py import h5z
+
+    link = _link(file, name)
+    target = link.path.removeprefix("/") if isinstance(link, h5py.SoftLink) else "."
+    if "/" not in target and target not in ("", "."):  # another data set beside it, not the file itself
+        link = _link(file, target)
+    if link is None:
+        return None
+    if not isinstance(link, h5py.HardLink):
+        raise ValueError(f"{name} is a link to {printable(link.path)}; the file must contain the values itself")
+    try:
+        stored = file[name]
+        is_data_set = isinstance(stored, h5py.Dataset) and stored.shape is not None
+        if is_data_set:
+            is_elsewhere = stored.is_virtual or stored.external
+            chunks = stored.chunks or [max(1, side) for side in stored.shape]
+            num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
+            num_bytes = num_chunks * math.prod(chunks) * stored.dtype.itemsize
+            num_written = num_bytes // stored.dtype.itemsize * stored.id.get_type().get_size()  # without compression
+            num_stored = stored.id.get_storage_size()  # compressed
+            filters = _filters(stored)
+    except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
+        raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
+    if not is_data_set:
+        raise ValueError(f"{name} is no data set with values")
+    if is_elsewhere:
+        raise ValueError(f"{name} has its values in another file; the file must contain them itself")
+    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
+        raise ValueError(f"{name} has the HDF5 filters {filters}; write it with gzip compression or without")
+    if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
+        raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
+    if num_chunks > _MAX_CHUNKS:
+        raise ValueError(f"{name} has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones")
+    if num_stored < (min(1, num_bytes) if h5z.FILTER_DEFLATE in filters else num_written):
+        raise ValueError(f"{name} has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values")
+    return stored
+
+
+def _link(file: Any, name: str) -> Any:
+    """The link of this name, which is not followed; None if there is none. Raises UserError for a damaged file."""
+    try:
+        return file.get(name, getlink=True)
+    except Exception as error:
+        raise UserError(f"features.hdf5: {file.filename} is damaged at {name}: {one_line(error)}") from error
+
+
+def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
+    """The first rows of a data set. Raises ValueError when they cannot be read or are not finite in this dtype."""
+    try:
+        _require_true_size(stored, name, max_regions)
+        with np.errstate(over="ignore"):
+            values: np.ndarray = stored[:max_regions].astype(dtype)
+    except Exception as error:  # a damaged chunk
+        raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} is not finite in {dtype}")
+    return values
+
+
+def _filters(stored: Any) -> list[int]:
+    """The codes of a data set's filters, in the order in which they were applied."""
+    properties = stored.id.get_create_plist()
+    return [properties.get_filter(index)[0] for index in range(properties.get_nfilters())]
+
+
+def _require_true_size(stored: Any, name: str, max_regions: int) -> None:
+    """Raises ValueError if a compressed chunk with any of the first rows decompresses to more than a chunk has."""
+    from h5py import h5z
+
+    filters, chunks = _filters(stored), list[Any]()
+    if h5z.FILTER_DEFLATE not in filters:
+        return
+    is_raw = 1 << filters.index(h5z.FILTER_DEFLATE)  # the flag of a chunk that is not compressed
+    max_bytes = math.prod(stored.chunks) * stored.dtype.itemsize + 4  # with the checksum of fletcher32
+    stored.id.chunk_iter(chunks.append)
+    for chunk in chunks:
+        if chunk.chunk_offset[0] < max_regions and not chunk.filter_mask & is_raw:
+            _, data = stored.id.read_direct_chunk(chunk.chunk_offset)
+            if len(zlib.decompressobj().decompress(data, max_bytes + 1)) > max_bytes:
+                raise ValueError(f"a chunk decompresses to more than its {max_bytes} bytes")
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"features.hdf5: file {path} does not exist; give the detector features' HDF5 file")

@@ -1,0 +1,248 @@
+"""The feature store: files of features, called shards, in which content keys name the images.
+
+    features/<feature_key>/shards/<name>.npy        (rows, N, C), one dtype
+                           shards/<name>.boxes.npy  (rows, N, 4) float32, only for regions
+                           manifest/<name>.parquet  key, shard, row, digests, length; written after the shard
+                           index/<name>.parquet     manifests of many shards, to open a large store faster
+                           quarantine.parquet       images without features, with the reason
+                           COMPLETE                 JSON: number of rows, and the description of the extraction
+
+Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
+A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
+The folder is local or on S3. Remote shards are copied to a local cache of limited size. A shard is compared with its
+digest at its first use on a machine. The manifest of a damaged shard is removed, so that an extraction computes its
+features again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raycap.pipeline.config.sections import FeatureSection
+from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.features.store.key_table import KeyTable, key_digests
+from raycap.pipeline.features.store.manifests import MANIFEST, ManifestRows, manifest_path
+from raycap.pipeline.features.store.read_ahead import ReadAhead
+from raycap.pipeline.features.store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
+from raycap.pipeline.storage.file_cache import shard_cache
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.tables import write_table
+
+logger = logging.getLogger(__name__)
+
+
+def feature_key(description: dict[str, Any]) -> str:
+    """The name of a store: a hash of the description, which contains everything that changes features."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def shard_name(content_keys: Sequence[str]) -> str:
+    """The name of the shard of these images: a hash of their keys."""
+    return hashlib.sha256("\n".join(content_keys).encode()).hexdigest()[:32]
+
+
+def has_shard(folder: StoragePath | Path, content_keys: Sequence[str]) -> bool:
+    """Whether a shard of exactly these images exists, so that a repeated task need not compute it again."""
+    return manifest_path(storage_path(folder), shard_name(content_keys)).exists()
+
+
+def write_shard(
+    folder: StoragePath | Path,
+    content_keys: Sequence[str],
+    features: np.ndarray,
+    lengths: Sequence[int] | None = None,
+    boxes: np.ndarray | None = None,
+) -> None:
+    """Writes a shard of `features` (rows, N, C) for the images with these content keys, then the shard's manifest.
+
+    lengths (rows,), boxes (rows, N, 4): only for regions.
+    """
+    root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
+    files = {f"shards/{name}.npy": features}
+    if boxes is not None:
+        files[f"shards/{name}.boxes.npy"] = boxes.astype(np.float32)
+    with ThreadPoolExecutor(len(files)) as pool:  # uploads at the same time
+        written = list(pool.map(_write_array, [root / file for file in files], files.values()))
+    (size, digest), boxes_digest = written[0], written[1][1] if boxes is not None else None
+    rows = {
+        "key": list(content_keys),
+        "shard": [name] * count,
+        "row": range(count),
+        "sha256": [digest] * count,
+        "bytes": [size] * count,
+        "length": [None] * count if lengths is None else lengths,
+        "boxes_sha256": [boxes_digest] * count,
+    }
+    write_table(manifest_path(root, name), pa.table(rows, schema=MANIFEST))
+
+
+def _write_array(path: StoragePath, array: np.ndarray) -> tuple[int, str]:
+    """Writes an .npy file. Returns its size and digest."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
+    data = buffer.getbuffer()
+    path.write_bytes(data)
+    return len(data), hashlib.sha256(data).hexdigest()
+
+
+class FeatureStore:
+    """Reads the features of a store. Rows that are written after it is opened are not visible.
+
+    Opening reads the index and the manifests that the index lacks (`ManifestRows`). Shards are opened at first use.
+    """
+
+    def __init__(
+        self,
+        folder: StoragePath | Path | str,
+        cache: Path | None = None,
+        cache_bytes: int | None = None,
+        *,
+        by_shards: bool = False,
+    ) -> None:
+        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space.
+
+        by_shards: copy only the shards that `read_ahead` asks for (`ShardMaps`).
+        """
+        self.folder = storage_path(folder)
+        self._rows = ManifestRows.read(self.folder)
+        self.keys, self.shards = self._rows.keys, self._rows.shards
+        local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
+        self._maps = ShardMaps(self.folder / "shards", self.shards, local, by_shards=by_shards)
+
+    def __len__(self) -> int:
+        """Number of images in the store."""
+        return int(self.keys.is_first().sum())
+
+    def contains(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """For each image, whether the store has it: bools (len(content_keys),)."""
+        return self.keys.contains(key_digests(content_keys))
+
+    def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """The positions (len(content_keys),) int64 of images, by which the methods below read them.
+
+        Raises DamagedError naming the first key that the store lacks.
+        """
+        positions = self.keys.find(key_digests(content_keys))
+        if (missing := np.flatnonzero(positions < 0)).size:
+            key = content_keys[int(missing[0])].as_py()
+            raise DamagedError(f"features of image {key} are not in {self.folder}; run the extraction again")
+        return positions
+
+    def shards_at(self, positions: np.ndarray) -> np.ndarray:
+        """The numbers (len(positions),) int32 of the shards that have the images at these positions."""
+        return self._rows.shard[positions]
+
+    def read_ahead(
+        self, shards_at: Callable[[int], np.ndarray], start: int, stop: int
+    ) -> AbstractContextManager[ReadAhead | None]:
+        """Copies the shards of training's steps to the cache in the context (`ReadAhead`). A local store needs none.
+
+        The training workers on a machine, whose number LOCAL_WORLD_SIZE has, share the cache equally.
+        """
+        if self._maps.cache is None:
+            return nullcontext()
+        budget = self._maps.cache.limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return ReadAhead(self._maps, shards_at, start, stop, budget)
+
+    def gather_at(self, positions: np.ndarray) -> np.ndarray:
+        """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
+        return self._maps.read(self._rows.shard[positions], self._rows.row[positions])
+
+    def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) float32 of regions.
+
+        Both are None for grids. The boxes are also None when the detector's file had none.
+        """
+        if self._rows.length is None:
+            return None, None
+        lengths = self._rows.length[positions].astype(np.int64)
+        if not any(self.shards[shard].boxes_sha256 for shard in np.unique(self._rows.shard[positions])):
+            return lengths, None
+        return lengths, self._maps.read_boxes(self._rows.shard[positions], self._rows.row[positions])
+
+    def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
+        """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
+
+        Unlike `verify` it reads a local shard only once per machine.
+        """
+        wanted, _ = KeyTable.sort(key_digests(content_keys))
+        numbers = np.unique(self._rows.shard[wanted.contains(self.keys.digests())])
+        return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
+
+    def verify(self) -> list[str]:
+        """Reads the whole store; returns one sentence for each damaged shard."""
+        rows = np.bincount(self._rows.shard, minlength=len(self.shards))
+        with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
+            return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
+
+    def _find_damage(self, info: ShardInfo, rows: int) -> str:
+        """A sentence about the damage of one shard; "" for an intact shard. rows: its rows in the manifest."""
+        remedy = f"delete manifest/{info.shard}.parquet and the folder {INDEX} in {self.folder} and extract again"
+        files = {f"shards/{info.shard}.npy": info.sha256}
+        if info.boxes_sha256:
+            files[f"shards/{info.shard}.boxes.npy"] = info.boxes_sha256
+        for relative, digest in files.items():
+            try:
+                data = (self.folder / relative).read_bytes()
+            except FileNotFoundError:
+                return f"{relative} is missing; {remedy}"
+            if hashlib.sha256(data).hexdigest() != digest:
+                return f"{relative} does not have the digest in its manifest; {remedy}"
+            array = np.load(io.BytesIO(data), allow_pickle=False)
+            # A sum in float64 cannot overflow, so that it is finite only if every value is. It needs no second array.
+            if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
+                return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
+        return ""
+
+
+def open_store(folder: StoragePath | Path, settings: FeatureSection, *, by_shards: bool = False) -> FeatureStore:
+    """Opens a store with a local cache of the configured size. by_shards: see `FeatureStore`."""
+    return FeatureStore(folder, cache_bytes=settings.cache_bytes, by_shards=by_shards)
+
+
+def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
+    """Removes files that local writers left when they died; returns how many.
+
+    A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
+    On S3 nothing is removed, because S3 has no partial objects and a repeated task overwrites its shard.
+    """
+    root = storage_path(folder)
+    if root.is_remote:
+        return 0
+    with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
+    shards = (root.path / "shards").glob("*")
+    orphans = [path for path in shards if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest]
+    orphans += [path for folder in ("manifest", INDEX, "") for path in (root.path / folder).glob(".*.tmp")]
+    old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]
+    for path in old:
+        path.unlink(missing_ok=True)
+    return len(old)
+
+
+def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.ChunkedArray) -> None:
+    """Removes the manifests of damaged shards with features of these images, so that they are computed again."""
+    root = storage_path(folder)
+    for shard, damage in FeatureStore(root).damaged(content_keys).items():
+        logger.warning(f"damaged   {damage}; its features are computed again")
+        remove_manifest(root, shard)
+
+
+def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:
+    """Writes the marker file with the number of rows and the description, unless it has this content already."""
+    marker = storage_path(folder) / "COMPLETE"
+    text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
+    if not marker.exists() or marker.read_bytes() != text:
+        marker.write_bytes(text)

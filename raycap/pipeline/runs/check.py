@@ -1,0 +1,386 @@
+"""The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
+
+The check decodes every image once, in threads or on a cluster. Of a large data set it decodes a sample first. The only
+file that it writes is the manifest of content keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads
+from raycap.pipeline.data.dataset import Dataset, Selection, build_vocabulary, read_annotations, require_splits
+from raycap.pipeline.data.images import measure_batch
+from raycap.pipeline.data.language.caption_problems import CaptionProblems
+from raycap.pipeline.data.language.tokenizers import SUBWORD, caption_words
+from raycap.pipeline.data.loading import data_root, snapshot_of
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.regions import missing_regions
+from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
+from raycap.pipeline.runtime.names import quoted, shown
+from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.storage.path import StorageOptions
+
+logger = logging.getLogger(__name__)
+
+MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
+MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
+# COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
+MIN_ORIGINAL_SIDE = 400
+SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
+IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
+SAMPLE = 1000  # images that are decoded before all others, if the data set has ten times as many
+# the share of words of validation captions outside of the vocabulary, above which there is a warning
+MAX_UNKNOWN = 0.05
+MAX_EXAMPLES = 3  # A finding names at most this many images.
+
+
+class Reader(Protocol):
+    """Reads many images. Raises StorageError while the storage is out of order."""
+
+    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
+        """Hashes files, as `pipeline.data.content_keys.HashFiles`."""
+
+    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+        """Decodes images. Yields the rows of tables with the column uri, in any order, as `measure_batch` does."""
+
+
+class Threads:
+    """Reads images with threads of this process."""
+
+    hash_files = staticmethod(hash_with_threads)
+
+    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+        num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+        for table in tables:
+            for start in range(0, len(table), IMAGES_AT_A_TIME):
+                part = table.slice(start, IMAGES_AT_A_TIME)
+                batch = {name: part[name].to_numpy() for name in part.column_names}
+                yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem of the data set. An `error` means that training on the data would give wrong results."""
+
+    kind: Literal["error", "warning"]
+    text: str
+
+
+@dataclass
+class Findings:
+    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem."""
+
+    statistics: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def error(self, text: str) -> None:
+        """Adds an error."""
+        self.findings.append(Finding("error", text))
+
+    def warn(self, text: str) -> None:
+        """Adds a warning."""
+        self.findings.append(Finding("warning", text))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the data set can be trained on: there are warnings at most."""
+        return not any(finding.kind == "error" for finding in self.findings)
+
+
+def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: Reader = Threads()) -> Findings:
+    """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
+
+    Every image is read and decoded once. If too many of a sample are unusable, the others are not decoded. For a run on
+    region features, the check only looks up whether they exist.
+
+    checked_keys: content keys of images that an earlier check has decoded. The check, with its sample, leaves these
+    images out, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. All
+    images get content keys before the sample, so that new files are read.
+    """
+    result = Findings()
+    dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
+    require_splits(dataset, config.data)
+    result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
+    logger.info(f"reading {len(dataset)} images")
+    if checked_keys is None and _check_sample(result, dataset, config):
+        return result
+    dataset, missing = snapshot_of(dataset, config, reader.hash_files)
+    unchecked = dataset
+    if checked_keys is not None:  # only the keys say which images are to be sampled
+        unchecked = _selected(dataset, ~_has_keys(dataset, checked_keys))
+        if _check_sample(result, unchecked.readable(), config):
+            return result
+    _check_captions(result, dataset, problems, config.data.tokenizer)
+    fitting = _check_tokenizer(result, dataset, config.data.tokenizer)
+    try:
+        vocabulary = build_vocabulary(dataset, config.data)
+        result.statistics["vocabulary"] = len(vocabulary)
+        _check_unknown(result, dataset.split(config.data.val_split), vocabulary, fitting)
+    except UserError as error:  # the captions give no vocabulary
+        result.error(str(error))
+    if config.has_backbone:
+        unusable, sizes = _decode_all(unchecked, config, reader)
+    else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
+        unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
+    _check_images(result, unchecked, config, missing, unusable)
+    _check_decoded(result, unchecked, config, unusable)
+    _check_duplicates(result, dataset, config)
+    _check_resolution(result, sizes, config.backbone.image_size)
+    _check_splits(result, config)
+    result.statistics["fingerprint"] = dataset.readable().without(sorted(unusable)).fingerprint()
+    return result
+
+
+def _digests(dataset: Dataset) -> np.ndarray:
+    """The digests (len(dataset), 2) of the images' content keys, in 16 bytes of memory each."""
+    return np.concatenate([np.empty((0, 2), np.uint64), *(key_digests(part["key"]) for part in dataset.chunks("key"))])
+
+
+def _has_keys(dataset: Dataset, keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """For each image, whether its content key is one of these: bools (len(dataset),)."""
+    if not len(keys):
+        return np.zeros(len(dataset), bool)
+    table, _ = KeyTable.sort(key_digests(keys))
+    return np.concatenate([np.empty(0, bool), *(table.contains(key_digests(p["key"])) for p in dataset.chunks("key"))])
+
+
+def _selected(dataset: Dataset, mask: np.ndarray) -> Dataset:
+    """The images for which a mask is true. They are not copied."""
+    return Selection(dataset.whole, dataset.rows[mask])
+
+
+def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
+    """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
+    # Each list holds an image URI per finding; an image can appear more than once.
+    empty, long, repeated, strange, wordless = [], [], [], [], []
+    counts: dict[str, Counter[int]] = defaultdict(Counter)
+    chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
+    for uri, split, captions in itertools.chain.from_iterable(zip(*columns, strict=True) for columns in chunks):
+        words = [caption_words(tokenizer, caption) for caption in captions]
+        counts[split][len(captions)] += 1
+        empty += [uri for tokens in words if not tokens]
+        long += [uri for tokens in words if len(tokens) > MAX_WORDS]
+        strange += [uri for caption in captions if caption.strip() and not _is_text(caption)]
+        if len({" ".join(tokens) for tokens in words}) < len(words):
+            repeated.append(uri)
+        if not any(words):
+            wordless.append(uri)
+    result.statistics["captions"] = {
+        "total": sum(number * images for counter in counts.values() for number, images in counter.items()),
+        "per_image": {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())},
+        "empty": len(empty),
+        "huge": len(long),
+        "repeated": len(repeated),
+        "not_text": len(strange) + len(problems),
+    }
+    if problems:
+        result.error(f"{len(problems)} captions are not text: {problems[0]}")
+    if wordless:
+        result.error(f"{len(wordless)} images have no caption with a word in it: {_examples(wordless)}")
+    for uris, problem in (
+        (strange, "captions contain control or replacement characters"),
+        (empty, "captions are empty and would be left out"),
+        (long, f"captions have more than {MAX_WORDS} words"),
+        (repeated, "images repeat one of their own captions"),
+    ):
+        if uris:
+            result.warn(f"{len(uris)} {problem}: {_examples(uris)}")
+    if single_caption_splits := [split for split, counter in counts.items() if max(counter) == 1]:
+        splits = ", ".join(single_caption_splits)
+        result.warn(f"one caption per image in {splits}: CIDEr-D is reliable only with several")
+
+
+def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
+    """Reports captions that the configured tokenizer does not split into words; returns the tokenizer that fits."""
+    problems = CaptionProblems(tokenizer)
+    for text, words in zip(dataset.texts(tokenizer), dataset.tokens(tokenizer), strict=True):
+        problems.add(text, words)
+    for warning in problems.warnings():
+        result.warn(warning)
+    is_split_wrongly = problems.cut.count or 2 * problems.one_word.count > problems.total
+    return problems.suggestion if is_split_wrongly else SUBWORD
+
+
+def _check_unknown(result: Findings, validation: Dataset, vocabulary: Vocabulary, fitting: str) -> None:
+    """Reports validation captions with many words outside of the vocabulary. fitting: the tokenizer to suggest."""
+    counts: Counter[str] = Counter()
+    for text in validation.texts(vocabulary.tokenizer):
+        counts.update(vocabulary.tokenize(text))
+    unknown = Counter({word: count for word, count in counts.items() if word not in vocabulary.ids})
+    share = unknown.total() / max(counts.total(), 1)
+    result.statistics["unknown_words"] = round(share, 4)
+    if share > MAX_UNKNOWN:
+        examples = _examples([quoted(word) for word, _ in unknown.most_common()])
+        result.warn(
+            f"{share:.1%} of the words of validation captions are not in the vocabulary, such as {examples}; set "
+            f"data.tokenizer to {fitting}, or lower data.min_count"
+        )
+
+
+def _is_text(caption: str) -> bool:
+    """False for replacement and control characters, signs of a wrong encoding. Newlines and tabs are allowed."""
+    characters = set(caption) - set("\n\r\t")
+    # Unicode's categories of control, unassigned, private and surrogate characters are Cc, Cn, Co and Cs.
+    return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
+
+
+def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool:
+    """Whether an error shows that far too many images of a large data set are unusable: those of a random sample."""
+    if not config.has_backbone or len(dataset) < 10 * SAMPLE:
+        return False
+    rows = dataset.rows[np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))]
+    parts = Threads().measure(dataset.rounds(rows, "uri"), config)
+    unusable = [
+        (str(uri), str(reason))
+        for part in parts
+        for uri, reason in zip(part["uri"], part["reason"], strict=True)
+        if reason
+    ]
+    limit, share = config.data.max_bad_fraction, len(unusable) / SAMPLE
+    logger.info(f"sample: {len(unusable)} of {SAMPLE} images cannot be used")
+    if share < limit + 4 * np.sqrt(limit * (1 - limit) / SAMPLE) + 1 / SAMPLE:  # four standard errors
+        return False
+    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unusable[:MAX_EXAMPLES])
+    result.error(
+        f"{len(unusable)} of a sample of {SAMPLE} images cannot be used, and data.max_bad_fraction = {limit}; the "
+        f"other images were not decoded: {examples}"
+    )
+    result.statistics["unreadable"] = dict(unusable)
+    return True
+
+
+def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
+    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
+
+    Files of equal content are decoded once. It takes 50 bytes of memory per image.
+    """
+    readable = dataset.readable()
+    rows = readable.rows[first_of_each(_digests(readable))]
+    reasons: dict[str, str] = {}
+    sizes = [np.empty((0, 2), np.int32)]
+    with progress("decoding", len(rows)) as advance:
+        for part in reader.measure(dataset.rounds(rows, "key", "uri"), config):
+            is_bad = part["reason"] != ""
+            reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
+            sizes.append(part["size"][~is_bad])
+            advance(len(is_bad))
+    return reasons, np.concatenate(sizes)
+
+
+def _check_images(
+    result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
+) -> None:
+    """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
+    chosen = _selected(dataset, _has_keys(dataset, pa.array(list(unusable), pa.string())))
+    images = zip(chosen.column("uri"), chosen.column("key"), strict=True)
+    unreadable = [(uri, unusable[key]) for uri, key in images] + list(missing.items())
+    result.statistics["unreadable"] = dict(unreadable)
+    text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
+    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
+    if len(unreadable) > config.data.max_bad_fraction * len(dataset):
+        result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
+    elif unreadable:
+        result.warn(f"{text} and would be left out: {examples}")
+
+
+def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusable: dict[str, str]) -> None:
+    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}.
+
+    With `fits` each run decides whether its extraction reads them, so that they get a warning.
+    """
+    store = config.features.store
+    if store == "always":
+        return
+    training = dataset.split(*config.data.train_splits)
+    uris = _selected(training, _has_keys(training, pa.array(list(unusable), pa.string()))).column("uri")
+    if not uris:
+        return
+    text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
+    examples = _examples([shown(uri) for uri in uris])
+    if store == "never":
+        result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
+    else:
+        result.warn(f"{text}with features.store = fits they end a run that does not store features: {examples}")
+
+
+def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
+    """Reports images with equal content: an error across training and held-out splits, else a warning.
+
+    It takes some 50 bytes of memory per image; images of equal content take more.
+    """
+    readable = dataset.readable()
+    table, order = KeyTable.sort(_digests(readable))
+    is_repeated = ~table.is_first()
+    is_repeated[:-1] |= is_repeated[1:]  # the first ones, too
+    copies = Selection(readable.whole, np.sort(readable.rows[order[is_repeated]]))
+    copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for key, split, uri in zip(*(copies.column(name) for name in ("key", "split", "uri")), strict=True):
+        copies_by_key[key].append((split, uri))
+    train = set(config.data.train_splits)
+    held_out = {config.data.val_split, *config.data.test_splits} - train
+    leaks, other_duplicates = [], 0
+    for images in copies_by_key.values():
+        splits = {split for split, _ in images}
+        if splits & train and splits & held_out:
+            leaks.append(" = ".join(f"{shown(uri)} ({shown(split)})" for split, uri in images[:2]))
+        else:
+            other_duplicates += len(images) - 1
+    result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": other_duplicates}
+    if leaks:
+        result.error(f"{len(leaks)} images are in training and in a held-out split: {_examples(leaks)}")
+    if other_duplicates:
+        result.warn(f"{other_duplicates} images repeat another image of their split")
+
+
+def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> None:
+    """Reports how large the images are. sizes: (N, 2) in pixels."""
+    if not len(sizes):
+        return
+    short_sides = sizes.min(1)
+    histogram = np.histogram(short_sides, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
+    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
+    bins = zip(labels, histogram.tolist(), strict=True)
+    result.statistics["short_side"] = {label: count for label, count in bins if count}
+    most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
+    # Original photographs differ in size, while most photographs of a shrunken data set have the same short side.
+    if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
+        result.warn(
+            f"the photographs look shrunken: {times} of {len(short_sides)} have a short side of exactly "
+            f"{most_common} px; published scores are from the originals"
+        )
+    enlarged = int((short_sides < image_size).sum())
+    if enlarged > 0.1 * len(short_sides):
+        result.warn(f"{enlarged} images are smaller than backbone.image_size = {image_size} and get enlarged")
+
+
+def _check_splits(result: Findings, config: RunConfig) -> None:
+    """Reports held-out splits with too few images for CIDEr-D."""
+    counts = Counter(result.statistics["splits"])
+    for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
+        count = counts[split]
+        if count < 2:
+            result.error(
+                f"split {split} has too few images for CIDEr-D: {count}, and 2 are the least; move images there, or "
+                "give it a larger share in data.split_fractions"
+            )
+        elif count < MIN_IMAGES_FOR_CIDER:
+            minimum = MIN_IMAGES_FOR_CIDER
+            result.warn(f"split {split} has {count} images: CIDEr-D on fewer than {minimum} is mostly noise")
+
+
+def _examples(items: list[str]) -> str:
+    """The first few items, with dots when there are more."""
+    return ", ".join(items[:MAX_EXAMPLES]) + (" ..." if len(items) > MAX_EXAMPLES else "")

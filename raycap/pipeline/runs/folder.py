@@ -1,0 +1,437 @@
+"""The folder of a run: its paths, its metadata, and the tokens that keep abandoned workers from writing.
+
+The original folder of a run (`RunFolder.home`) is on S3 when the configured storage is. The driver, and each machine
+with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
+journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
+
+runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
+                scores.json report.html COMPLETE.json tokens/, and with a teacher distilled.arrow distilled-tokens/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from raycap.models.config import ModelSizes
+from raycap.pipeline.config.load import parse_stored_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.config.variables import variable_names
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.language.token_files import TokenFiles, write_tokens
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.runs.distillation.taken_captions import Distilled, captions_of, read_taken
+from raycap.pipeline.runtime.names import one_line, printable
+from raycap.pipeline.runtime.secrets import remember_variable, remembered_variables
+from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.copies import no_pruning, prune_copies, remove_copy
+from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
+
+JOURNAL = "log/journal"
+DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns
+TOKENS, DISTILLED_TOKENS = "tokens", "distilled-tokens"  # the ids of the captions in data.arrow and distilled.arrow
+
+
+@contextmanager
+def try_lock(folder: Path) -> Iterator[bool]:
+    """Tries to lock a folder for the length of the context. Gives True, or False if another process has the lock.
+
+    The operating system releases the lock even if the process is killed.
+    """
+    with ExitStack() as stack:
+        with no_pruning(folder):  # removing a copy also locks it for a moment
+            has_lock = stack.enter_context(try_file_lock(folder / ".lock"))
+        yield has_lock
+
+
+def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
+    """A run's folder. For a run on S3, `path` is a local copy; it is updated unless another process has locked it."""
+    folder = RunFolder(path, home)
+    if home is not None:
+        prune_copies(keep=path)
+        with try_lock(path) as has_lock:
+            if has_lock:  # otherwise another process writes to the local copy, which is then newer than the one on S3
+                folder.pull()
+    return folder
+
+
+@dataclass(frozen=True)
+class RunMetadata:
+    """The values of run.json for a new run.
+
+    run.json also contains the digest of its own values. Two processes may create a run at the same time, and digests in
+    a file of their own could be those of the other process's run.json.
+    """
+
+    run_id: str
+    created: str  # ISO 8601, UTC
+    data_fingerprint: str
+    code: str  # digest of the source files that affect the result (`code_digest`)
+    commit: str
+    versions: dict[str, str]  # of Python and the main packages, by name
+    splits: dict[str, int]  # number of images by split
+    unreadable: dict[str, str]  # {uri: reason} of the images that were left out
+    sizes: ModelSizes
+    num_tokens: int  # image tokens per image; for region features the largest number of regions
+    parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
+    vocabulary: str = ""  # the SHA-256 of vocabulary.json; "" in runs of older versions
+    distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
+    order: Literal["samples", "shards"] = "samples"  # in which frozen stages read features; decided from features.order
+    # whether the features of training images are stored, or computed at each step; decided from features.store
+    stores_features: bool = True
+
+    def __post_init__(self) -> None:
+        if missing := {"model", "backbone"} - self.parameters.keys():
+            raise ValueError(f"parameters lacks {', '.join(sorted(missing))}")
+
+    @staticmethod
+    def parse(values: Any, name: str) -> RunMetadata:
+        """The metadata in the values of a run.json with this name. Raises DamagedError."""
+        try:
+            digest = values.pop("sha256", None)  # older versions have written none
+            if digest is not None and digest != _digest(values):
+                raise DamagedError(f"{name} is damaged: it does not have the digest that it contains")
+            return TypeAdapter(RunMetadata).validate_python(values)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
+
+    def values(self) -> dict[str, Any]:
+        """The values of run.json."""
+        values = asdict(self)
+        return values | {"sha256": _digest(values)}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What every COMPLETE.json contains. Its other keys may be missing."""
+
+    table: str
+    durations: dict[str, float]
+    scores: dict[str, float]
+    tracked: bool
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The result of a finished stage, as DONE.json stores it."""
+
+    steps: int
+    best_step: int
+    best_score: float  # validation CIDEr-D
+    kept: bool  # False when later stages start from the weights that preceded this stage
+    ended_early: str  # why the stage ended before its last step; empty otherwise
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run.
+
+    path: the local folder. home: the original on S3, of which `path` is a copy; None for a local storage. A worker
+    must open the folder with `on_worker`.
+    """
+
+    path: Path
+    home: StoragePath | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves the cached properties out of the pickle, and adds the variables that config.yaml refers to."""
+        config, known = self.path / "config.yaml", remembered_variables()
+        names = variable_names(config.read_text(encoding="utf-8")) if known and config.is_file() else ()
+        return _received, (self.path, self.home, {name: known[name] for name in names if name in known})
+
+    def on_worker(self, driver_token: str | None = None) -> RunFolder:
+        """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
+
+        driver_token: the token of the worker's driver; by default that of the driver that works on the run now.
+        The copy is brought up to date. Copies for earlier drivers are deleted, because their workers must not write to
+        the run any more.
+        """
+        if self.home is None:
+            return self
+        storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
+        copies = cache_folder() / "workers" / storage_folder.name / self.run_id
+        token = driver_token or self.token("driver_token") or "first"  # "first": no driver has worked on the run yet
+        if not token.isalnum():  # it becomes a folder's name
+            raise UserError(f"{self.root}/log/driver_token is {printable(token)[:80]!r}, not a token; remove this file")
+        folder = RunFolder(copies / token / self.run_id, self.home)
+        prune_copies(keep=folder.path)
+        folder.pull()
+        for copy in copies.iterdir():
+            if copy.name != token:
+                shutil.rmtree(copy, ignore_errors=True)
+        return folder
+
+    def remove_copy(self, unused_for_s: float = 0.0) -> None:
+        """Removes this copy of a run on S3, except in the cases in which `Mirror.remove_copy` keeps it."""
+        if self.home is not None:
+            remove_copy(Mirror(self.home, self.path), unused_for_s)
+
+    def remove_worker_copy(self, *, is_abandoned: bool) -> None:
+        """Removes the copy of a worker that ends. Without effect on a run on local storage.
+
+        is_abandoned: the run has another driver now. What the copy has not sent must not be sent any more.
+        """
+        if self.home is not None and is_abandoned:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+        else:
+            self.remove_copy()
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keeps `prune_copies` from removing this copy during the context. Several processes may use a copy."""
+        return nullcontext() if self.home is None else file_lock(self.path / ".lock", shared=True)
+
+    def pull(self, under: str = "") -> None:
+        """Brings the local copy below `under` up to date. Does nothing for a run on local storage."""
+        if self.home is not None:
+            Mirror(self.home, self.path).pull(under)
+
+    def push(self, *names: str, check_may_write: Callable[[], None] = lambda: None) -> None:
+        """Uploads these files and folders in order. Does nothing for a run on local storage.
+
+        check_may_write: called before an upload marks something as complete and before a removal; it raises when this
+        process must stop writing.
+        """
+        if self.home is not None:
+            for name in names:
+                Mirror(self.home, self.path).push(name, check_may_write)
+
+    @property
+    def root(self) -> StoragePath:
+        """The location of the original folder, which every machine can reach."""
+        return self.home or storage_path(self.path)
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def config(self) -> RunConfig:
+        path = self.path / "config.yaml"
+        with self._reading(path):
+            values = dict(require_mapping(parse_yaml(path.read_bytes(), str(path)), str(path)))
+        try:
+            return parse_stored_config(values)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        with self._reading(self.path / "data.arrow"):
+            return Dataset.load(self.path / "data.arrow")
+
+    def learns_of_teacher(self, stage: StageSection) -> bool:
+        """Whether a stage learns captions of the teacher of the section `distill`, besides those of people."""
+        return self.config.distill is not None and stage.objective == "cross_entropy"
+
+    def taught(self) -> pa.Table:
+        """The captions of the teacher, a table of `caption_store.CHUNK`, memory-mapped. Raises DamagedError."""
+        path = self.path / DISTILLED
+        with self._reading(path):
+            record = self.metadata.distilled
+            if record is None or not has_digest(path, record.sha256):
+                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
+            return read_taken(path)
+
+    def tokens(self, name: str) -> TokenFiles:
+        """The tokens of the captions of people (TOKENS) or of the teacher (DISTILLED_TOKENS), memory-mapped.
+
+        Their images are the rows of the data set. Raises DamagedError.
+        """
+        path = self.path / name
+        with _reading(path, "`raycap run` writes it again"):
+            files = TokenFiles.open(path)
+            if files.num_images != len(self.dataset):
+                raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
+            return files
+
+    def tokens_of(self, stage: StageSection) -> list[TokenFiles]:
+        """The tokens that a stage learns: those of people, and those of the teacher if it has one. As `tokens`.
+
+        Before the teacher has captioned the images, as in a dry run, these are only those of people.
+        """
+        has_teacher = self.learns_of_teacher(stage) and self.metadata.distilled is not None
+        names = (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,)
+        return [self.tokens(name) for name in names]
+
+    def write_tokens(self, name: str, vocabulary: Vocabulary | None = None) -> None:
+        """Writes the files that `tokens` opens, and uploads them. vocabulary: of a run without run.json.
+
+        One process tokenizes some thousand images at a time, in about 10 s per million captions.
+        """
+        vocabulary = vocabulary or self.vocabulary
+        lists = self.dataset.texts_by_image(vocabulary.tokenizer)
+        if name == DISTILLED_TOKENS:
+            lists = captions_of(self.dataset, self.taught())
+        encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
+        write_tokens(self.path / name, encoded)
+        self.push(name)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        path, digest = self.path / "vocabulary.json", self.metadata.vocabulary
+        with self._reading(path):
+            if digest and not has_digest(path, digest):
+                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
+            return Vocabulary.load(path)
+
+    @cached_property
+    def metadata(self) -> RunMetadata:
+        with self._reading(self.path / "run.json"):
+            return RunMetadata.parse(read_json(self.path / "run.json"), str(self.path / "run.json"))
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The content of COMPLETE.json; None while the run is not complete."""
+        path = self.path / "COMPLETE.json"
+        if not path.is_file():
+            return None
+        with _reading(path, "remove it, and `raycap run` scores the captions again"):
+            summary: dict[str, Any] = read_json(path)
+            TypeAdapter(RunSummary).validate_python(summary)
+        return summary
+
+    def _reading(self, path: Path) -> AbstractContextManager[None]:
+        """Names a file without which the run cannot continue, if reading it fails in the context."""
+        return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
+
+    def token(self, name: str) -> str:
+        """The current "driver_token" or "worker_group_token"; "" if none was written yet.
+
+        A worker remembers the tokens with which it started. It stops writing when one of them has changed, because
+        another driver or another group of workers then works on the run.
+        """
+        try:
+            return (self.root / "log" / name).read_bytes().decode()
+        except FileNotFoundError:
+            return ""
+
+    def new_token(self, name: str) -> str:
+        """Writes and returns a new token. Workers that were started with an earlier one stop at their next write."""
+        token = uuid.uuid4().hex
+        (self.root / "log" / name).write_bytes(token.encode())
+        return token
+
+    def new_driver_token(self) -> str:
+        """Takes over the run from earlier drivers and their workers, and returns the new token."""
+        return self.new_token("driver_token")
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.metadata.sizes
+
+    @property
+    def journal(self) -> Path:
+        """The folder that `pipeline.runs.journal` writes and reads."""
+        return self.path / JOURNAL
+
+    def stage(self, name: str) -> Path:
+        """The folder of a stage."""
+        return self.path / "stages" / name
+
+    def result(self, name: str) -> StageResult | None:
+        """The result of a stage; None while it is not finished."""
+        path = self.stage(name) / "DONE.json"
+        if not path.is_file():
+            return None
+        with self._reading_stage(name, path):
+            return TypeAdapter(StageResult).validate_python(read_json(path))
+
+    def last_kept(self) -> StageSection | None:
+        """The last finished stage whose weights were kept; None if there is none."""
+        for stage in reversed(self.config.stages):
+            result = self.result(stage.name)
+            if result is not None and result.kept:
+                return stage
+        return None
+
+    def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
+        """As `_reading`, for a file that the stage has written."""
+        folder = self.stage(name)
+        return _reading(path, f"restore it from a copy, or remove {folder}, and the same command repeats stage {name}")
+
+    def before(self, stage: StageSection) -> list[StageSection]:
+        """The stages before this one."""
+        stages = list(self.config.stages)
+        return stages[: stages.index(stage)]
+
+    def weights_after(self, stage: StageSection, part: str) -> Path:
+        """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
+
+        These are the stage's best weights, or for a part that it did not train the weights it started from. Raises
+        DamagedError for a damaged file.
+        """
+        result = self.result(stage.name)
+        if result is None:
+            raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")
+        best = self.stage(stage.name) / f"best-{result.best_step}" / f"{part}.safetensors"
+        with self._reading_stage(stage.name, best):
+            if best.is_file() or is_recorded(best):
+                require_whole(best)
+                return best
+        return self.weights_before(stage, part)
+
+    def weights_before(self, stage: StageSection | None, part: str) -> Path:
+        """The file with the weights of `part` (model or backbone) that a stage starts from.
+
+        These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
+        initial weights. With stage None every stage counts as earlier, which gives the run's final weights. Raises
+        DamagedError for a damaged file.
+        """
+        for earlier in reversed(self.config.stages if stage is None else self.before(stage)):
+            result = self.result(earlier.name)
+            if result is not None and result.kept:
+                best = self.stage(earlier.name) / f"best-{result.best_step}"
+                weights = best / f"{part}.safetensors"
+                with self._reading_stage(earlier.name, weights):
+                    best.stat()
+                    if weights.is_file() or is_recorded(weights):
+                        require_whole(weights)
+                        return weights
+        initial = self.path / "init" / f"{part}.safetensors"
+        with self._reading(initial):
+            require_whole(initial)
+        return initial
+
+
+@contextmanager
+def _reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raises DamagedError with the file's name and the remedy if the context cannot read the file."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{error}; {remedy}") from error
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing; {remedy}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
+        reason = one_line(error).removeprefix(f"{path} ")
+        raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """The SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _received(path: Path, home: StoragePath | None, variables: dict[str, str]) -> RunFolder:
+    """A folder that another process has sent, with the values of its configuration's variables there."""
+    for name, value in variables.items():
+        remember_variable(name, value)
+    return RunFolder(path, home)

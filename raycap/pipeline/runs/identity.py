@@ -1,0 +1,116 @@
+"""The identity of a run: a hash of its configuration, its data and the code, as far as they decide its result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from pydantic import BaseModel
+
+from raycap.models.config import Identity
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC, TextEncoderSection
+from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
+from raycap.pipeline.features.regions import ends_digest
+from raycap.pipeline.runs.distillation.teacher import find_teacher
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.weights import weights_file_digest
+from raycap.pipeline.version import package_folder
+
+# Sources that decide a result. A change in one of them gives new run ids, a change elsewhere (as in reports) does not.
+RESULT_SOURCES = (
+    "models",
+    "pipeline/config",
+    "pipeline/data",
+    "pipeline/evaluation/captioning",
+    "pipeline/evaluation/confidence",
+    "pipeline/evaluation/scores",
+    "pipeline/features",
+    "pipeline/runs",
+    "pipeline/runtime",
+    "pipeline/storage/weights.py",
+    "pipeline/training",
+)
+
+
+def run_identity(config: RunConfig, fingerprint: str) -> str:
+    """The run id: the configured name and a hash of configuration, data and code. Equal inputs give the same run."""
+    digest = hashlib.sha256(f"{config_identity(config)} {fingerprint} {code_digest()}".encode()).hexdigest()
+    return f"{config.name}-{digest[:10]}"
+
+
+def code_digest() -> str:
+    """Hash of the paths and contents of RESULT_SOURCES; of a folder, all Python files count."""
+    digest = hashlib.sha256()
+    for source in RESULT_SOURCES:
+        root = package_folder() / source
+        files = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        for path in files:
+            digest.update(str(path.relative_to(package_folder())).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def config_identity(config: RunConfig) -> str:
+    """Hash of the configuration keys that affect the result; fields are marked with `models.config.Identity`.
+
+    The location of the data set is left out, because `run_identity` adds a fingerprint of its content. Raises
+    UserError for a missing bundle or HDF5 file.
+    """
+    relevant = json.dumps(_relevant_values(config, config), sort_keys=True)
+    return hashlib.sha256(relevant.encode()).hexdigest()
+
+
+def _relevant_values(value: Any, config: RunConfig) -> Any:
+    """A section, or a value in one, as plain values, without the keys that do not affect the result."""
+    if isinstance(value, tuple):
+        return [_relevant_values(item, config) for item in value]
+    if not (isinstance(value, BaseModel) or is_dataclass(value)):
+        return value
+    section: Any = type(value)
+    # A run with a backbone ignores the keys that only matter with region features, and the other way round.
+    ignored = {Identity.IGNORED, Identity.WITH_REGIONS if config.has_backbone else Identity.WITH_BACKBONE}
+    return {
+        key: _relevant_values(_value_or_digest(getattr(value, key), mark, config), config)
+        for key, mark in identity_marks(section).items()
+        if mark not in ignored
+        and not (mark is Identity.UNLESS_DEFAULT and getattr(value, key) == _default(section, key))
+    }
+
+
+def _default(section: Any, key: str) -> Any:
+    """The default of a section's key."""
+    if issubclass(section, BaseModel):
+        return section.model_fields[key].default
+    return next(field.default for field in fields(section) if field.name == key)
+
+
+@cache
+def identity_marks(section: Any) -> dict[str, Identity | None]:
+    """The mark of each key of a section (a pydantic model or a dataclass); None for a key without a mark."""
+    names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
+    hints = get_type_hints(section, include_extras=True)
+    return {
+        name: next((argument for argument in get_args(hints[name]) if isinstance(argument, Identity)), None)
+        for name in names
+    }
+
+
+def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> Any:
+    """The value of a key, or a digest of the file or bundle that the value names."""
+    if mark is Identity.FILE and value not in (None, "none", "pretrained"):
+        file = Path(value).expanduser()
+        return weights_file_digest(file) if file.is_file() else value
+    if mark is Identity.TEXT_ENCODER:
+        files = map(Path, TextEncoderSection(folder=value).model_files().values())
+        return [weights_file_digest(file) for file in files if file.is_file()] or value
+    if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
+        return ends_digest(Path(value).expanduser())
+    if mark is Identity.BUNDLE and value is not None:
+        return bundle_digests(fetched(storage_path(value, config.storage.options)), CONTENT_FILES)
+    if mark is Identity.TEACHER and (teacher := find_teacher(config)) is not None:
+        return teacher.digest
+    return value

@@ -1,0 +1,164 @@
+"""The run's journal: metrics as JSON lines, which rank 0 writes and the driver reads.
+
+The terminal, the tracker and the report read the journal, so that a tracker that is down does not affect training.
+Every entry has the keys stage, kind, step and time (seconds since the epoch); its other keys depend on its kind:
+
+    train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
+    validation  CIDEr-D, best, seconds
+    event, notice, reward, validating, done  text
+    resume      none; the stage's earlier entries after this step do not count, because training repeats these steps
+
+The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part, so that a
+run on S3 uploads and downloads at most about PART_BYTES at a time, however long it trains. Runs of earlier versions
+have one file, metrics.jsonl, beside the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.untrusted.files import read_regular_file
+
+JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
+PART_BYTES = 2**18  # about 1,000 entries
+OLD_FILE = "metrics.jsonl"
+
+Entry = dict[str, Any]
+
+
+class Journal:
+    """Appends the entries of one stage, in parts that no other writer has begun.
+
+    Earlier entries of the stage after `step` do not count any more.
+    """
+
+    def __init__(self, folder: Path, stage: str, step: int) -> None:
+        self.folder, self.stage = folder, stage
+        folder.mkdir(parents=True, exist_ok=True)
+        self._unsent: list[Path] = []  # the parts that `upload` has not sent completely; the last one is written to
+        self._begin_part()
+        self.write("resume", step, {})
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Appends an entry of this kind with the current time."""
+        entry = {"stage": self.stage, "kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        with self._unsent[-1].open("a") as file:  # one write per line, so that only the last line can be incomplete
+            file.write(json.dumps(entry) + "\n")
+            is_full = file.tell() >= PART_BYTES
+        if is_full:
+            self._begin_part()
+
+    def upload(self, home: StoragePath) -> None:
+        """Uploads the new lines to the folder `home`, with the part they are in. For one thread at a time."""
+        for part in self._unsent.copy():
+            is_complete = part != self._unsent[-1]  # before it is read, because another thread may write meanwhile
+            (home / part.name).write_bytes(part.read_bytes())
+            if is_complete:
+                self._unsent.remove(part)
+
+    def _begin_part(self) -> None:
+        numbers = [int(part.stem) for part in self.folder.glob("*.jsonl") if part.stem.isdecimal()]
+        part = self.folder / f"{max(numbers, default=0) + 1:05}.jsonl"
+        part.touch()
+        self._unsent.append(part)
+
+
+def read_journal(folder: Path) -> list[Entry]:
+    """All entries that count. A line that a killed writer left incomplete is skipped."""
+    entries: list[Entry] = []
+    for part in _parts(folder):
+        for entry in _parse(read_regular_file(part)):  # opening a pipe would wait for a writer
+            if entry["kind"] == "resume":
+                stage, step = entry["stage"], entry["step"]
+                entries = [each for each in entries if each["stage"] != stage or each["step"] <= step]
+            else:
+                entries.append(entry)
+    return entries
+
+
+def journal_bytes(folder: Path) -> int:
+    """The size of the journal, which grows with every entry."""
+    return sum(part.stat().st_size for part in _parts(folder))
+
+
+class Follower:
+    """Returns each new entry once, even when a resumed stage repeats steps. It reads only what was added."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._num_read: dict[str, int] = {}  # bytes by part
+        self._added_entries()
+        self._returned = {_entry_key(entry) for entry in read_journal(folder)}
+
+    def new(self) -> list[Entry]:
+        """The entries written since the last call."""
+        entries = []
+        for entry in self._added_entries():
+            key = _entry_key(entry)
+            if entry["kind"] != "resume" and key not in self._returned:
+                self._returned.add(key)
+                entries.append(entry)
+        return entries
+
+    def _added_entries(self) -> list[Entry]:
+        """The entries in complete lines that were added since the last call."""
+        entries = []
+        for part in _parts(self.folder):
+            start = self._num_read.get(part.name, 0)
+            with part.open("rb") as file:
+                file.seek(start)
+                added = file.read()
+            complete = added[: added.rfind(b"\n") + 1]
+            self._num_read[part.name] = start + len(complete)
+            entries += _parse(complete)
+        return entries
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The files of a journal in order."""
+    old = folder.with_name(OLD_FILE)
+    return [*([old] if old.is_file() else []), *sorted(folder.glob("*.jsonl"))]
+
+
+def _parse(lines: bytes) -> list[Entry]:
+    """The entries in complete lines. A line that is not an entry is skipped."""
+    entries = []
+    for line in lines.splitlines():
+        with suppress(ValueError, RecursionError, OverflowError):  # the last: a time beyond all floats
+            entry = json.loads(line)
+            if _is_entry(entry):
+                entries.append(entry)
+    return entries
+
+
+def num_damaged_lines(content: bytes) -> int:
+    """The number of complete lines of a part that are not entries."""
+    complete = content[: content.rfind(b"\n") + 1]
+    return len(complete.splitlines()) - len(_parse(complete))
+
+
+def _is_entry(value: Any) -> bool:
+    """Whether a line's value has the keys of every entry, with values of their types."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("stage"), str)
+        and isinstance(value.get("kind"), str)
+        and isinstance(value.get("step"), int)
+        and isinstance(value.get("time"), int | float)
+        and math.isfinite(value["time"])
+    )
+
+
+def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
+    """The key by which `Follower` recognizes an entry: it returns only the first of several with equal keys.
+
+    Metrics are compared without their time, because a resumed stage repeats steps with equal metrics. A text that is
+    written again at the same step is a new entry.
+    """
+    return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

@@ -1,0 +1,221 @@
+"""Checks before a command writes, draws or starts anything: the storage, the named files, and the sizes of the model.
+
+Mistakes that the user can correct raise UserError and leave nothing behind. The data themselves are checked by
+`pipeline.data.loading`, before anything but a synthetic data set is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raycap.models.config import ModelSizes
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.config.variables import quoted_value
+from raycap.pipeline.data.dataset import build_vocabulary
+from raycap.pipeline.data.loading import planned_data
+from raycap.pipeline.data.word_vectors import check_word_vectors
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
+from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.runs.distillation.teacher import check_teacher
+from raycap.pipeline.storage.atomic import require_writable
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import StorageError
+
+if TYPE_CHECKING:
+    from raycap.models.base import CaptionModel
+    from raycap.models.encoders.backbone import Backbone
+
+MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
+MAX_BATCH_BYTES = 2**44  # 16 TiB on one worker; the largest GPUs have 0.3
+
+
+def check_before_writing(config: RunConfig) -> None:
+    """Raises UserError for what would make a run, an extraction or a search fail later."""
+    check_storage(config)
+    check_files(config)
+    dataset = planned_data(config)
+    if dataset is not None:
+        from raycap.pipeline.runs.prepare import check_constraints, max_positions
+
+        vocabulary = build_vocabulary(dataset, config.data)
+        max_positions(config, dataset, vocabulary)
+        if config.init_from is None:  # a bundle brings more words
+            check_constraints(config, dataset, vocabulary)
+    require_possible(config)
+
+
+def check_storage(config: RunConfig) -> None:
+    """Raises UserError if the storage cannot be written, or S3 does not answer, has no such bucket or credentials."""
+    with storage_errors("storage.endpoint_url", "create it, or correct storage or data.root"):
+        config.require_storage()
+    try:
+        folder = config.working_path
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+        raise UserError(
+            f"storage: {quoted_value(config.storage.uri)} cannot be used: {error}; give another folder"
+        ) from error
+    name = "storage" if "uri" in config.storage.model_fields_set else "storage (results, the default)"
+    if not existing.is_dir():
+        raise UserError(f"{name}: {existing} is a file; give a folder")
+    require_writable("RAYCAP_CACHE" if config.home("") else name, existing)
+
+
+@contextmanager
+def storage_errors(endpoint: str, remedy: str) -> Iterator[None]:
+    """Raises UserError for the errors of S3 that does not answer, or has no such bucket or credentials.
+
+    endpoint: the setting with the server's address. remedy: what to do if the bucket does not exist.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from error
+    except StorageError as error:
+        advice = f"check {endpoint}, the network and the credentials (AWS_ACCESS_KEY_ID or a profile)"
+        raise UserError(f"{error}; {advice}") from error
+    except ValueError as error:  # boto3 refuses the address
+        raise UserError(f"{endpoint}: {error}; give a URL such as https://s3.example.org") from error
+
+
+def check_files(config: RunConfig) -> None:
+    """Raises UserError for a file that the configuration names and that is missing or of another kind."""
+    model, features = config.model, config.features
+    _require_file("data.extra_vocabulary", config.data.extra_vocabulary)
+    _require_file("model.word_vectors", model.word_vectors)
+    if model.word_vectors is not None and model.word_vector_width is not None:
+        check_word_vectors(Path(model.word_vectors).expanduser(), model.word_vector_width)
+    if features.hdf5 not in (None, SYNTHETIC):
+        from raycap.pipeline.features.regions import open_regions, region_file
+
+        with open_regions(region_file(config)):
+            pass
+    if config.has_backbone and config.backbone.weights not in ("none", "pretrained"):
+        _require_file("backbone.weights", config.backbone.weights)
+    if config.evaluation.constraints is not None:
+        from raycap.pipeline.evaluation.captioning.constraints import read_constraints
+
+        read_constraints(Path(config.evaluation.constraints))
+    check_score_inputs(config)
+    if config.init_from is not None:
+        check_bundle("init_from", config.init_from, config)
+    check_distill(config)
+
+
+def check_distill(config: RunConfig) -> None:
+    """The part of `check_files` for the teacher of the section `distill`."""
+    if config.distill is not None:
+        check_bundle("distill.model", config.distill.model, config)
+        check_teacher(config)
+
+
+def check_score_inputs(config: RunConfig) -> None:
+    """The part of `check_files` for the files of `evaluation.inputs`."""
+    for key, file in config.evaluation.inputs.files().items():
+        _require_file(key, file)
+    score_inputs(config.evaluation.inputs, config.data.language)
+
+
+def check_bundle(key: str, uri: str, config: RunConfig) -> None:
+    """Raises UserError if the folder that `key` names lacks a file that every model bundle has."""
+    folder = storage_path(uri, config.storage.options)
+    try:
+        folder.require_answer()
+        missing = [name for name in REQUIRED_FILES if not (folder / name).exists()]
+    except OSError as error:
+        raise UserError(f"{key}: {folder} cannot be read: {error}") from error
+    if missing:
+        raise UserError(f"{key}: {folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
+
+
+def _require_file(key: str, name: str | None) -> None:
+    """Raises UserError unless the file that the configuration's `key` names, if any, is a file that can be read."""
+    if name is None:
+        return
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"{key}: {path} does not exist or is not a file; give the path of a file, or leave the key out")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{key}: {path} cannot be read; correct its permissions")
+
+
+def require_possible(config: RunConfig) -> None:
+    """Raises UserError for a model or a batch that needs more parameters or memory than any machine has.
+
+    It also refuses settings of a stage that do not fit the parameters. The weights need no memory meanwhile.
+    """
+    if not config.has_backbone:
+        _require_trainable(config, require_possible_model(config, config.features.max_regions), None)
+        return
+    import torch
+
+    from raycap.pipeline.runs.prepare import initial_backbone
+
+    with torch.device("meta"):
+        backbone = initial_backbone(config, with_weights=False)
+    _require_parameters(f"backbone {config.backbone.name}", sum(each.numel() for each in backbone.parameters()))
+    _require_trainable(config, require_possible_model(config, backbone.num_tokens, backbone.width), backbone)
+
+
+def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_width: int = 64) -> CaptionModel:
+    """The part of `require_possible` for the captioning model, which is returned without memory for its weights.
+
+    The data, which are not read yet, may make it larger.
+    """
+    from raycap.models.macs import model_on_meta
+
+    positions = config.model.max_positions or 74
+    sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words
+    model = model_on_meta(config.model, sizes)
+    _require_parameters(f"model {config.model.name}", sum(parameter.numel() for parameter in model.parameters()))
+    for stage in config.stages:
+        _, samples = config.micro_batch_sizes(stage)
+        is_scst, sampling = stage.objective == "scst", stage.sampling
+        captions = samples * (sampling.num_samples if is_scst else stage.captions_per_image)
+        tokens = captions * (sampling.max_length if is_scst else 1)
+        _require_step(f"stages.{stage.name}", config, samples * image_tokens, tokens)
+    search = config.evaluation
+    images = search.images_at_a_time("cpu")  # on a GPU a batch that is too large becomes smaller
+    tokens = images * search.beam_size * search.max_length
+    _require_step("evaluation", config, images * image_tokens, tokens)
+    return model
+
+
+def _require_trainable(config: RunConfig, model: CaptionModel, backbone: Backbone | None) -> None:
+    """Raises UserError if `freeze` or `layer_decay` of a stage does not fit the parameters."""
+    from raycap.models.captioner import Captioner
+
+    for stage in config.stages:
+        trained = backbone if stage.train_backbone else None
+        try:
+            Captioner(model, trained).frozen_by(stage.freeze)
+            if trained is not None and stage.optimizer.layer_decay < 1:
+                trained.num_layers_above()
+        except ValueError as error:
+            raise UserError(f"stages.{stage.name}: {error}") from error
+
+
+def _require_parameters(name: str, count: int) -> None:
+    if count > MAX_PARAMETERS:
+        raise UserError(
+            f"{name} would have {count:,} parameters, and the limit is {MAX_PARAMETERS:,}; choose smaller sizes"
+        )
+
+
+def _require_step(key: str, config: RunConfig, image_tokens: int, caption_tokens: int) -> None:
+    """Raises UserError if the outputs of the layers for one batch need more memory than any worker has."""
+    model = config.model
+    layers = image_tokens * model.num_encoder_layers + caption_tokens * model.num_decoder_layers
+    size = 4 * layers * model.d_model
+    if size > MAX_BATCH_BYTES:
+        raise UserError(
+            f"{key}: a batch of {image_tokens:,} image tokens and {caption_tokens:,} caption tokens needs "
+            f"{size / 2**40:,.0f} TiB or more on one worker, and the limit is {MAX_BATCH_BYTES // 2**40}; lower the "
+            "batch size, or add workers"
+        )

@@ -1,0 +1,290 @@
+"""Creates a run's folder from a configuration: data, vocabulary, model sizes and initial weights.
+
+Preparation is quick (no Ray, no training). It checks the data and the configuration before it writes any file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from raycap.models.base import CaptionModel
+from raycap.models.config import ModelSizes
+from raycap.models.encoders.backbone import Backbone, backbone_macs, image_transform
+from raycap.models.registry import build_model
+from raycap.models.token_embeddings import fill_word_vectors
+from raycap.pipeline.config.load import dump_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
+from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
+from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.evaluation.captioning.constraints import load_automata
+from raycap.pipeline.features.keeping import DISK_RATE, S3_RATE, computing_seconds, reading_seconds, stores_features
+from raycap.pipeline.features.regions import feature_width
+from raycap.pipeline.runs.distillation.teacher import find_teacher
+from raycap.pipeline.runs.distilled import has_distilled_captions
+from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
+from raycap.pipeline.runs.identity import code_digest, run_identity
+from raycap.pipeline.runs.warm_start import warm_start
+from raycap.pipeline.storage.atomic import write_json, write_text
+from raycap.pipeline.storage.cache import free_bytes
+from raycap.pipeline.storage.digests import file_digest, write_digests
+from raycap.pipeline.storage.file_cache import shard_cache
+from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.version import commit
+
+logger = logging.getLogger(__name__)
+
+DOWNLOAD_PAUSES_S = (2.0, 10.0, 30.0)  # between attempts to download weights
+RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
+
+
+def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
+    """The folder of the run that this configuration and its data identify, which is created if it does not exist.
+
+    data: the result of `find_data`, given by a process that prepares many runs on the same data.
+
+    Raises UserError for data that cannot be trained on. Unreadable images are left out and counted, as long as they
+    are at most `data.max_bad_fraction` of the images.
+    """
+    dataset, unreadable = data or find_data(config)
+    dataset = readable(dataset, unreadable, config)
+    folder = open_run(config, dataset.fingerprint())
+    if not (folder.path / "run.json").is_file():
+        _create(folder, config, dataset, unreadable)
+        return folder
+    if not _has_data(folder, dataset):
+        dataset.save(folder.path / "data.arrow")
+        folder.push("data.arrow")
+    folder = RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
+    if not (folder.path / "COMPLETE.json").is_file():
+        _restore_tokens(folder)
+    return folder
+
+
+def _restore_tokens(folder: RunFolder) -> None:
+    """Writes the token files that a run lacks or that are damaged. Older versions have written none."""
+    has_teacher = folder.config.distill is not None and has_distilled_captions(folder)
+    for name in (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,):
+        try:
+            folder.tokens(name)
+        except DamagedError as error:
+            if (folder.path / name).exists():
+                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+            folder.write_tokens(name)
+
+
+def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
+    """Whether data.arrow of an existing run holds the data set that the run was found by.
+
+    It does not if the file is damaged, or if the same images have moved to another location before the run is complete.
+    """
+    is_complete = (folder.path / "COMPLETE.json").is_file()
+    columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]
+    try:
+        return bool(folder.dataset.table.select(columns).equals(dataset.table.select(columns)))
+    except DamagedError as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+        return False
+
+
+def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
+    """The folder of the run that a configuration and its data identify. The folder may not exist yet."""
+    name = f"runs/{run_identity(config, fingerprint)}"
+    return open_folder(config.working_path / name, config.home(name))
+
+
+def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
+    """The images that can be read. unreadable: {uri: reason} of the others.
+
+    Raises UserError if more than the share `data.max_bad_fraction` of the images cannot be read.
+    """
+    if len(unreadable) > config.data.max_bad_fraction * len(dataset):
+        uri, reason = next(iter(unreadable.items()))
+        raise UserError(
+            f"{len(unreadable)} of {len(dataset)} images cannot be read, more than "
+            f"{config.data.stated('data.max_bad_fraction')}; the first is {uri}: {reason}"
+        )
+    return dataset.readable()
+
+
+def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
+    """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
+
+    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded in
+    several attempts.
+    """
+    pauses = list(DOWNLOAD_PAUSES_S)
+    while True:
+        torch.manual_seed(config.seed)
+        try:
+            image_transform(config.backbone)  # refuses a transform that cannot be computed
+            return Backbone(config.backbone, with_weights=with_weights)
+        except ConnectionError as error:
+            if not pauses:
+                raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+            logger.warning(f"{error}; the next attempt is in {pauses[0]:g} s")
+            time.sleep(pauses.pop(0))
+        except Exception as error:  # timm and its libraries may raise any error
+            reason = " ".join(str(error).split())
+            raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
+
+
+def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
+    """Draws the weights of the backbone and then of the model from the seed, and writes the files of a new run."""
+    start = warm_start(config)
+    vocabulary = build_vocabulary(dataset, config.data)
+    if start is not None:
+        vocabulary = start.extend_vocabulary(vocabulary)
+    num_positions = max_positions(config, dataset, vocabulary)
+    if start is not None:
+        num_positions = max(num_positions, start.bundle.captioner.model.sizes.max_positions)
+    backbone = None
+    if config.has_backbone:
+        backbone = initial_backbone(config, with_weights=start is None)  # the bundle contains the backbone's weights
+        width, num_tokens = backbone.width, backbone.num_tokens
+    else:
+        width, num_tokens = feature_width(dataset, config), config.features.max_regions
+        torch.manual_seed(config.seed)
+        if (teacher := find_teacher(config)) is not None:
+            teacher.require_width(width)
+    check_constraints(config, dataset, vocabulary)
+    sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    model = _initial_model(config, sizes, vocabulary)
+    if start is not None:
+        start.copy_weights(model, backbone)
+    parts: dict[str, torch.nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
+    folder.path.mkdir(parents=True, exist_ok=True)
+    dataset.save(folder.path / "data.arrow")
+    write_text(folder.path / "vocabulary.json", vocabulary.to_json())
+    write_text(folder.path / "config.yaml", dump_config(config))
+    for part, module in parts.items():
+        save_weights(module, folder.path / "init" / f"{part}.safetensors")
+    write_digests(folder.path / "init")
+    stores = decide_store(config, dataset, num_tokens * width)
+    counts = {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
+    metadata = RunMetadata(
+        run_id=folder.run_id,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        data_fingerprint=dataset.fingerprint(),
+        code=code_digest(),
+        commit=commit(),
+        versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
+        splits=dataset.split_sizes(),
+        unreadable=unreadable,
+        sizes=sizes,
+        num_tokens=num_tokens,
+        parameters={"backbone": 0} | counts,
+        vocabulary=file_digest(folder.path / "vocabulary.json"),
+        order=decide_order(config, dataset, num_tokens * width) if stores else "samples",
+        stores_features=stores,
+    )
+    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
+    folder.write_tokens(TOKENS, vocabulary)
+    write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
+    folder.push("run.json")
+
+
+def decide_order(config: RunConfig, dataset: Dataset, row_values: int) -> Literal["samples", "shards"]:
+    """The order in which frozen stages read features. With `auto`, shards if the features exceed the cache.
+
+    Every worker and every later attempt uses the decision, which depends on this machine. row_values: the numbers in an
+    image's features.
+    """
+    settings = config.features
+    if settings.order != "auto":
+        return settings.order
+    if not config.storage_place.is_remote or all(stage.train_backbone for stage in config.stages):
+        return "samples"
+    num_train, num_val = len(dataset.split(*config.data.train_splits)), len(dataset.split(config.data.val_split))
+    num_bytes = (num_train * max(1, settings.views) + num_val) * row_values * np.dtype(settings.stored_dtype).itemsize
+    limit = shard_cache(settings.cache_bytes).limit
+    if num_bytes <= limit:
+        return "samples"
+    sizes = f"features take {num_bytes / 2**30:.1f} GiB and the cache of this machine {limit / 2**30:.1f} GiB"
+    logger.info(f"order     frozen stages read whole shards: {sizes}")
+    return "shards"
+
+
+def decide_store(config: RunConfig, dataset: Dataset, row_values: int) -> bool:
+    """Whether the features of training images are stored, by `features.store`; see `stores_features` for `fits`.
+
+    As for `decide_order`, every worker and every later attempt uses the decision. row_values: the numbers in an image's
+    features. A local storage has room for as much as half of its disk's free space, and S3 for as much as this
+    machine's cache of shards. Features that are stored already do not count, as when `raycap run` checks the disk.
+    """
+    settings, workers = config.features, config.workers
+    num_stores = config.num_training_stores(config.stages)
+    if settings.store != "fits" or not num_stores:
+        return settings.store != "never"
+    row_bytes = row_values * np.dtype(settings.stored_dtype).itemsize
+    total = len(dataset.split(*config.data.train_splits)) * max(1, settings.views) * row_bytes
+    rate, most = S3_RATE, None
+    if config.storage_place.is_remote:
+        room = shard_cache(settings.cache_bytes).limit
+    else:
+        total, most, rate = num_stores * total, max(0, free_bytes(config.working_path)), DISK_RATE
+        room = most // 2
+    reading = reading_seconds(total, row_bytes, room, rate)
+    frozen = next(stage for stage in config.stages if not stage.train_backbone)
+    gpus, threads, (_, images) = workers.gpus_per_worker, workers.threads_per_worker, config.micro_batch_sizes(frozen)
+    computing = computing_seconds(backbone_macs(config.backbone), gpus, threads, images, settings.batch_size)
+    stores = stores_features(total, room, most, reading, computing)
+    sizes = f"they take {total / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB are there for them"
+    times = f"per image, reading takes {1000 * reading:.3g} ms and computing {1000 * computing:.3g} ms (estimates)"
+    what = "stored" if stores else "computed at each step"
+    logger.info(f"store     features of training images are {what}: {sizes}; {times}")
+    return stores
+
+
+def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
+    """Raises UserError if the configuration's constraint file has words for test images outside the vocabulary."""
+    if config.evaluation.constraints is not None:
+        images = dataset.split(*config.data.test_splits).column("image_id")
+        load_automata(Path(config.evaluation.constraints), images, vocabulary)
+
+
+def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> int:
+    """The number of token positions that is enough for training captions, SCST samples and evaluation.
+
+    Raises UserError if the configured number is too small for the longest training caption.
+    """
+    longest = longest_caption(dataset.split(*config.data.train_splits), vocabulary)
+    configured = config.model.max_positions
+    if configured is not None and configured < longest:
+        raise UserError(
+            f"model.max_positions = {configured} is less than the longest training caption's {longest} tokens with SOS "
+            "and EOS; raise it or leave it out"
+        )
+    sampled_lengths = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
+    return max(configured or longest, config.evaluation.max_length, *sampled_lengths)
+
+
+def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
+    """The model with weights drawn from torch's current random state and, if configured, with word vectors."""
+    file, columns = config.model.word_vectors, config.model.word_vector_width
+    if file is None or columns is None:
+        return build_model(config.model, sizes)
+    vectors, has_vector = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
+    logger.info(f"words     {file}: {describe_missing(vocabulary.words, has_vector)}")
+    model = build_model(config.model, sizes)
+    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(has_vector))
+    return model
+
+
+def _version_of(package: str) -> str:
+    """The version of an installed package, else "missing"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,106 @@
+"""Writes the page of a search: one HTML file with the Pareto front, the leaderboard and the importance of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from raycap.pipeline.evaluation.reports.page import render_template
+from raycap.pipeline.search.ablations import comparisons
+from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
+from raycap.pipeline.search.results import (
+    SPREAD_TEXT,
+    PointResult,
+    heading,
+    leaderboard,
+    objectives_text,
+    selection_note,
+)
+from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
+from raycap.pipeline.search.space import short
+from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.trials import TrialLog, TrialRecord
+from raycap.pipeline.storage.atomic import write_bytes, write_text
+
+TEMPLATE = Path(__file__).with_name("search.html.jinja")
+
+
+def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
+    """Writes pareto.png and parallel.png into the folder."""
+    write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
+    write_bytes(folder / "parallel.png", png(parallel_plot(search, results)))
+
+
+def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
+    """Writes search.html into the search's folder."""
+    search, path = log.search, log.folder.path / "search.html"
+    columns, rows = leaderboard(search, results, on_front)
+    shares, note = importances(search, log.records)
+    is_narrow = {"wide": False, "narrow": True}  # each plot is drawn for wide and for narrow screens
+    pareto = {width: pareto_plot(search, results, on_front, narrow=narrow) for width, narrow in is_narrow.items()}
+    parallel = {width: parallel_plot(search, results, narrow=narrow) for width, narrow in is_narrow.items()}
+    text = render_template(
+        TEMPLATE,
+        title=search.config.name,
+        search_id=path.parent.name,
+        summary=f"{len(log.records)} trials of {', '.join(search.stages)}: {log.states_text()}.",
+        selection_note=selection_note(search),
+        spread_text=SPREAD_TEXT,
+        front_note=f"The front holds the finished points that no other one dominates in {objectives_text(search)}.",
+        columns=columns,
+        rows=rows,
+        pareto={width: svg(figure, f"pareto-{width}") for width, figure in pareto.items()},
+        parallel={width: svg(figure, f"parallel-{width}") for width, figure in parallel.items()},
+        importance=[(short(key), share) for key, share in sorted(shares.items(), key=lambda item: -item[1])],
+        importance_note=note,
+        comparisons=comparisons(search, results),
+        failures=[
+            (f"trial {record.number}, {search.space.describe(record.point)}", record.reason)
+            for record in log.records
+            if record.state == "failed"
+        ],
+        metadata=_metadata(search),
+    )
+    write_text(path, text)
+    return path
+
+
+def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[str, float], str]:
+    """{dimension: share} of the main objective's variance, and a note on the data it was computed from.
+
+    If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
+    instead of the main objective, because scores after different epochs are not comparable.
+    """
+    usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
+    values = [record.value(search.config.main_objective) for record in usable]
+    source = f"of {heading(search, search.config.main_objective)} over {len(usable)} trials"
+    if any(record.state == "stopped" for record in usable):
+        scores = [dict(record.reports) for record in usable]
+        common_epochs = set.intersection(*map(set, scores))
+        epoch = max(common_epochs, default=-1.0)  # without a common epoch no trial has a value
+        values = [score.get(epoch) for score in scores]
+        source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
+    rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
+    points = [search.space.point_by_key(record.point) for record, _ in rated]
+    shares = importance(search.space.by_key(), points, [value for _, value in rated])
+    if not shares:
+        return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
+    return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."
+
+
+def _metadata(search: Search) -> dict[str, str]:
+    """The settings of the search, as the page lists them."""
+    config, base = search.config, search.base
+    budget = ", ".join(f"{name} {value}" for name, value in config.budget.model_dump().items() if value is not None)
+    return {
+        "base": f"{config.base} ({base.name})",
+        "algorithm": config.algorithm,
+        "early stopping": config.scheduler.describe() if config.scheduler else "none",
+        "budget": budget or "the whole grid",
+        "chosen on": base.data.val_split,
+        "reported on": search.score_split,
+        "seeds": ", ".join(map(str, config.seeds)),
+        "resources per trial": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),
+        "epochs per trial": f"{search.total_epochs():g} of {', '.join(search.stages)}",
+        "space": "; ".join(search.space.keys),
+    }

@@ -1,0 +1,285 @@
+"""The space of a search: one dimension per configuration key, with labelled choices or a range."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from raycap.models.values import NUMBER, Groups
+from raycap.pipeline.config.sections import Name, Section
+from raycap.pipeline.runtime.names import printable, shown
+
+MAX_CHOICES = 1000  # that a dimension lists; each is built before a search starts
+MAX_NUMBERS = 100_000  # of a range with a step
+Coefficient = Annotated[Groups, Field(gt=0)]
+Bound = Annotated[int | float, NUMBER, Field(ge=-1e38, le=1e38)]  # of a range
+
+
+class GenerateSection(Section):
+    """Generates expansion groups G from the coefficients `smallest`, 2 * `smallest`, ... up to `largest`.
+
+    For each number n in `groups`, `doubling` generates every n successive coefficients, and `equal` repeats each
+    coefficient n times: 3 groups from 16 to 64 are [16, 32, 64], or [16, 16, 16], [32, 32, 32] and [64, 64, 64].
+    """
+
+    groups: Annotated[tuple[Annotated[int, Field(gt=0, le=100), NUMBER], ...], Field(max_length=50)]
+    smallest: Coefficient
+    largest: Coefficient
+    spacing: Literal["doubling", "equal"] | tuple[Literal["doubling", "equal"], ...] = "doubling"
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> GenerateSection:
+        if not self.generated():
+            raise ValueError(
+                f"no {' or '.join(map(str, self.groups))} groups fit between smallest = {self.smallest} and "
+                f"largest = {self.largest} by {self.spacing}; lower smallest or raise largest"
+            )
+        return self
+
+    def generated(self) -> list[list[int]]:
+        """The lists of coefficients, without duplicates."""
+        num_coefficients = (self.largest // self.smallest).bit_length()  # 1 + how often `smallest` can be doubled
+        coefficients = [self.smallest * 2**power for power in range(num_coefficients)]
+        groups: list[list[int]] = []
+        for count in self.groups:
+            for spacing in [self.spacing] if isinstance(self.spacing, str) else self.spacing:
+                if spacing == "doubling":
+                    groups += [coefficients[start : start + count] for start in range(num_coefficients - count + 1)]
+                else:
+                    groups += [[coefficient] * count for coefficient in coefficients]
+        return [group for number, group in enumerate(groups) if group not in groups[:number]]
+
+
+class SpaceSection(Section):
+    """One dimension: `choices` (or a plain list in YAML), named `groups`, `generate`, or a range from low to high.
+
+    A range between integers has integer values. With `log` the logarithm of a number is drawn uniformly. With `step`
+    the choices are low, low + step, low + 2 * step, ... up to high.
+    """
+
+    choices: Annotated[tuple[Any, ...], Field(max_length=MAX_CHOICES)] | None = None
+    groups: Annotated[dict[Name, tuple[Coefficient, ...] | None], Field(max_length=MAX_CHOICES)] | None = None
+    generate: GenerateSection | None = None
+    low: Bound | None = None
+    high: Bound | None = None
+    log: bool = False
+    step: Bound | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> SpaceSection:
+        is_range = self.low is not None and self.high is not None
+        kinds = [self.choices is not None, self.groups is not None, self.generate is not None, is_range]
+        has_range_settings = (self.low, self.high, self.step, self.log) != (None, None, None, False)
+        if sum(kinds) != 1 or (has_range_settings and not is_range):
+            raise ValueError("needs exactly one of a list of choices, groups, generate, or low and high")
+        if self.low is not None and self.high is not None:
+            if not self.low < self.high:
+                raise ValueError(f"low = {self.low} must be below high = {self.high}")
+            if self.log and (self.low <= 0 or self.step is not None):
+                raise ValueError("a log range needs low above 0 and no step")
+            if self.step is not None and not 0 < self.step <= self.high - self.low:
+                raise ValueError(f"step = {self.step} must be above 0 and at most high - low = {self.high - self.low}")
+            step = self.step or (1 if isinstance(self.low, int) and isinstance(self.high, int) else None)
+            if step is not None and (self.high - self.low) / step >= MAX_NUMBERS:
+                raise ValueError(
+                    f"has more than {MAX_NUMBERS:,} numbers from low = {self.low} to high = {self.high}; give a larger "
+                    "step or a smaller range"
+                )
+        elif not (self.choices or self.groups or self.generate):
+            raise ValueError("is empty; give at least one choice")
+        labels = [show_value(choice) for choice in self.choices or ()]
+        if duplicates := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"the choice {shown(duplicates[0])} occurs twice")
+        return self
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One configuration key with the labels and values of its choices, or with a range from `low` to `high`."""
+
+    key: str
+    labels: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    step: float | None = None
+    integer: bool = False
+
+    @property
+    def is_range(self) -> bool:
+        return not self.labels
+
+    def listed(self) -> list[Any] | None:
+        """All choices; None for a continuous range. A choice is a label, or a number in a range."""
+        if self.labels:
+            return list(self.labels)
+        step = self.step or (1 if self.integer else None)
+        if step is None:
+            return None
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1  # 1e-9: rounding must not lose the last number
+        return [self._number(self.low + number * step) for number in range(count)]
+
+    def ends(self) -> list[Any]:
+        """Every label, or both ends of a range. These choices are checked before a search starts."""
+        return list(self.labels) if self.labels else [self._number(self.low), self._number(self.high)]
+
+    def draw(self, generator: random.Random) -> Any:
+        """A random choice."""
+        if self.log:
+            drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
+            return self._number(min(max(drawn, self.low), self.high))
+        listed = self.listed()
+        return self._number(generator.uniform(self.low, self.high)) if listed is None else generator.choice(listed)
+
+    def neighbor(self, choice: Any, generator: random.Random) -> Any:
+        """A changed choice, as in population based training (Jaderberg et al., 2017).
+
+        It is a random choice with probability 1/4. Otherwise it is the next choice up or down, or, in a continuous
+        range, 0.8 or 1.2 times the number, limited to the range.
+        """
+        if generator.random() < 0.25:
+            return self.draw(generator)
+        listed = self.listed()
+        if listed is not None:
+            index = listed.index(choice) + generator.choice((-1, 1))
+            return listed[min(max(index, 0), len(listed) - 1)]
+        return self._number(min(max(choice * generator.choice((0.8, 1.2)), self.low), self.high))
+
+    def value(self, choice: Any) -> Any:
+        """The configuration value of a choice."""
+        return self.values[self.labels.index(choice)] if self.labels else choice
+
+    def show(self, choice: Any) -> str:
+        """The choice for tables and messages; floats have four significant digits."""
+        return f"{choice:.4g}" if isinstance(choice, float) else str(choice)
+
+    def _number(self, value: float) -> Any:
+        """The value as an integer in an integer range, else rounded to six digits, which keeps YAML files short."""
+        return round(value) if self.integer else float(f"{value:.6g}")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Independent dimensions, or explicit rows as one dimension `row`, whose values are {configuration key: value}."""
+
+    dimensions: tuple[Dimension, ...]
+    row_keys: tuple[str, ...] = ()  # the configuration keys that rows set; empty without rows
+
+    @property
+    def keys(self) -> list[str]:
+        """Configuration keys that points change."""
+        return list(self.row_keys) or [dimension.key for dimension in self.dimensions]
+
+    @property
+    def size(self) -> float:
+        """The number of points; infinite with a continuous range, and where a float cannot hold it."""
+        lists = [dimension.listed() for dimension in self.dimensions]
+        return math.prod(math.inf if choices is None else float(len(choices)) for choices in lists)
+
+    def first(self) -> dict[str, Any]:
+        """The point with the first choice of each dimension."""
+        return {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
+
+    def draw(self, generator: random.Random) -> dict[str, Any]:
+        """A random point."""
+        return {dimension.key: dimension.draw(generator) for dimension in self.dimensions}
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        """Every point of a finite space; the last dimension changes fastest."""
+        keys = [dimension.key for dimension in self.dimensions]
+        for choices in itertools.product(*(dimension.listed() or [] for dimension in self.dimensions)):
+            yield dict(zip(keys, choices, strict=True))
+
+    def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that a point sets, as {configuration key: value}."""
+        values = {dimension.key: dimension.value(point[dimension.key]) for dimension in self.dimensions}
+        return dict(values["row"]) if self.row_keys else values
+
+    def by_key(self) -> Space:
+        """The same space with one dimension per configuration key, for plots and importance.
+
+        In a space of rows the dimension of a key has the different values that the rows give the key.
+        """
+        if not self.row_keys:
+            return self
+        rows = self.dimensions[0].values
+        dimensions = []
+        for key in self.row_keys:
+            column = [values.get(key, MISSING) for values in rows]
+            distinct = {show_value(value): value for value in column}
+            dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
+        return Space(tuple(dimensions))
+
+    def point_by_key(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """The same point in the space that `by_key` returns, with one choice per configuration key."""
+        if not self.row_keys:
+            return dict(point)
+        changes = self.changes(point)
+        return {key: show_value(changes.get(key, MISSING)) for key in self.row_keys}
+
+    def describe(self, point: Mapping[str, Any]) -> str:
+        """The point as one line for tables and messages."""
+        if self.row_keys:
+            return str(point["row"])
+        return ", ".join(
+            f"{short(dimension.key)} {dimension.show(point[dimension.key])}" for dimension in self.dimensions
+        )
+
+
+MISSING = "base"  # the label for a row that does not set the key, which keeps the base configuration's value
+SYMBOLS = {
+    "model.static_expansion": "G",
+    "model.dynamic_expansion": "N_E",
+    "model.encoder_dynamic_expansion": "encoder N_E",
+}
+
+
+def short(key: str) -> str:
+    """A short name of a key: the paper's symbol, or the last part. A stage's key includes the stage's name."""
+    section, *parts = key.split(".")
+    return SYMBOLS.get(key) or (" ".join(parts) if section == "stages" else (parts or [section])[-1])
+
+
+def show_value(value: Any) -> str:
+    """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`.
+
+    Control characters are escaped, because plots cannot show them.
+    """
+    if value is None:
+        return "attention"  # which a model without expansion groups uses
+    if isinstance(value, list | tuple):
+        is_repeated = len(value) > 1 and len(set(map(str, value))) == 1
+        text = f"{value[0]} x {len(value)}" if is_repeated else " ".join(map(str, value))
+        return printable(text)
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
+
+
+def space_of(sections: Mapping[str, SpaceSection]) -> Space:
+    """The space of the `space` section of a search."""
+    return Space(tuple(_dimension(key, section) for key, section in sections.items()))
+
+
+def row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
+    """The space whose points are `rows`; each row is {dotted key: value}."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(rows))
+    labels = [", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows]
+    return Space((Dimension("row", tuple(labels), tuple(rows)),), tuple(keys))
+
+
+def _dimension(key: str, section: SpaceSection) -> Dimension:
+    """The dimension that a section describes."""
+    if section.low is not None and section.high is not None:
+        integer = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
+        return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=integer)
+    choices: Iterable[Any] = section.choices or (section.groups or {}).values()
+    if section.generate is not None:
+        choices = section.generate.generated()
+    values = [list(choice) if isinstance(choice, tuple) else choice for choice in choices]
+    return Dimension(key, tuple(section.groups or map(show_value, values)), tuple(values))

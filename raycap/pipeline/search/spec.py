@@ -1,0 +1,497 @@
+"""The YAML file of a search: a base configuration, a space over its keys, the trial, objectives and a budget.
+
+A point has one choice per dimension. The choice is the label of a listed value, or a number in a range.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, field_validator, model_validator
+
+from raycap.models.config import ExpansionNetConfig
+from raycap.models.values import NUMBER, Text
+from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import (
+    Cpus,
+    Epochs,
+    FileName,
+    Gpus,
+    Minutes,
+    Name,
+    Processes,
+    Section,
+    Seed,
+    StorageSection,
+    long_storage,
+)
+from raycap.pipeline.config.shipped import referenced_file
+from raycap.pipeline.config.variables import remember_secrets
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.scores.metrics import METRICS
+from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
+
+Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
+MAX_SEEDS = 1000
+MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
+SCORE = "CIDEr-D"  # the score that every validation reports
+
+
+class CostFormat(NamedTuple):
+    """The heading of a cost in tables and plots, and the number by which they divide it."""
+
+    heading: str
+    unit: float = 1
+
+
+COSTS = {
+    "macs": CostFormat("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
+    "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
+    "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
+    "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
+    "latency_ms": CostFormat("ms per image"),  # one image's beam search, measured by the trial
+    "seconds": CostFormat("s training"),
+}
+FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
+    "name": "a trial's name is derived from the search's",
+    "seed": "list seeds under `seeds`",
+    "storage": "all trials share one storage",
+    "tracking": "all trials share one tracker",
+    "workers": "set a trial's workers under `resources`",
+    "backbone": "features are extracted once, before the first trial",
+    "features": "features are extracted once, before the first trial",
+    "data": "features are extracted once, before the first trial",
+    "distill": "the teacher captions the images once, before the first trial",
+}
+# Keys of these sections that may be searched, because no feature and no stored caption depends on them
+SEARCHABLE_EXCEPTIONS = {"data.min_count", "distill.captions_per_image"}
+# Population based training may search these model keys, because they change no weight's shape.
+WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
+
+
+class TrialSection(Section):
+    """The stages that a trial trains; by default the first cross-entropy stage on frozen features."""
+
+    stages: tuple[Name, ...] | None = None
+    epochs: Epochs | None = None  # the length of each stage; None: as in the base configuration
+    set: Values = Field(default={})  # configuration values for all trials; best.yaml does not contain them
+
+
+class BackboneSection(Section):
+    """The backbone that extracts the trials' features: `weights` is a file, `base` or `run`.
+
+    base: the base configuration's initial backbone. run: the backbone that a finished run of the base configuration has
+    trained; without such a run, a stand-in is trained with `stages` and `set`.
+    """
+
+    weights: Text = "base"
+    stages: tuple[Name, ...] = ()
+    set: Values = Field(default={})
+
+
+class BudgetSection(Section):
+    """When a search ends. `trials` counts points times seeds. A larger budget resumes a finished search."""
+
+    trials: Annotated[int, Field(gt=0, le=10**6), NUMBER] | None = None
+    hours: Minutes | None = None
+    concurrent: Processes | None = None  # the most trials at a time; None: as many as the machine or cluster can place
+
+
+ONE_PRECISION = "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
+
+
+class SchedulerSection(Section):
+    """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
+
+    name: Literal["asha"] = "asha"
+    grace_epochs: Epochs = 1
+    reduction: Annotated[float, Field(ge=1.1, le=1000), NUMBER] = 2  # near 1 there would be a rung for every step
+
+    def describe(self) -> str:
+        return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
+
+
+class PopulationSection(Section):
+    """After each `every_epochs` epochs the worst `quantile` of the members copies weights from the best `quantile`."""
+
+    every_epochs: Epochs = 1
+    quantile: Annotated[float, Field(gt=0, le=0.5), NUMBER] = 0.25
+
+
+class ResourceSection(Section):
+    """The resources of one trial. With one worker it trains in its own process, with several on Ray Train."""
+
+    workers: Processes = 1
+    cpus: Cpus = 1  # per worker
+    gpus: Gpus = 0
+
+    def check_values(self) -> None:
+        if 0 < self.gpus < 1 < self.workers:
+            raise ValueError(
+                f"resources.gpus = {self.gpus:g} gives two of {self.workers} workers the same GPU, which NCCL refuses; "
+                "set it to 1, or resources.workers to 1"
+            )
+
+
+class SearchConfig(Section):
+    """The configuration of `raycap tune`."""
+
+    name: FileName
+    base: Text  # the file of the base configuration, relative to the search's file, or the name of a shipped one
+    set: Values = Field(default={})  # changes of the base configuration
+    storage: StorageSection | None = None  # None: the base configuration's
+    space: dict[Name, SpaceSection] = Field(default={}, max_length=100)
+    rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None  # explicit points
+    trial: TrialSection = TrialSection()
+    backbone: BackboneSection = BackboneSection()
+    objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
+    metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's captions
+    # the split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case
+    score_split: Name | None = None
+    budget: BudgetSection = BudgetSection()
+    algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
+    population: Processes | None = None  # of NSGA-II; None: a quarter of the number of points, but 4 to 50
+    scheduler: SchedulerSection | None = None
+    pbt: PopulationSection = PopulationSection()
+    resources: ResourceSection = ResourceSection()
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
+    seed: Seed = 0  # the sampler's seed
+    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # the paper to compare with
+
+    @field_validator("storage", mode="before")
+    @classmethod
+    def _accept_short_storage(cls, value: Any) -> Any:
+        return long_storage(value)
+
+    @field_validator("scheduler", mode="before")
+    @classmethod
+    def _expand_scheduler_name(cls, value: Any) -> Any:
+        """`scheduler: asha` is short for `scheduler: {name: asha}`."""
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _expand_number_of_seeds(cls, value: Any) -> Any:
+        """`seeds: 3` is short for `seeds: [0, 1, 2]`. One seed too many shows that a number is above the limit."""
+        return list(range(min(value, MAX_SEEDS + 1))) if type(value) is int else value
+
+    @field_validator("space", mode="before")
+    @classmethod
+    def _expand_choice_lists(cls, value: Any) -> Any:
+        """A list is short for `{choices: list}`."""
+        if not isinstance(value, dict):
+            return value
+        return {key: {"choices": entry} if isinstance(entry, list) else entry for key, entry in value.items()}
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> SearchConfig:
+        if bool(self.space) == bool(self.rows):
+            raise ValueError("exactly one of space and rows is needed; rows lists explicit points")
+        if self.rows and self.algorithm != "grid":
+            raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run in order; set grid")
+        known = list(dict.fromkeys([SCORE, *COSTS, *self.metrics]))
+        if not self.objectives:
+            raise ValueError(f"objectives is empty; list one or more of {', '.join(known)}")
+        if unknown := [name for name in self.objectives if name not in known]:
+            raise ValueError(f"objectives: no trial reports {unknown[0]!r}; known: {', '.join(known)}")
+        if unknown := [name for name in self.metrics if name not in METRICS]:
+            raise ValueError(f"metrics: {unknown[0]!r} is unknown; known: {', '.join(METRICS)}")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds must differ, found {', '.join(map(str, self.seeds))}")
+        trials, seeds = self.budget.trials, len(self.seeds)
+        if trials is not None and trials % seeds:
+            raise ValueError(
+                f"budget.trials = {trials} does not divide by {seeds} seeds; take {max(1, trials // seeds) * seeds}"
+            )
+        if self.algorithm != "grid" and trials is None and self.budget.hours is None:
+            raise ValueError(f"algorithm {self.algorithm} needs an end: set budget.trials or budget.hours")
+        if self.algorithm == "pbt":
+            self._check_population()
+        return self
+
+    def _check_population(self) -> None:
+        """Raises ValueError for settings that population based training cannot use."""
+        if self.scheduler is not None:
+            raise ValueError("scheduler asha and algorithm pbt exclude each other; leave scheduler out")
+        if self.budget.trials is None or self.resources.workers > 1:
+            raise ValueError("algorithm pbt needs budget.trials, its members, and one worker per trial")
+        for key in self.space:
+            if key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in WEIGHT_COMPATIBLE):
+                raise ValueError(
+                    f"space.{key}: algorithm pbt copies weights and steps between trials, which needs equal {key}; "
+                    "search it with tpe or nsga2"
+                )
+            if key.endswith(".ema"):
+                raise ValueError(f"space.{key}: algorithm pbt copies averages between trials; search it with tpe")
+
+    @property
+    def main_objective(self) -> str:
+        """The objective that orders the leaderboard: CIDEr-D if it is one, else the first."""
+        return SCORE if SCORE in self.objectives else next(iter(self.objectives))
+
+
+class Search:
+    """A parsed search with its base configuration and its space."""
+
+    def __init__(self, config: SearchConfig, base: dict[str, Any]) -> None:
+        self.config = config
+        self.values = base  # the base configuration before validation
+        self.base = parse_config(base)
+        self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
+        self.stages = self._stages()
+        # the cost in tables and plots; only ExpansionNet v2's paper counts as `macs` does
+        self.cost = "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
+        if "macs" in config.objectives and self.cost != "macs":
+            raise UserError(
+                f"objectives: macs is an accounting of ExpansionNet v2's paper, and the base's model is "
+                f"{self.base.model.name}; use macs_executed, macs_beam_search or another"
+            )
+
+    def _stages(self) -> tuple[str, ...]:
+        """The names of the stages that a trial trains, in the order of the base configuration."""
+        names, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
+        if selected is not None:
+            if unknown := [name for name in selected if name not in names]:
+                raise UserError(
+                    f"trial.stages: the base configuration has no {unknown[0]!r}; it has {', '.join(names)}"
+                )
+            return tuple(name for name in names if name in selected)
+        for stage in self.base.stages:
+            if stage.objective == "cross_entropy" and not stage.train_backbone:
+                return (stage.name,)
+        raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
+
+    @property
+    def score_split(self) -> str:
+        """The split whose scores are reported."""
+        return self.config.score_split or self.base.data.val_split
+
+    @property
+    def reports_validation(self) -> bool:
+        """Whether the reported scores are those by which weights and points are chosen."""
+        return self.score_split == self.base.data.val_split
+
+    def reported(self, metric: str) -> str:
+        """The name of a metric on `score_split` in a trial's record: `test CIDEr-D`, or `CIDEr-D` for validation."""
+        return metric if self.reports_validation else f"{self.score_split} {metric}"
+
+    def run_values(self, point: Mapping[str, Any], name: str = "best") -> dict[str, Any]:
+        """The base configuration with a point's values, before validation. `raycap run` can run it."""
+        values = copy.deepcopy(self.values)
+        for key, value in self.space.changes(point).items():
+            set_value(values, key, value, "space")
+        values["name"] = f"{self.base.name}-{self.config.name}-{name}"
+        return values
+
+    def trial_config(
+        self, point: Mapping[str, Any], seed: int, weights: str | None = None, member: int | None = None
+    ) -> RunConfig:
+        """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
+
+        The run's name contains a population's `member`, so that members at the same point have separate runs.
+        """
+        values = self.run_values(point)
+        trial, resources = self.config.trial, self.config.resources
+        values["name"] = f"{self.base.name}-{self.config.name}" + ("" if member is None else f"-member-{member}")
+        values["stages"] = [stage for stage in values["stages"] if stage.get("name") in self.stages]
+        if trial.epochs is not None:
+            values["stages"] = [stage | {"epochs": trial.epochs} for stage in values["stages"]]
+        set_values(values, trial.set, "trial.set")
+        values["seed"], values["tracking"] = seed, {"enabled": False}
+        if weights is not None:
+            values.setdefault("backbone", {})["weights"] = weights
+        values["workers"] = dict(values.get("workers") or {}) | {
+            "num_workers": resources.workers,
+            "min_workers": None,
+            "cpus_per_worker": resources.cpus,
+            "gpus_per_worker": resources.gpus,
+            "threads_per_worker": max(1, int(resources.cpus)),
+            "dry_run": False,
+        }
+        config = parse_config(values)
+        if config.evaluation.precision == "auto":
+            raise UserError(ONE_PRECISION)
+        return config
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of each worker of a trial under Ray's names."""
+        resources = self.config.resources
+        return {"CPU": resources.cpus, "GPU": resources.gpus, **self.base.workers.resources}
+
+    def without_tracker(self) -> Search:
+        """The search for the processes of its trials, which need no tracker, whose URI may hold a password."""
+        values = {key: value for key, value in self.values.items() if key != "tracking"}
+        return Search(self.config.model_copy(update={"set": {}}), values)  # the values contain those of `set`
+
+    def num_trials(self) -> int | None:
+        """The number of trials; None if only budget.hours limits it."""
+        budget, most = self.config.budget.trials, self.space.size * len(self.config.seeds)
+        if math.isinf(most) or self.config.algorithm == "pbt":
+            return budget
+        return int(most if budget is None else min(most, budget))
+
+    def total_epochs(self) -> float:
+        """The number of epochs of a trial, over all its stages, with the first choice of each dimension."""
+        return sum(stage.epochs for stage in self.trial_config(self.space.first(), self.config.seeds[0]).stages)
+
+    def identity(self, *others: str) -> str:
+        """The search's name and a hash of the search, its base and `others` (the digests of data, code and backbone).
+
+        The hash ignores the budget, the resources and the seeds, so that a search can resume after they change.
+        """
+        body = self.config.model_dump(mode="json", exclude={"budget", "resources", "seeds", "base", "set", "storage"})
+        text = json.dumps([body, config_identity(self.base), *others], sort_keys=True, default=str)
+        return f"{self.config.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+    def check(self) -> None:
+        """Builds the configuration and the model of each choice; UserError names a choice that cannot be built.
+
+        Each choice, or both ends of a range, is combined with the first choices of the other dimensions. In a space of
+        up to 1,000 points the configuration of every point is built as well.
+        """
+        if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
+            raise UserError(ONE_PRECISION)
+        if self.base.features.store == "fits":
+            raise UserError("features.store is fits, which each run decides; set it to always or never for all trials")
+        for key in self.space.keys:
+            self._check_key(key)
+        if self.config.algorithm == "grid" and math.isinf(self.space.size):
+            raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
+        if self.config.algorithm == "pbt" and len(self.stages) > 1:
+            raise UserError(
+                f"algorithm pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
+            )
+        trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
+        if any(before and not after for before, after in itertools.pairwise(trains_backbone)):
+            raise UserError(
+                f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
+                "search extracts them once; end with the stage that trains it"
+            )
+        for name, point in self._end_points():
+            self._check_point(point, name, model=True)
+        settings = self.config.scheduler
+        if settings is not None and settings.grace_epochs > self.total_epochs():
+            raise UserError(
+                f"scheduler.grace_epochs = {settings.grace_epochs:g} is more than the {self.total_epochs():g} epochs "
+                "of a trial; lower it or raise trial.epochs"
+            )
+        if self.space.size <= MAX_CHECKED_POINTS:
+            for point in self.space.points():
+                self._check_point(point, shown(self.space.describe(point)), model=False)
+        for key in flatten(self.config.trial.set):
+            section = key.split(".")[0]
+            # the trials read what the search has extracted and captioned
+            if section in ("features", "distill") and key not in SEARCHABLE_EXCEPTIONS:
+                raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS[section]}")
+        self._check_score_split()
+
+    def check_teacher(self) -> None:
+        """Raises UserError for a choice of `distill` that the teacher's search cannot give. A remote one is fetched."""
+        from raycap.pipeline.runs.preflight import check_distill
+
+        for name, point in self._end_points():
+            config = self.trial_config(point, self.config.seeds[0])
+            if config.distill != self.base.distill:
+                try:
+                    check_distill(config)
+                except UserError as error:
+                    raise UserError(f"{name} is refused: {error}") from error
+
+    def _end_points(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each choice, or both ends of a range, with the first choices of the other dimensions: its name and point."""
+        first = self.space.first()
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
+                yield name, {**first, dimension.key: choice}
+
+    def _check_score_split(self) -> None:
+        """UserError for a split that is not evaluated, or whose captions would need constraints."""
+        data = self.base.data
+        if self.reports_validation:
+            return
+        if self.score_split not in data.test_splits:
+            raise UserError(
+                f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
+                f"of data.test_splits ({', '.join(data.test_splits)})"
+            )
+        first = self.trial_config(self.space.first(), self.config.seeds[0])
+        varies = any(f"{key}." in ("evaluation.", "evaluation.constraints.") for key in self.space.keys)
+        if varies or first.evaluation.constraints is not None:
+            raise UserError(
+                "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
+                "them"
+            )
+
+    def _check_key(self, key: str) -> None:
+        """UserError for a key that a search must not change."""
+        section, *parts = key.split(".")
+        if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
+            raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
+        for fixed in flatten(self.config.trial.set):
+            # one key is the other or contains it
+            if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):
+                raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
+        if section != "stages" or not parts:
+            return
+        if parts[0] in {stage.name for stage in self.base.stages} - set(self.stages):
+            raise UserError(f"space.{key}: no trial runs the stage {parts[0]}; add it to trial.stages")
+        if parts[-1] == "epochs":
+            if self.config.trial.epochs is not None:
+                raise UserError(f"space.{key}: trial.epochs gives all trials the same; leave one of them out")
+            if self.config.scheduler is not None:
+                raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
+
+    def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
+        """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
+        from raycap.pipeline.runs.preflight import require_possible_model
+
+        try:
+            config = self.trial_config(point, self.config.seeds[0])
+            parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
+            if model:
+                require_possible_model(config)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"{name} is refused: {error}") from error
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values under dotted keys: {a: {b: 1}} becomes {a.b: 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
+    """Sets the keys of `changes`, nested or dotted, in `values`; a UserError begins with `source`."""
+    for key, value in flatten(changes).items():
+        set_value(values, key, value, source)
+
+
+def load_search(path: Path, overrides: Sequence[str] = ()) -> Search:
+    """Reads a search and its base configuration, and checks every choice; UserError for what is wrong in them."""
+    values = read_values(path, overrides)
+    remember_secrets(values)  # an error may quote any of them
+    config = parse_section(SearchConfig, values)
+    base = read_values(referenced_file(path.parent, config.base))
+    set_values(base, config.set, "set")
+    if config.storage is not None:
+        base = merge(base, {"storage": values["storage"]})  # with its references to variables
+    search = Search(config, base)
+    search.check()
+    return search

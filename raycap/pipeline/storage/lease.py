@@ -1,0 +1,171 @@
+"""A lease in storage lets one retraining at a time run, on any machine. Its token stops writers that have lost it.
+
+    lease.json   {"token", "nonce", "holder", "until", "seconds"}
+
+Conditional writes take, renew and return a lease. A holder that renews its lease is alive, whatever the clocks of two
+machines show: clocks decide only how long others wait. The token decides who may write: it grows with every holder, so
+that a process that has lost the lease finds a larger token and stops. The file is never removed, so that no token is
+used twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from contextlib import suppress
+from typing import Annotated
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import printable
+from raycap.pipeline.storage.path import ConflictError, StoragePath
+
+logger = logging.getLogger(__name__)
+
+MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
+MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
+RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
+MAX_RATIO = 10.0  # a lease is watched as if it had at most this many times the seconds of the caller's own
+
+
+class LostLeaseError(RuntimeError):
+    """Another process has the lease, so that this process may not write any more."""
+
+
+class LeaseRecord(BaseModel, frozen=True):
+    """The content of a lease's file. Unless renewed, the lease expires at `until` (Unix seconds); 0: it was returned.
+
+    seconds: from a renewal to the expiry; 0 in files of older versions.
+    """
+
+    token: NonNegativeInt
+    nonce: str
+    holder: str
+    until: Annotated[float, Field(ge=0, le=MAX_TIME)]
+    seconds: Annotated[float, Field(ge=0, le=MAX_LEASE_S)] = 0.0
+
+    def __str__(self) -> str:
+        return f"{printable(self.holder)} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
+
+
+class Lease:
+    """A lease that this process has taken. As a context, it is renewed in the background and returned at the end."""
+
+    def __init__(self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float) -> None:
+        """record: what this process wrote to the file `path`. tag: of that content. seconds: from renewal to expiry."""
+        self.path, self.seconds, self._record, self._tag = path, seconds, record, tag
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._loss: LostLeaseError | None = None  # what the background thread found
+        self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
+
+    @property
+    def token(self) -> int:
+        """A number that is larger than the token of every earlier holder."""
+        return self._record.token
+
+    def check(self) -> None:
+        """Raises LostLeaseError unless this process has the lease. Renews a lease that expires soon or has expired."""
+        with self._lock:
+            stored, tag = _read(self.path)
+            if stored is None or tag is None or stored.nonce != self._record.nonce:
+                holder = "nobody" if stored is None else f"{printable(stored.holder)} (token {stored.token})"
+                raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
+            self._record, self._tag = stored, tag
+            now, renewal_interval = time.time(), self.seconds / RENEWALS_PER_LEASE
+            # until - seconds is the time of the last renewal
+            if stored.until < now + self.seconds - renewal_interval:
+                self._write(now + self.seconds)
+
+    def check_last_renewal(self) -> None:
+        """Raises LostLeaseError if the background thread found that the lease is lost. It makes no request."""
+        if self._loss is not None:
+            raise self._loss
+
+    def __enter__(self) -> Lease:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        with self._lock, suppress(LostLeaseError, OSError):  # a lease that cannot be returned will expire
+            self._write(until=0.0)  # an expiry in the past returns the lease
+
+    def _renew_repeatedly(self) -> None:
+        while not self._stop.wait(self.seconds / RENEWALS_PER_LEASE):
+            try:
+                self.check()
+            except LostLeaseError as error:
+                self._loss = error
+                return
+            except OSError:
+                continue  # storage failed; another attempt may succeed before the lease expires
+
+    def _write(self, until: float) -> None:
+        """Changes the stored time of expiry. Raises LostLeaseError when another process has taken the lease."""
+        record = self._record.model_copy(update={"until": until})
+        try:
+            self._tag = self.path.write_if(record.model_dump_json().encode(), self._tag)
+        except ConflictError as error:
+            raise LostLeaseError(
+                f"the lease {self.path} has passed to another process; token {self.token} is too late"
+            ) from error
+        self._record = record
+
+
+def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
+    """Takes the lease, or returns the record of its present holder.
+
+    It waits half a lease to see whether the holder renews it. If not, it waits until the lease expires and takes it.
+    The holder of a lease that has not expired is returned at once if the lease is much longer than `seconds`, or if an
+    older version has written it.
+
+    The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
+    then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
+    """
+    stored, tag = _read(path)
+    if stored is not None and stored.until and not by_force:
+        longest_s, left_s = MAX_RATIO * seconds, stored.until - time.time()
+        if left_s > 0 and not 0 < stored.seconds <= longest_s:
+            return stored
+        lease_s = min(stored.seconds, longest_s)
+        look_s = 1.5 * lease_s / RENEWALS_PER_LEASE
+        for pause_s, purpose in (
+            (look_s, "to see whether it is renewed"),
+            (min(left_s, lease_s) - look_s, "because it was not renewed and will expire"),
+        ):
+            if pause_s <= 0:
+                continue
+            logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s {purpose}")
+            time.sleep(pause_s)
+            present, present_tag = _read(path)
+            if present_tag != tag:
+                return present if present is not None and present.until else take_lease(path, seconds, above=above)
+    record = LeaseRecord(
+        token=max(above, stored.token if stored else 0) + 1,
+        nonce=uuid.uuid4().hex,
+        holder=f"process {os.getpid()} on {platform.node()}",
+        until=time.time() + seconds,
+        seconds=seconds,
+    )
+    try:
+        tag = path.write_if(record.model_dump_json().encode(), tag)
+    except ConflictError:
+        return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster
+    return Lease(path, record, tag, seconds)
+
+
+def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:
+    """The stored record and the tag of its file; (None, None) without a file."""
+    try:
+        data, tag = path.read_tagged()
+        return LeaseRecord.model_validate_json(data), tag
+    except FileNotFoundError:
+        return None, None
+    except (ValidationError, RecursionError) as error:
+        raise UserError(f"{path} is not a lease of raycap; remove it when no retraining is running") from error

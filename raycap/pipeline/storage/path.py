@@ -1,0 +1,302 @@
+"""Files and folders, local or on S3, behind one small interface.
+
+A `StoragePath` can be pickled, so that Ray's workers open the driver's files. Every write becomes visible whole or not
+at all: by a rename on disk, by one put or a completed multi-part upload on S3.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import expanded_path
+from raycap.pipeline.storage.atomic import file_lock, write_bytes
+from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
+from raycap.pipeline.storage.untrusted.files import open_regular_file, read_regular_file
+
+REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3: a request takes as long as the transfer of about so much
+MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """A file or folder, local or on S3.
+
+    Methods raise FileNotFoundError for a missing file and, on S3, StorageError for a request that is refused or has
+    failed for `options.retry_minutes`.
+    """
+
+    uri: str  # a local path, or s3://bucket/key
+    options: StorageOptions = field(default_factory=StorageOptions)
+
+    def __truediv__(self, name: str) -> StoragePath:
+        return StoragePath(join(self.uri, name), self.options)
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def is_remote(self) -> bool:
+        return is_remote(self.uri)
+
+    @property
+    def name(self) -> str:
+        return self.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def path(self) -> Path:
+        """The local path; ValueError on S3."""
+        if self.is_remote:
+            raise ValueError(f"{self.uri} is not a local path")
+        return Path(self.uri)
+
+    def require_answer(self) -> None:
+        """Raises an error within seconds if a folder on S3 cannot be reached. For the first request of a command."""
+        if self.is_remote:
+            self._object.require_answer()
+
+    def read_bytes(self, max_bytes: int | None = None) -> bytes:
+        """The content of a file. Raises OSError for pipes and devices, and for more than `max_bytes` bytes."""
+        return self._object.get(max_bytes)[0] if self.is_remote else read_regular_file(self.path, max_bytes)
+
+    def read_range(self, start: int, length: int) -> bytes:
+        """`length` bytes from offset `start`, or fewer at the end of the file."""
+        if self.is_remote:
+            return self._object.get(Range=f"bytes={start}-{start + length - 1}")[0]
+        with open_regular_file(self.path) as file:
+            return os.pread(file.fileno(), length, start)
+
+    def open(self) -> BinaryIO:
+        """Opens a file for reading from any place. On S3 each read outside of the buffer is one ranged request.
+
+        Raises OSError for folders, pipes and devices.
+        """
+        if not self.is_remote:
+            return open_regular_file(self.path)
+        return cast("BinaryIO", io.BufferedReader(_RemoteFile(self), REMOTE_BUFFER_BYTES))
+
+    def read_tagged(self) -> tuple[bytes, str]:
+        """The content of a small file and the tag of this content, for `write_if`.
+
+        Raises UserError for a folder, pipe or device, and for more than MAX_TAGGED_BYTES.
+        """
+        try:
+            if self.is_remote:
+                return self._object.get(MAX_TAGGED_BYTES)
+            data = read_regular_file(self.path, MAX_TAGGED_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.EMSGSIZE, errno.EINVAL, errno.EISDIR):
+                raise
+            raise UserError(f"{self} cannot be read: {error.strerror}; restore it from a copy, or remove it") from error
+        return data, _content_tag(data)
+
+    def write_bytes(self, data: bytes | memoryview) -> str:
+        """Replaces the file and makes the folders above it. Returns its new tag."""
+        if self.is_remote:
+            return self._object.put(data)
+        write_bytes(self.path, data)
+        return self.stat().tag
+
+    def write_if(self, data: bytes, tag: str | None) -> str:
+        """Replaces the file if its content still has the `tag` of `read_tagged` (None: if there is no file).
+
+        Returns the new tag. Raises ConflictError when another writer was faster. `data` must be unique, for example by
+        a nonce, because on S3 a write whose answer was lost is recognized by its content.
+        """
+        if self.is_remote:
+            return self._object.put_if(data, tag)
+        with file_lock(_lock_of(self.path)):
+            current = self.read_tagged()[1] if self.path.exists() else None
+            if current != tag:
+                raise ConflictError(f"{self.path} was written by another process")
+            write_bytes(self.path, data)
+        return _content_tag(data)
+
+    def upload(self, source: Path) -> str:
+        """Replaces an object on S3 by a local file of any size. Returns its new tag."""
+        return self._object.upload(source)
+
+    def download(self, target: Path) -> Entry:
+        """Copies one version of an object on S3, of any size, to a local path. Returns the version's size and tag."""
+        return self._object.download(target)
+
+    def stat(self) -> Entry:
+        """The size and tag of a file."""
+        return self._object.head() if self.is_remote else _local_entry(self.path)
+
+    def exists(self) -> bool:
+        try:
+            self.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def list(self) -> dict[str, Entry]:
+        """Every file below this folder by its relative name; empty for a missing folder."""
+        return dict(self.walk())
+
+    def walk(self) -> Iterator[tuple[str, Entry]]:
+        """Yields the items of `list` one by one, in no order.
+
+        Raises OSError for a folder that exists and cannot be listed. Files and folders below it that cannot be read,
+        such as a link to itself, are left out.
+        """
+        if self.is_remote:
+            yield from self._object.list()
+            return
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path):
+            pass  # os.walk ignores errors
+        for folder, _, names in os.walk(self.path):
+            for path in (Path(folder) / name for name in names):
+                with suppress(OSError):  # renamed or removed since it was listed, or a link to itself
+                    yield path.relative_to(self.path).as_posix(), _local_entry(path)
+
+    def delete(self) -> None:
+        """Removes a file. A missing file is no error."""
+        if self.is_remote:
+            self._object.delete()
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def delete_folder(self) -> None:
+        """Removes a folder with everything below it. A missing folder is no error. On S3 one request per object."""
+        if self.is_remote:
+            for name in self.list():
+                (self / name).delete()
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def _object(self) -> S3Object:
+        return S3Object(self.uri, self.options)
+
+
+class _RemoteFile(io.RawIOBase):
+    """An object on S3 as a file without a buffer."""
+
+    def __init__(self, source: StoragePath) -> None:
+        self.source, self.size, self.place = source, source.stat().size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
+        self.place = max(0, start + offset)
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), self.size - self.place)
+        if length <= 0:
+            return 0
+        data = self.source.read_range(self.place, length)
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
+
+
+def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
+    """A StoragePath from a local path, which is made absolute and without "..", or from an s3:// URI.
+
+    Raises UserError for ~nobody.
+    """
+    if isinstance(path, StoragePath):
+        return path
+    uri = str(path).rstrip("/") if is_remote(str(path)) else os.path.abspath(expanded_path(path))  # noqa: PTH100 (it keeps "..")
+    return StoragePath(uri, options)
+
+
+def join(folder: str, name: str) -> str:
+    """The path or URI of `name` in a folder."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def _local_entry(path: Path) -> Entry:
+    status = path.stat()
+    return Entry(status.st_size, str(status.st_mtime_ns), status.st_mtime)
+
+
+def _content_tag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _lock_of(path: Path) -> Path:
+    """The file that `write_if` locks while it replaces `path`."""
+    return path.with_name(f".{path.name}.lock")
+
+
+def try_rights(folder: StoragePath) -> None:
+    """Writes a small file on the condition that it is new, tries this a second time, reads, lists and removes the file.
+
+    Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
+    otherwise two writers could both succeed.
+    """
+    probe = _probe(folder)
+    folder = StoragePath(folder.uri, probe.options)
+    text, is_new_folder = probe.name.encode(), not folder.is_remote and not folder.path.exists()
+    try:
+        if not _try_create(probe, text):
+            raise StorageError(f"{folder}: a file with a new name is said to exist already")
+        try:
+            if _try_create(probe, b"second"):
+                raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
+            if probe.read_bytes() != text:
+                raise StorageError(f"{folder}: what was written is not what is read")
+            if probe.name not in folder.list():
+                raise StorageError(f"{folder}: a file that was written is not listed")
+        finally:
+            probe.delete()
+            if not folder.is_remote:
+                _lock_of(probe.path).unlink(missing_ok=True)
+            if is_new_folder:
+                with suppress(OSError):  # another process has begun to use it
+                    folder.path.rmdir()
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def try_writing(folder: StoragePath) -> None:
+    """Writes a small file in a folder on S3, lists the folder and removes the file. Enough for uploads of results.
+
+    Raises StorageError naming the operation that fails. Without the right to remove, the file remains.
+    """
+    probe = StoragePath(folder.uri, folder.options.hasty) / ".raycap-probe"
+    try:
+        probe.write_bytes(b"")
+        StoragePath(folder.uri, probe.options).list()
+        with suppress(StorageError):
+            probe.delete()
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder}: {error.strerror or error}") from error
+
+
+def _probe(folder: StoragePath) -> StoragePath:
+    """A file with a new name in a folder, for requests whose result a person waits for."""
+    return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
+
+
+def _try_create(probe: StoragePath, data: bytes) -> bool:
+    """Writes a file on the condition that it is new. Returns False if the storage refuses."""
+    try:
+        probe.write_if(data, None)
+    except ConflictError:
+        return False
+    return True

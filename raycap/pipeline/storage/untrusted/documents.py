@@ -1,0 +1,205 @@
+"""Parses JSON, YAML and gzip from elsewhere.
+
+Every failure is a UserError that begins with the document's name. Depth, aliases and the size of what comes out are
+limited, because a few hundred bytes of nested lists, YAML aliases or gzip can fill the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from json import JSONDecoder
+from typing import TYPE_CHECKING, Any
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import one_line, printable, quoted
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
+MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
+MAX_YAML_NODES = 100_000  # with each alias counted as a copy
+MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, with each alias counted as a copy
+MAX_YAML_DEPTH = 50
+MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
+MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
+YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _refuse_constant(constant: str) -> None:
+    """Called by the parser for NaN and Infinity, which are no JSON."""
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+_STRICT = JSONDecoder(parse_constant=_refuse_constant)  # made once, because a file may have a million lines
+
+
+def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
+    """The value of a JSON document in UTF-8. NaN, Infinity and text with half a character are refused.
+
+    A number such as 1e999 is still read as infinity, so that code that needs an integer must expect OverflowError. A
+    value may be nested some hundred levels deep, so that messages need `quoted` in place of `repr`.
+    strict: False allows NaN, Infinity and escapes of half characters, for a reader that checks every value it uses and
+    can name the place.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        value = _STRICT.decode(text) if strict else json.loads(text)
+        if strict and SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise UserError(f"{name} is not valid JSON for raycap: it is nested too deeply") from None
+    except MemoryError:
+        raise UserError(f"{name} needs more memory than there is; divide it into smaller files") from None
+    except ValueError as error:
+        raise UserError(f"{name} is not valid JSON: {one_line(error)}") from error
+    return value
+
+
+def parse_yaml(text: bytes | str, name: str) -> Any:
+    """The value of a YAML document of plain values: mappings, lists, text, numbers, booleans, dates and null."""
+    import yaml
+
+    constructed = list[yaml.Node]()
+
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            constructed[:] = [node]
+            return super().construct_object(node, deep)
+
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        if len(text) > MAX_YAML_CHARACTERS:
+            raise UserError(f"{name} has {len(text)} characters of YAML; the limit is {MAX_YAML_CHARACTERS}")
+        loader = Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _measure_node(node, name, {}, ())
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep") from None
+    except UserError:
+        raise
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} is not valid YAML: {_yaml_problem(error)}") from error
+    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # of a tag's constructor
+        raise UserError(f"{name} is not valid YAML: {_value_problem(error, constructed)}") from error
+
+
+def _value_problem(error: Exception, constructed: Sequence[yaml.Node]) -> str:
+    """What is wrong with a value, and where. It quotes nothing of it. constructed: the node of the value, if known."""
+    if not constructed:
+        return one_line(error)
+    is_date = constructed[0].tag.endswith(":timestamp") and isinstance(error, ValueError | OverflowError)
+    problem = one_line(error) if is_date else "a value does not fit its tag (!!bool, !!int, ...)"
+    return f"{problem} in {_place(constructed[0].start_mark)}"
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong in YAML, and where. It quotes no word of the text, which may be a secret."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None or mark is None:
+        return one_line(error)
+    if r"'\t'" in problem:
+        return f"found a tab in {_place(mark)}; indent with blanks"
+    if problem == "second occurrence":
+        return f"an anchor is defined a second time in {_place(mark)}"
+    problem = re.sub(r"'[^'<\s]{2,}'", "'...'", problem)  # the name of a tag or alias
+    return f"{printable(problem)} in {_place(mark)}"
+
+
+def _place(mark: yaml.Mark) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _measure_node(
+    node: yaml.Node, name: str, measured: dict[int, tuple[int, int, int]], parents: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """The numbers of nodes and characters and the height of a tree in which each alias is a copy.
+
+    Raises UserError above a limit. measured: the results of earlier nodes, by identity, so that the time is that of the
+    file's own nodes.
+    """
+    if id(node) in parents:
+        raise UserError(f"{name}: an alias contains itself")
+    *_, known_height = measured.get(id(node), (0, 0, 1))
+    if len(parents) + known_height > MAX_YAML_DEPTH:
+        raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep")
+    if id(node) in measured:
+        return measured[id(node)]
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in YAML_TAGS:
+        raise UserError(f"{name}: the tag {printable(node.tag)} is not supported; write a plain list, mapping or text")
+    children = node.value if isinstance(node.value, list) else []
+    if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
+        raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
+    _refuse_repeated_keys(children, name)
+    total, length, height = 1, 0 if children else len(node.value), 1
+    for child in children:
+        for each in child if isinstance(child, tuple) else (child,):
+            num_nodes, num_characters, child_height = _measure_node(each, name, measured, (*parents, id(node)))
+            total, length, height = total + num_nodes, length + num_characters, max(height, 1 + child_height)
+    if total > MAX_YAML_NODES:
+        raise UserError(f"{name} expands to more than {MAX_YAML_NODES} values; remove aliases")
+    if length > MAX_YAML_TEXT:
+        raise UserError(f"{name} expands to more than {MAX_YAML_TEXT} characters; remove aliases of long texts")
+    measured[id(node)] = total, length, height
+    return measured[id(node)]
+
+
+def _refuse_repeated_keys(pairs: Sequence[Any], name: str) -> None:
+    """Raises UserError for a key that a mapping has twice; the parser would use the last one. pairs: a node's value."""
+    seen = set[tuple[str, str]]()
+    for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
+        if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):
+            place = _place(key.start_mark)
+            raise UserError(f"{name} has the key {quoted(key.value)} a second time in {place}; remove one of them")
+        seen.add((key.tag, key.value))
+
+
+def gunzip(data: bytes, name: str) -> bytes:
+    """The content of a gzip file, which may have several members."""
+    limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
+    parts, left = list[bytes](), limit
+    try:
+        while data:
+            member = zlib.decompressobj(wbits=31)
+            parts.append(member.decompress(data, left + 1))
+            left -= len(parts[-1])
+            if left < 0:
+                raise UserError(f"{name} decompresses to more than {limit} bytes; unpack it if it is what you expect")
+            if not member.eof:
+                raise EOFError("it ends too early")
+            data = member.unused_data.lstrip(b"\0")  # padding
+    except (zlib.error, EOFError) as error:
+        raise UserError(f"{name} is not a whole gzip file: {one_line(error)}") from error
+    return b"".join(parts)
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON or YAML is, in words."""
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Returns `value` if it is a mapping with text as keys; else raises UserError."""
+    if not isinstance(value, dict):
+        raise UserError(f"{name} must hold a mapping of keys, found {kind_of(value)}")
+    if strange := [key for key in value if not isinstance(key, str)]:
+        raise UserError(f"{name} has the key {quoted(strange[0])}, which is not text")
+    return value

@@ -1,0 +1,311 @@
+"""The batches of a stage: the samples that a worker gets at a step, with features (or pixels) and caption tokens.
+
+A sample is an image with `captions_per_image` captions. For cross entropy with one caption per image it is an
+(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone, and in the
+order of shards on the world size with which its epoch began (`pipeline.training.sample_order`). So a stage can resume
+at any step with any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycap.models.base import Features, map_tensors
+from raycap.pipeline.data.images import BadImage
+from raycap.pipeline.features.model_inputs import on_device
+from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
+
+if TYPE_CHECKING:
+    from raycap.models.encoders.transform import ImageTransform
+    from raycap.pipeline.config.sections import StageSection
+    from raycap.pipeline.data.dataset import Dataset
+    from raycap.pipeline.data.language.token_files import TokenFiles
+    from raycap.pipeline.features.store.read_ahead import ReadAhead
+    from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.features.model_inputs import Images
+
+NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
+_CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
+
+
+def num_samples(stage: StageSection, folder: RunFolder) -> int:
+    """Samples per epoch of a stage: (image, caption) pairs, or images."""
+    train = folder.dataset.split(*folder.config.data.train_splits)
+    if not stage.samples_are_pairs:
+        return len(train)
+    taught = folder.metadata.distilled if folder.learns_of_teacher(stage) else None
+    return train.num_captions + (0 if taught is None else taught.captions)
+
+
+def share(size: int, index: int, count: int) -> slice:
+    """The samples of one of `count` contiguous shares of a batch of `size` samples. Shares differ by one at most."""
+    return slice(index * size // count, (index + 1) * size // count)
+
+
+class CaptionTokens:
+    """Token ids (SOS words EOS) of the captions of images, which remain in memory-mapped files.
+
+    Image i has the captions first[i] to first[i + 1] - 1: those of the first files, then those of the second, and so
+    on. It needs 8 bytes of memory per image.
+    """
+
+    def __init__(self, files: Sequence[TokenFiles], rows: np.ndarray, pad: int) -> None:
+        """rows: the images of all files whose captions these are. pad: the id of PAD."""
+        self.files, self.rows, self.pad = files, rows, pad
+        self.first = np.zeros(len(rows) + 1, np.int64)
+        for each in files:
+            self.first[1:] += each.first[rows + 1] - each.first[rows]
+        np.cumsum(self.first, out=self.first)
+
+    @classmethod
+    def of_stage(cls, folder: RunFolder, stage: StageSection, train: Dataset) -> CaptionTokens:
+        """The captions that a stage learns of training images, which are rows of the run's data set.
+
+        These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
+        rewards of SCST count people's only. Raises DamagedError.
+        """
+        return cls(folder.tokens_of(stage), train.rows, folder.vocabulary.pad)
+
+    def __len__(self) -> int:
+        """The number of captions."""
+        return int(self.first[-1])
+
+    def images_of(self, captions: np.ndarray) -> np.ndarray:
+        """The images of the captions with these numbers."""
+        return np.searchsorted(self.first, captions, side="right") - 1
+
+    def padded(self, captions: np.ndarray) -> Tensor:
+        """Token ids (len(captions), T), int64, of the captions with these numbers, padded with PAD to the longest."""
+        sources, starts, ends = self._spans(captions)
+        tokens = np.full((len(captions), int((ends - starts).max())), self.pad, np.int64)
+        for row, source, start, end in zip(tokens, sources, starts, ends, strict=True):
+            row[: end - start] = self.files[source].ids[start:end]
+        return torch.from_numpy(tokens)
+
+    def target_counts(self, captions: np.ndarray) -> np.ndarray:
+        """Number of target tokens (words and EOS) of each caption."""
+        _, starts, ends = self._spans(captions)
+        return ends - starts - 1
+
+    def longest(self, count: int) -> np.ndarray:
+        """The numbers of the `count` longest captions, the longest first; of equal ones the first number first."""
+        longest = np.zeros(0, np.int64)
+        for start in range(0, len(self), _CAPTIONS_PER_BLOCK):
+            block = np.arange(start, min(start + _CAPTIONS_PER_BLOCK, len(self)))
+            captions = np.concatenate((longest, block))
+            longest = captions[np.argsort(-self.target_counts(captions), kind="stable")[:count]]
+        return longest
+
+    def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the tokens of captions are: the number in `files`, and the bounds in its `ids`."""
+        images = self.images_of(captions)
+        rows, numbers = self.rows[images], captions - self.first[images]  # numbers: 0 for an image's first caption
+        sources, starts, ends = (np.zeros_like(captions) for _ in range(3))
+        for source, files in enumerate(self.files):
+            begin = files.first[rows]
+            is_here = (numbers >= 0) & (numbers < files.first[rows + 1] - begin)
+            here = (begin + numbers)[is_here]
+            sources[is_here], starts[is_here], ends[is_here] = source, files.offsets[here], files.offsets[here + 1]
+            numbers = numbers - (files.first[rows + 1] - begin)
+        return sources, starts, ends
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One worker's part of one micro-step: B images with K captions each."""
+
+    features: Features
+    tokens: Tensor  # (B * K, T) with SOS, EOS and PAD
+    target_positions: Tensor  # (P,) positions of the target tokens, words and EOS, in tokens[:, 1:].flatten()
+    images: Tensor  # (B,) rows of the data set, int64
+    global_targets: int  # target tokens of the whole optimizer step, over all workers
+    global_images: int  # images of the whole optimizer step
+    transform: ImageTransform | None = None  # that of the pixels, where the features are pixels
+
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
+        """The batch on `device`, with features of type `dtype` (see `on_device`), and pixels channels-last."""
+        features = on_device(self.features, device, dtype, self.transform)
+        if features.tokens.ndim == 4:
+            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
+        return self._mapped(features, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory. To copy it to a GPU, the processor does not wait for the GPU."""
+        return self._mapped(map_tensors(self.features, Tensor.pin_memory), Tensor.pin_memory)
+
+    def _mapped(self, features: Features, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with these features, and with the other tensors changed."""
+        tokens, positions, images = map(change, (self.tokens, self.target_positions, self.images))
+        return replace(self, features=features, tokens=tokens, target_positions=positions, images=images)
+
+
+def target_positions(tokens: Tensor, pad: int) -> Tensor:
+    """`Batch.target_positions` of tokens (R, T). On a GPU it would wait for the device, so the loader computes it."""
+    return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
+
+
+class Batches:
+    """The batches of one stage for one worker. `at(step)` does not depend on earlier calls.
+
+    A step's samples are shared among the workers, and each worker's among its micro-steps. The shares need not be
+    equal, because a loss is divided by the counts of the whole step (`Batch.global_targets`, `Batch.global_images`).
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        captions: CaptionTokens,
+        stage: StageSection,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        pins: bool = False,
+    ) -> None:
+        """pins: prepare the batches in page-locked memory, for a GPU."""
+        self.images, self.captions, self.stage = images, captions, stage
+        self.seed, self.rank, self.world_size, self.pins = seed, rank, world_size, pins
+        self.num_samples = len(captions) if stage.samples_are_pairs else len(images)
+        self._begun = (-1, world_size)  # the epoch in progress at the first step, and the world size when it began
+        self._order: ShardOrder | None = None  # None: the order of samples
+
+    def order_by_shards(self, shuffle_buffer: float) -> None:
+        """Makes the order that of shards (`ShardOrder`), before the first batch is made. The images need a store."""
+        assert self.images.store is not None and self.images.positions is not None
+        positions = self.images.positions.reshape(len(self.images), -1)[:, 0]  # of the first view; others are beside it
+        first = self.captions.first if self.stage.samples_are_pairs else None
+        self._numbered = ShardSamples(self.images.store.shards_at(positions), first)
+        sizes, accumulation = self._numbered.sizes, self.stage.gradient_accumulation_steps
+        self._order = ShardOrder(sizes, self.stage.batch_size, accumulation, shuffle_buffer, self.seed)
+
+    def continue_epoch(self, step: int, epoch_world: int) -> None:
+        """Keeps the order of an epoch that began before a step, with another world size than now.
+
+        epoch_world: the result of `epoch_world(step)` of the workers that have made the steps before.
+        """
+        epoch, offset = divmod(step * self.stage.batch_size, self.num_samples)
+        self._begun = (epoch, epoch_world) if offset and epoch_world else (-1, self.world_size)
+
+    def epoch_world(self, step: int) -> int:
+        """The world size with which the epoch began in which a step begins."""
+        return self._world(step * self.stage.batch_size // self.num_samples)
+
+    def _world(self, epoch: int) -> int:
+        return self._begun[1] if epoch == self._begun[0] else self.world_size
+
+    def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """Yields the micro-batches of each step from start to stop - 1.
+
+        A thread prepares those of the next NUM_PREFETCHED steps while the caller computes the current one. In the order
+        of shards, other threads copy the shards of later steps to the cache.
+        """
+        with self._reading_ahead(start, stop) as ahead, ThreadPoolExecutor(1) as pool:
+
+            def prepare(step: int) -> list[Batch]:
+                if ahead is not None:
+                    ahead.reach(step)
+                return self.at(step)
+
+            submitted = (pool.submit(prepare, step) for step in range(start, stop))  # submits one when asked for it
+            upcoming = deque(islice(submitted, NUM_PREFETCHED))
+            try:
+                while upcoming:
+                    current = upcoming.popleft().result()
+                    upcoming.extend(islice(submitted, 1))
+                    yield current
+            finally:  # the caller has stopped early
+                pool.shutdown(cancel_futures=True)
+
+    def _reading_ahead(self, start: int, stop: int) -> AbstractContextManager[ReadAhead | None]:
+        """Reads whole shards ahead in the context, if the store is remote and the order is that of shards."""
+        if self._order is None or self.images.store is None:
+            return nullcontext()
+        return self.images.store.read_ahead(self.shards_at, start, stop)
+
+    def shards_at(self, step: int) -> np.ndarray:
+        """The numbers in the store of the shards that this worker reads around a step of the order of shards."""
+        assert self._order is not None
+        own = step * self.stage.batch_size + self._own()
+        return self._numbered.shards[self._order.shards_at(own, self._world)]
+
+    def images_of(self, start: int, stop: int) -> np.ndarray:
+        """The images of this worker's samples in the steps from start to before stop, ascending. Samples are images.
+
+        It takes 8 bytes of memory per sample.
+        """
+        positions = np.arange(start, stop)[:, None] * self.stage.batch_size + self._own()
+        return np.unique(self._samples(positions.ravel()))
+
+    def _own(self) -> np.ndarray:
+        """The numbers of this worker's samples among those of a step."""
+        size, num_shares = self.stage.batch_size, self.world_size * self.stage.gradient_accumulation_steps
+        shares = [share(size, number, num_shares) for number in range(self.rank, num_shares, self.world_size)]
+        return np.concatenate([np.arange(size)[samples] for samples in shares])
+
+    def _samples(self, positions: np.ndarray) -> np.ndarray:
+        """The samples at global positions."""
+        if self._order is None:
+            return samples_at(positions, self.num_samples, self.seed)
+        return self._numbered.samples(self._order.samples_at(positions, self._world))
+
+    def at(self, step: int) -> list[Batch]:
+        """This worker's `gradient_accumulation_steps` micro-batches of a step."""
+        stage = self.stage
+        positions = np.arange(stage.batch_size) + step * stage.batch_size
+        images, captions = self._rows(self._samples(positions), step)
+        seeds = view_seeds(images, positions // self.num_samples, self.seed)
+        targets = int(self.captions.target_counts(captions).sum())
+        num_shares = self.world_size * stage.gradient_accumulation_steps
+        batches = []
+        for part in range(stage.gradient_accumulation_steps):
+            samples = share(stage.batch_size, part * self.world_size + self.rank, num_shares)
+            rows, tokens = images[samples], self.captions.padded(captions[samples].reshape(-1))
+            batch = Batch(
+                features=self._load(rows, seeds[samples]),
+                tokens=tokens,
+                target_positions=target_positions(tokens, self.captions.pad),
+                images=torch.from_numpy(rows),
+                global_targets=targets,
+                global_images=stage.batch_size,
+                transform=self.images.transform,
+            )
+            batches.append(batch.pinned() if self.pins else batch)
+        return batches
+
+    def _load(self, rows: np.ndarray, seeds: np.ndarray) -> Features:
+        """`Images.load`. Raises ValueError naming the first image that cannot be decoded."""
+        try:
+            return self.images.load(rows, seeds)
+        except BadImage:
+            for row, seed in zip(rows, seeds, strict=True):
+                try:
+                    self.images.load(np.array([row]), np.array([seed]))
+                except BadImage as error:
+                    image = f"training cannot use the image {shown(self.images.uri(row))}: {error}"
+                    raise ValueError(f"{image}; take it out of the data (`raycap check` lists such images)") from error
+            raise
+
+    def _rows(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image rows (S,) and caption rows (S, K) of S samples.
+
+        An image contributes K consecutive captions in cyclic order, from a random start. Over the epochs all of its
+        captions are used, and an image with fewer than K captions repeats some.
+        """
+        if self.stage.samples_are_pairs:
+            return self.captions.images_of(samples), samples[:, None]
+        first = self.captions.first[samples]
+        count = self.captions.first[samples + 1] - first
+        generator = np.random.default_rng(seed_of(self.seed, step, 1))  # 1: unlike the seeds of `samples_at`
+        start = generator.integers(0, 2**31, len(samples))[:, None]
+        return samples, first[:, None] + (start + np.arange(self.stage.captions_per_image)) % count[:, None]

@@ -1,0 +1,149 @@
+"""One step of every stage at its real batch size, before anything long starts.
+
+A lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from raycap.models.base import Features
+from raycap.models.encoders.backbone import image_transform
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.context import device_for
+from raycap.pipeline.runtime.cpu import memory_mb, prepare_processor
+from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
+from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
+from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.optimizer import make_optimizer
+from raycap.pipeline.training.rewards.stage_reward import Groups
+from raycap.pipeline.training.weight_average import WeightAverage
+
+NUM_STEPS = 2  # on a GPU
+MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
+
+
+@dataclass(frozen=True)
+class DryRunResult:
+    """The result of a stage's dry run.
+
+    checkpointing: whether the step had to compute the backbone's activations again. error: the message of the error
+    that training would raise, or None.
+    """
+
+    stage: str
+    seconds: float
+    memory_mb: float  # MiB of resident memory on the CPU, or of peak memory on a GPU
+    checkpointing: bool = False
+    error: str | None = None
+
+
+def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
+    """Runs one optimizer step of each stage on random features and the longest captions. It writes nothing.
+
+    For SCST it also checks the reward of ground-truth captions.
+    """
+    folder = folder.on_worker()
+    prepare_processor(folder.config.workers.threads_per_worker)
+    train = folder.dataset.split(*folder.config.data.train_splits)
+    device = device_for(folder.config.workers.gpus_per_worker)
+    for stage in folder.config.stages:
+        begin, error = time.monotonic(), None
+        checkpointing = False
+        try:
+            checkpointing = _try_step(folder, stage, train, device)
+        except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
+            error = one_line(raised)
+        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), checkpointing, error)
+
+
+def _try_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
+    """Trains for one step of a stage. Returns whether the backward pass computed the backbone's activations again."""
+    setting = folder.config.backbone.gradient_checkpointing
+    checkpointing = stage.train_backbone and setting is True
+    if stage.train_backbone and setting == "auto":
+        if _fits(folder, stage, train, device):
+            return False
+        checkpointing = True
+    _one_step(folder, stage, train, device, checkpointing)
+    return checkpointing
+
+
+def _fits(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
+    """Trains for one step with all activations kept. Returns whether enough of a GPU's memory remained free."""
+    try:
+        _one_step(folder, stage, train, device, checkpointing=False)
+    except torch.OutOfMemoryError:
+        return False
+    if device.type != "cuda":
+        return True
+    share = MAX_MEMORY_SHARE * min(1.0, folder.config.workers.gpus_per_worker)  # others may use the rest of the GPU
+    return torch.cuda.max_memory_reserved(device) <= share * torch.cuda.mem_get_info(device)[1]
+
+
+def _one_step(
+    folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device, checkpointing: bool
+) -> None:
+    """One step of a stage, and on a GPU a second one, which has the optimizer's moments in memory."""
+    torch.manual_seed(folder.config.seed)
+    if device.type == "cuda":
+        gc.collect()  # what an earlier step that failed has left
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    captioner = stage_captioner(folder, stage, device, checkpointing).train()
+    optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
+    average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
+    batch = _longest_batch(folder, stage, train)
+    language, groups = folder.config.data.language, None
+    if stage.objective == "scst" and folder.metadata.order == "shards":
+        images = np.unique(batch.images.numpy())
+        groups = Groups.of(lambda start, stop: images, NUM_STEPS, len(train), stage.sampling.document_sample)
+    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, language, groups)
+    if reward is not None:
+        reward.begin(0)
+        check_reward(stage, reward)
+    computer = feature_computer(folder, stage, device, undecided="float32")  # which takes more memory than bfloat16
+    batch = with_features(batch, computer).to(device, feature_dtype(stage))
+    generator = torch.Generator(device).manual_seed(folder.config.seed)
+    for step in range(NUM_STEPS if device.type == "cuda" else 1):
+        optimizer.zero_grad(set_to_none=True)
+        with float32_products(stage.precision):
+            with torch.autocast(device.type, torch.bfloat16, enabled=stage.precision == "bfloat16"):
+                loss = objective(captioner, captioner, batch, generator).loss
+            loss.backward()
+        optimizer.step()
+        if average is not None:
+            average.update(step)
+
+
+def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
+    """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
+    config, num_tokens = folder.config, folder.metadata.num_tokens
+    _, size = config.micro_batch_sizes(stage)
+    captions = CaptionTokens.of_stage(folder, stage, train)
+    count = size * stage.captions_per_image
+    rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
+    # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
+    images = captions.images_of(rows[:: stage.captions_per_image])
+    side, width = config.backbone.image_size, folder.sizes.feature_width
+    reads_images = stage.train_backbone or not folder.metadata.stores_features
+    transform = image_transform(config.backbone) if reads_images else None
+    if reads_images:
+        features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
+    else:
+        features = Features(torch.randn(size, num_tokens, width))
+    if not config.has_backbone:  # regions: every image has the largest number
+        features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
+    tokens, targets = captions.padded(rows), int(captions.target_counts(rows).sum())
+    positions = target_positions(tokens, captions.pad)
+    return Batch(features, tokens, positions, torch.from_numpy(images), targets, size, transform)

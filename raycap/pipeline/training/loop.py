@@ -1,0 +1,438 @@
+"""The training loop: runs the stages of a run one after another, from batches to checkpoints. It does not use Ray.
+
+A stage starts from the first of these that exists:
+1. its newest checkpoint (weights, optimizer, position, best score);
+2. the best weights of the stages before it (weights only, with a fresh optimizer);
+3. the run's initial weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+
+from raycap.models.base import Features
+from raycap.models.captioner import Captioner
+from raycap.models.encoders.backbone import Backbone, set_drop_path
+from raycap.models.layers import set_dropout
+from raycap.models.registry import build_model
+from raycap.pipeline.config.run import total_steps
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.features.computation import FeatureComputer
+from raycap.pipeline.features.measured_precision import known_precision
+from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import load_weights
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens
+from raycap.pipeline.training.finite import FiniteCheck
+from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.references import References
+from raycap.pipeline.training.rewards.stage_reward import GROUP_IMAGES, Groups
+from raycap.pipeline.training.sample_order import seed_of
+from raycap.pipeline.training.split_captions import caption_split, model_inputs
+from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
+from raycap.pipeline.training.step_metrics import StepMetrics, summed
+from raycap.pipeline.training.weight_average import WeightAverage
+
+NOTICE = "a worker will soon be ended; a checkpoint is saved now"
+STOPPING = "the command is being stopped; a checkpoint is saved now"
+REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation makes progress
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read.
+
+    Where `RunMetadata.stores_features` is False, the store has the validation images only.
+    """
+
+    folder: RunFolder
+    stages: tuple[str, ...]
+    store: StoragePath | Path | None
+    excluded: tuple[str, ...] = ()  # content keys of images without features
+    driver_token: str = ""  # workers stop when the run has another token; "" switches this check off
+    removes_copies: bool = False  # whether a worker that ends removes its copy of a run on S3
+    caption_split: str | None = None  # the split that is captioned with the final weights after the stages
+
+
+def train_stages(context: Context, job: StageJob) -> None:
+    """Runs the stages of a job that are not finished yet, one after the other, then captions its split, if it has one.
+
+    Ends early if the context must stop.
+    """
+    require_driver(job.folder, job.driver_token)  # `on_worker` removes the copies of other drivers' workers
+    folder, is_abandoned = job.folder.on_worker(job.driver_token), False
+    try:
+        _train_stages(context, job, folder)
+    except AbandonedError:
+        is_abandoned = True
+        raise
+    finally:
+        if job.removes_copies:
+            folder.remove_worker_copy(is_abandoned=is_abandoned)
+
+
+def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
+    """Runs the stages of a job. folder: this worker's copy of the run, or the run itself on local storage."""
+    token = ""
+    if job.driver_token and context.world_rank == 0:
+        token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
+    with folder.in_use():  # a machine without rank 0 pulls and pushes nothing during a stage
+        for name in job.stages:
+            stage = folder.config.stage(name)
+            if folder.result(name) is None and not _train_stage(StageRun(context, folder, stage, job, token)):
+                return
+            if context.world_rank:
+                # The next stage starts from these files, and rank 0 may be on another machine.
+                folder.pull(f"stages/{name}")
+        if job.caption_split is not None:
+            output = StageOutput(folder, job.stages[-1], context.world_rank == 0, job.driver_token, token)
+            try:
+                caption_split(context, folder, job.caption_split, job.store, job.excluded, output)
+            finally:
+                output.close()
+
+
+def _train_stage(stage: StageRun) -> bool:
+    """Trains a stage and ends its background threads. Returns False if it had to stop before the end."""
+    try:
+        return stage.run()
+    finally:
+        stage.output.close()
+
+
+def stage_captioner(
+    folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool | None = None
+) -> Captioner:
+    """The captioner of a stage without a checkpoint: its initial weights, frozen ones, dropout, drop path, precision.
+
+    checkpointing: of the backbone's activations; None for what is configured, or what the dry run has decided. Without
+    a decision, a GPU computes activations again and a CPU keeps them.
+    """
+    config = folder.config
+    model = build_model(config.model, folder.sizes)
+    set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
+    load_weights(model, folder.weights_before(stage, "model"))
+    backbone = None
+    if stage.train_backbone:
+        backbone = Backbone(config.backbone, with_weights=False)
+        if checkpointing is None:
+            setting = config.backbone.gradient_checkpointing
+            checkpointing = device.type == "cuda" if setting == "auto" else setting
+        backbone.set_gradient_checkpointing(checkpointing)
+        if stage.drop_path is not None:
+            set_drop_path(backbone, stage.drop_path)
+        load_weights(backbone, folder.weights_before(stage, "backbone"))
+        backbone = backbone.to(memory_format=torch.channels_last)
+    captioner = Captioner(model, backbone).to(device)
+    for parameter in captioner.frozen_by(stage.freeze):
+        parameter.requires_grad_(False)
+    return captioner.double() if stage.precision == "float64" else captioner
+
+
+def feature_computer(
+    folder: RunFolder, stage: StageSection, device: torch.device, undecided: str | None = None
+) -> FeatureComputer | None:
+    """What computes the features of a frozen stage's training images; None where a store has them.
+
+    undecided: the precision to compute in while the storage has not decided on `features.compute_dtype: auto`. Raises
+    ValueError without it.
+    """
+    config = folder.config
+    if stage.train_backbone or folder.metadata.stores_features:
+        return None
+    dtype = known_precision(config.backbone, config.features, config.storage_place / "precision") or undecided
+    if dtype is None:
+        raise ValueError(f"stage {stage.name} computes features, and the storage has no decision on their precision")
+    settings = config.features.model_copy(update={"compute_dtype": dtype})
+    return FeatureComputer(config.backbone, folder.weights_before(stage, "backbone"), settings, device)
+
+
+def with_features(batch: Batch, computer: FeatureComputer | None) -> Batch:
+    """The batch with features as a store would give them, on the computer's device, in place of pixels."""
+    if computer is None:
+        return batch
+    return replace(batch, features=Features(computer.features(batch.features.tokens)))
+
+
+def feature_dtype(stage: StageSection) -> torch.dtype:
+    """The type of a batch's features. For bfloat16 it is float32, because autocast converts them."""
+    return torch.float64 if stage.precision == "float64" else torch.float32
+
+
+def data_parallel(captioner: Captioner, stage: StageSection) -> DistributedDataParallel:
+    """The captioner with gradients averaged over the workers, exchanged in the stage's `gradient_dtype`."""
+    # Buffers need no broadcast, because they are constants.
+    wrapped = DistributedDataParallel(captioner, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if stage.gradient_dtype == "bfloat16":
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
+
+
+class StageRun:
+    """Trains one stage on one worker. Raises ValueError if the stage needs features and the job has no store."""
+
+    def __init__(
+        self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, worker_group_token: str = ""
+    ) -> None:
+        config = folder.config
+        self.context, self.folder, self.stage, self.vocabulary = context, folder, stage, folder.vocabulary
+        self.number = list(config.stages).index(stage)
+        prepare_processor(config.workers.threads_per_worker)
+        dataset = folder.dataset.without(job.excluded)
+        train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
+        self.captioner = stage_captioner(folder, stage, context.device)
+        store, by_shards = None, folder.metadata.order == "shards" and not stage.train_backbone
+        if not stage.train_backbone:
+            if job.store is None:
+                raise ValueError(f"stage {stage.name} reads features, and the job names no store")
+            store = open_store(job.store, config.features, by_shards=by_shards)
+        seed = seed_of(config.seed, self.number)
+        captions = CaptionTokens.of_stage(folder, stage, train)
+        rank, world_size = context.world_rank, context.world_size
+        self.computer = feature_computer(folder, stage, context.device)
+        computes = self.computer is not None
+        views = config.features.training_views
+        images = model_inputs(folder, train, None if computes else store, views, as_stored=computes)
+        on_gpu = context.device.type == "cuda"
+        self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
+        if by_shards:
+            self.batches.order_by_shards(config.features.shuffle_buffer)
+        self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
+        self.validation = model_inputs(folder, validation, store)
+        references = References.of(validation, self.vocabulary.tokenizer)
+        language = config.data.language
+        self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
+        self.total = total_steps(stage, self.batches.num_samples)
+        groups = self._reward_groups(len(train)) if by_shards else None
+        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language, groups)
+        self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
+        self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
+        if config.workers.compile:
+            self.captioner.compile_layers()
+        self.wrapped: nn.Module = self.captioner
+        if world_size > 1:
+            self.wrapped = data_parallel(self.captioner, stage)
+        self.output = StageOutput(folder, stage.name, rank == 0, job.driver_token, worker_group_token)
+        self.progress, self.had_notice = Progress(), False
+
+    def run(self) -> bool:
+        """Trains to the end of the stage and marks it as finished. Returns False if it had to stop before the end."""
+        stage, output = self.stage, self.output
+        progress = self.progress = self._resume()
+        text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
+        workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
+        output.log("event", progress.step, {"text": text + workers, "total": self.total})
+        # A stage that had already ended early is resumed only to write its result.
+        stop = progress.step if progress.ended_early else self.total
+        if self.reward is not None and progress.step < stop:
+            self.reward.begin(progress.step)
+            output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
+        self.captioner.train()
+        metrics, saved_at = StepMetrics(self.context), time.monotonic()
+        for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
+            metrics.batch_arrived()
+            # exchanged while the step is computed
+            notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
+            metrics.add(self.step(step, batches))
+            progress.step, progress.epoch_world = step + 1, self.batches.epoch_world(step + 1)
+            has_notice, must_stop = notices()
+            if must_stop or (has_notice and not self.had_notice):
+                # A checkpoint is due. Before a validation of this step it would be wrong, because a resumed stage would
+                # skip this validation.
+                self.had_notice, saved_at = True, -math.inf
+                text = STOPPING if must_stop else NOTICE
+                output.log("notice", progress.step, {"text": text, "total": self.total})
+            if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
+                values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
+                self.finite.require()
+                output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
+            if self._validates_after(step):
+                self._validate()
+                # Validation also saves a checkpoint, and its time must not count in the metrics of training.
+                metrics, saved_at = StepMetrics(self.context), time.monotonic()
+                if progress.ended_early:
+                    break
+            elif progress.step % stage.checkpoint_every_steps == 0 or (
+                time.monotonic() - saved_at > 60 * stage.checkpoint_every_minutes
+            ):
+                self.finite.require()
+                output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
+                saved_at = time.monotonic()
+            if must_stop and progress.step < stop:
+                output.wait()
+                return False
+        output.wait()
+        self._finish()
+        # A barrier: no rank starts the next stage before rank 0 has written the result of this one.
+        gather_objects(self.context, value=None)
+        return True
+
+    def step(self, step: int, batches: list[Batch]) -> dict[str, Tensor]:
+        """Makes one optimizer step over this worker's micro-batches and returns its share of the metrics.
+
+        No operation here waits for a GPU, except those of the objective.
+        """
+        if self.reward is not None:
+            self.reward.begin(step)
+        set_rate(self.optimizer, self._rate(step))
+        self.optimizer.zero_grad(set_to_none=True)
+        device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
+        metrics: dict[str, Tensor] = {}
+        for part, batch in enumerate(batches):
+            batch = with_features(batch, self.computer)  # as in the extraction, outside of the stage's precision
+            seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
+            torch.manual_seed(seed)
+            generator = torch.Generator(device).manual_seed(seed ^ 1)  # other random numbers than those of dropout
+            batch = batch.to(device, feature_dtype(self.stage))
+            # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
+            skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
+            exchange = self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext()  # type: ignore[operator]
+            with float32_products(self.stage.precision), exchange:
+                with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+                    output = self.objective(self.wrapped, self.captioner, batch, generator)
+                # The losses of all workers add up to the global loss, but DDP averages their gradients.
+                (output.loss * self.context.world_size).backward()
+            metrics = summed(metrics, output.metrics)
+        norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
+        if self.stage.max_grad_value is not None:
+            nn.utils.clip_grad_value_(self.captioner.parameters(), self.stage.max_grad_value)
+        self.finite.add(step, {"loss": metrics["loss"], "gradient norm": norm})
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update(step)
+        # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
+        return metrics | {"gradient_norm": norm.double() / self.context.world_size}
+
+    def _reward_groups(self, num_images: int) -> Groups | None:
+        """The groups of images of SCST's reward: those of an epoch, or of at most GROUP_IMAGES."""
+        stage = self.stage
+        if stage.objective != "scst":
+            return None
+        per_step = math.ceil(stage.batch_size / self.context.world_size)
+        steps = min(math.ceil(num_images / stage.batch_size), max(1, GROUP_IMAGES // per_step))
+
+        def images_of(start: int, stop: int) -> np.ndarray:
+            """The images of these steps, without steps after the stage's end."""
+            return self.batches.images_of(start, min(stop, self.total))
+
+        return Groups.of(images_of, steps, num_images, stage.sampling.document_sample)
+
+    def _resume(self) -> Progress:
+        """Restores the newest checkpoint that is whole in the copies of all workers, if any.
+
+        Raises RuntimeError when the workers find different ones and none is damaged.
+        """
+        output, step = self.output, self.output.newest_whole(self.captioner)
+        found = gather_objects(self.context, (step, output.damages))
+        while len(steps := {step for step, _ in found}) > 1:
+            if not any(damages for _, damages in found):
+                raise RuntimeError(
+                    f"workers see different checkpoints of {output.path} (steps {sorted(steps)}); it must be shared"
+                )
+            step = output.newest_whole(self.captioner, last_step=min(steps))
+            found = gather_objects(self.context, (step, output.damages))
+        progress = output.restore(step, self.captioner, self.optimizer, self.average)
+        output.damages = list(dict.fromkeys(text for _, damages in found for text in damages))
+        output.open_journal(progress.step)
+        self.batches.continue_epoch(progress.step, progress.epoch_world)
+        return progress
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step, after the reductions on plateaus and before the factors of parameter groups."""
+        stage, steps_per_epoch = self.stage, max(1, self.batches.num_samples // self.stage.batch_size)
+        rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=steps_per_epoch, total_steps=self.total)
+        plateau = self.stage.plateau
+        return rate * plateau.factor**self.progress.reductions if plateau else rate
+
+    def _validates_after(self, step: int) -> bool:
+        """True when a step passes a multiple of `validate_every_epochs`, and at the stage's end."""
+        every = self.stage.validate_every_epochs * self.batches.num_samples / self.stage.batch_size
+        return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
+
+    def _validate(self) -> None:
+        """Scores the validation split, updates the progress, and saves a checkpoint."""
+        self.finite.require()
+        begin, progress, output = time.monotonic(), self.progress, self.output
+        settings = self.folder.config.evaluation
+        reported_at = begin
+
+        def report(fraction: float) -> None:
+            nonlocal reported_at
+            if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
+                reported_at = time.monotonic()
+                text = f"step {progress.step}: validation, {100 * fraction:.0f} % done"
+                output.log("validating", progress.step, {"text": text})
+
+        with contextlib.nullcontext() if self.average is None else self.average.in_use():
+            best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
+            score = self._score(best)
+            if score > progress.best_score:
+                progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
+                captions = {image: hypothesis.caption for image, hypothesis in best.items()}
+                output.save_best(self.captioner, progress.step, captions)
+            else:
+                progress.since_best += 1
+        self._apply_stopping_rules(score)
+        seconds = round(time.monotonic() - begin, 2)
+        output.log("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
+        output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
+        self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
+
+    def _score(self, best: dict[int, Hypothesis]) -> float:
+        """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
+        rows = [torch.tensor(hypothesis.tokens) for hypothesis in best.values()]
+        if self.folder.config.evaluation.collapse_repeats:
+            rows = [torch.unique_consecutive(row) for row in rows]
+        tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
+        return float(self.validation_reward(tokens, self.validation_reward.indices_of(list(best))).mean())
+
+    def _apply_stopping_rules(self, score: float) -> None:
+        """Lowers the rate on a plateau, and ends the stage when it stops improving or SCST makes captions worse.
+
+        All ranks come to the same decision, because they have the same score.
+        """
+        stage, progress = self.stage, self.progress
+        if stage.plateau and progress.since_best and progress.since_best % stage.plateau.patience == 0:
+            progress.reductions += 1
+        if stage.patience and progress.since_best >= stage.patience:
+            progress.ended_early = f"no better validation {progress.since_best} times in a row"
+        if stage.objective == "scst":
+            reference = max(self._initial_score(), progress.best_score)
+            if score < (1 - stage.sampling.max_cider_drop) * reference:
+                progress.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
+
+    def _initial_score(self) -> float:
+        """Validation CIDEr-D of the weights that this stage started from; -inf if no earlier stage was kept."""
+        earlier = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
+        return next((result.best_score for result in reversed(earlier) if result and result.kept), -math.inf)
+
+    def _finish(self) -> None:
+        """Rank 0 writes the stage's result and decides whether later stages use its weights."""
+        progress, initial_score = self.progress, self._initial_score()
+        # An SCST stage that ended early is kept only if it had improved on the initial score before.
+        must_be_better = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
+        kept = not must_be_better or progress.best_score > initial_score
+        verdict = "kept" if kept else f"not kept: the stage before has {initial_score:.4f}"
+        early = f" (ended early: {progress.ended_early})" if progress.ended_early else ""
+        score = f"best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}"
+        result = StageResult(progress.step, progress.best_step, progress.best_score, kept, progress.ended_early)
+        self.output.finish(result, f"done: {score}, {verdict}{early}")

@@ -1,0 +1,386 @@
+"""The training objectives: they compute the loss of one micro-step from a batch, and the metrics to log.
+
+Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
+
+- samples: multinomial, drawn with the key-value cache, without gradient and without dropout, from all words: drawn from
+  the most probable words only (`Decoding.top_k`, `top_p`), they would give the gradient of neither distribution;
+- reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
+  `reward` names others and their weights;
+- baseline: the mean reward of the image's other samples (leave one out);
+- advantage: reward - baseline; `divide_by_deviation` divides it (see `advantages_of`);
+- log-probabilities: from one teacher-forced pass with the stage's dropout, including that of EOS;
+- loss: the mean over images and samples of -advantage x the sum of a caption's log-probabilities + `kl` x the sum of
+  its divergences (see `caption_divergences`), divided by `fixed_length` if that is set.
+
+With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. One pass of the
+backbone and the encoder serves both passes of the decoder, which have the same dropout masks
+(`models/decoding/masks.py`). So the gradient is that of the sampling itself. A greedy baseline has no dropout.
+
+`scst_signature` describes these settings in the notation of SacreEOS.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raycap.models.base import CaptionModel, Memory, evaluating
+from raycap.models.captioner import Captioner
+from raycap.models.decoding.config import Decoding
+from raycap.models.decoding.masks import CaptionMasks, new_masks
+from raycap.models.decoding.rules import ScoreRules
+from raycap.models.decoding.search import Beams, Decoder, greedy, sample, search
+from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
+from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.training.batches import Batch
+from raycap.pipeline.training.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
+from raycap.pipeline.training.rewards.references import References
+from raycap.pipeline.training.rewards.stage_reward import Groups, StageReward
+from raycap.pipeline.training.rewards.weighted import CIDER_D, WeightedReward
+
+if TYPE_CHECKING:
+    from raycap.pipeline.config.sections import ScstSection, StageSection
+    from raycap.pipeline.data.dataset import Dataset
+    from raycap.pipeline.data.vocabulary import Vocabulary
+
+DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
+MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One micro-step's shares of the means: summed over micro-steps and workers they give the batch's values.
+
+    The metrics stay on the device, because reading a number makes the processor wait for a GPU.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]  # float64 scalars without gradient
+
+
+# Gives captions (R, T) of the images in the rows (R,) their rewards (R,), float64, and those by name (`StageReward`).
+Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+# The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
+# the batch; the generator for sampling.
+Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
+
+
+def make_objective(
+    stage: StageSection,
+    captioner: Captioner,
+    train: Dataset,
+    vocabulary: Vocabulary,
+    language: str,
+    groups: Groups | None = None,
+) -> tuple[Objective, StageReward | None]:
+    """The objective of a stage over its training images, and the reward of SCST (None for cross entropy).
+
+    captioner: with the weights that the stage starts from, on the stage's device. With `kl`, the objective keeps a
+    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions. groups: see
+    `StageReward`, whose method `begin` a caller must call before each step.
+    """
+    if stage.objective == "cross_entropy":
+        return cross_entropy_objective(stage), None
+    section, device = stage.sampling, next(captioner.parameters()).device
+    counts_captions = section.document_frequency == "captions"
+
+    def make_reward(rows: np.ndarray | None) -> tuple[WeightedReward, CiderDReward]:
+        """The rewards of these training images, or of all."""
+        references, texts = References.of(train, vocabulary.tokenizer), References.of(train)
+        documents = sampled_documents(len(train), section.document_sample)
+        if rows is not None:
+            assert documents is not None
+            references, texts = references.selected(rows), texts.selected(rows)
+            documents = np.searchsorted(rows, documents)
+        cider_d = CiderDReward(
+            references,
+            vocabulary,
+            eos=section.eos_in_reward,
+            documents=Documents(counts_captions, documents),
+            device=device,
+            cache=cache_folder() if rows is None else None,  # a group's would take the place of one that others use
+            language=language,
+        )
+        return WeightedReward(section.reward, cider_d, texts, vocabulary, language), cider_d
+
+    reward = StageReward(make_reward, groups)
+    reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
+    words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
+    return scst_objective(stage, reward, device, vocabulary.pad, words, reference), reward
+
+
+def cross_entropy_objective(stage: StageSection) -> Objective:
+    """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
+
+    def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
+        logits = wrapped(batch.features, batch.tokens[:, :-1]).flatten(0, 1)[batch.target_positions]
+        targets = batch.tokens[:, 1:].flatten()[batch.target_positions]
+        loss = smoothed_cross_entropy(logits, targets, stage.label_smoothing) / batch.global_targets
+        return StepOutput(loss, {"loss": loss.detach().double()})
+
+    return compute
+
+
+def scst_objective(
+    stage: StageSection,
+    reward: Reward,
+    device: torch.device | str,
+    pad: int,
+    words: tuple[str, ...],
+    reference: Captioner | None = None,
+) -> Objective:
+    """Self-critical sequence training as described at the top of this file.
+
+    device: of the captioner and the reward.
+    words: the words in the order of their token ids. reference: the model of `kl`, in evaluation mode; it costs a copy
+    of the weights, a pass of encoder and decoder without gradient, and in an end-to-end stage one of the backbone.
+    """
+    section = stage.sampling
+    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=device)
+
+    def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
+        eos = captioner.model.sizes.eos
+        images = batch.images
+        tokens, logits, greedy_tokens = _sample_captions(wrapped, captioner, batch, section, generator)
+        sums, summands = reward(tokens, images.repeat_interleave(section.num_samples))
+        rewards = sums.view(-1, section.num_samples)
+        advantage = advantages_of(rewards, section, None if greedy_tokens is None else reward(greedy_tokens, images)[0])
+        advantage = advantage.reshape(-1)
+
+        scored_tokens = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
+        if logits is None:
+            logits = wrapped(batch.features, tokens[:, :-1])
+        log_probs = caption_log_probs(logits, scored_tokens, pad)
+        count = batch.global_images * section.num_samples
+        loss = -(advantage.to(log_probs) * log_probs).sum() / (count * (section.fixed_length or 1))
+        extra = {f"reward_{name}": values.sum() / count for name, values in summands.items() if len(summands) > 1}
+        if reference is not None:
+            with torch.no_grad():
+                reference_logits = reference(batch.features, tokens[:, :-1])
+            divergence = caption_divergences(logits, reference_logits, tokens, pad).sum() / count
+            loss = loss + section.kl * divergence / (section.fixed_length or 1)
+            extra["kl"] = divergence.detach().double()
+        num_scored = (scored_tokens[:, 1:] != pad).sum().clamp(min=1)
+        metrics = {
+            "loss": loss.detach().double(),
+            "reward": rewards.sum() / count,
+            "reward_sq_mean": rewards.square().sum() / count,
+            "advantage_abs_mean": advantage.abs().sum() / count,
+            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. It is weighted
+            # by this micro-step's share of the captions, because the shares are summed.
+            "entropy": -log_probs.detach().sum().double() / num_scored * len(tokens) / count,
+            **_caption_stats(tokens, eos, pad, is_open_ending, count),
+            **extra,
+        }
+        return StepOutput(loss, metrics)
+
+    return compute
+
+
+def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor | None = None) -> Tensor:
+    """The advantages (B, n) of n samples per image with rewards (B, n).
+
+    The baseline `greedy` has greedy_rewards (B,). `leave_one_out` gives n / (n - 1) times the advantages of `mean`,
+    because reward - (sum - reward) / (n - 1) = n / (n - 1) x (reward - sum / n).
+
+    With `divide_by_deviation`, those of each image are divided by the standard deviation of its n rewards, sqrt(mean of
+    (reward - mean)^2), plus DEVIATION_EPS. With the baseline `mean` these are the advantages of GRPO (Shao et al. 2024,
+    arXiv 2402.03300, section 4.1.2): images count equally, whether their captions differ much in reward or little.
+    Where all rewards are equal, the advantages are 0.
+    """
+    if greedy_rewards is not None:
+        baseline = greedy_rewards[:, None]
+    elif section.baseline == "mean":
+        baseline = rewards.mean(1, keepdim=True)
+    else:
+        baseline = (rewards.sum(1, keepdim=True) - rewards) / (section.num_samples - 1)
+    advantages = rewards - baseline
+    if section.divide_by_deviation:
+        return advantages / (rewards.std(1, correction=0, keepdim=True) + DEVIATION_EPS)
+    return advantages
+
+
+def check_reward(stage: StageSection, reward: StageReward) -> str:
+    """A line for the log with the signature and the CIDEr-D of ground-truth captions.
+
+    Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS
+    should be rewarded by CIDEr-D and makes no difference to it.
+    """
+    text = f"SCST {scst_signature(stage.sampling)}"
+    ground_truth = reward.cider_d.ground_truth
+    if ground_truth is None:
+        return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
+    with_eos, without_eos = ground_truth
+    if with_eos < MIN_GROUND_TRUTH:
+        raise ValueError(
+            f"stage {stage.name}: ground-truth captions score {with_eos:.4f} against the other captions of their "
+            "image: these captions have nothing in common, or belong to other images; check the data"
+        )
+    text += f"; ground truth scores {with_eos:.3f} against its image's other captions"
+    if not stage.sampling.eos_in_reward or CIDER_D not in stage.sampling.reward:
+        return text
+    if without_eos == with_eos:
+        raise ValueError(
+            f"stage {stage.name}: captions score {with_eos:.4f} with EOS and without it; it is not rewarded"
+        )
+    return f"{text}, {without_eos:.3f} without EOS"
+
+
+def scst_signature(section: ScstSection) -> str:
+    """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
+
+    Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2. The
+    notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
+    """
+    mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
+    baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
+    sampler = "nspi" if section.sampler == "multinomial" else "beam"
+    notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{section.num_samples}]+1.0.0"
+    others = ["max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout"]
+    others += ["divide_by_deviation", "kl"]
+    defaults = type(section)()
+    values = {key: getattr(section, key) for key in others if getattr(section, key) != getattr(defaults, key)}
+    if section.document_sample is not None:
+        values |= {"document_sample": section.document_sample, "document_seed": DOCUMENT_SEED}
+    if section.reward != defaults.reward:
+        values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(section.reward.items()))
+    return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])
+
+
+def _sample_captions(
+    wrapped: nn.Module, captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Token ids (B * n, T) of n captions per image, their logits, and (B, T) of a greedy baseline.
+
+    A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) of tokens[:, :-1] are None without
+    `sampling_dropout`, where another pass computes them.
+    """
+    model, tokens, logits, greedy_tokens = captioner.model, None, None, None
+    if section.baseline == "greedy" or not section.sampling_dropout:
+        with torch.no_grad(), evaluating(captioner):
+            memory = captioner.encode(batch.features)
+            if not section.sampling_dropout:
+                tokens = _draw(model, memory, section, generator)
+            if section.baseline == "greedy":
+                greedy_tokens = greedy(model, memory, max_length=section.max_length).tokens[:, 0]
+    if section.sampling_dropout:
+        tokens, logits = wrapped(batch.features, lambda memory: _draw_and_score(model, memory, section, generator))
+    assert tokens is not None
+    return tokens, logits, greedy_tokens
+
+
+@torch.no_grad()
+def _draw(
+    model: CaptionModel,
+    memory: Memory,
+    section: ScstSection,
+    generator: torch.Generator,
+    masks: CaptionMasks | None = None,
+) -> Tensor:
+    """Token ids (B * n, T) of n captions per image; `masks` are those that the model uses."""
+    count, length = section.num_samples, section.max_length
+    if section.sampler == "multinomial":
+        rules = ScoreRules(Decoding(sampling=True, temperature=section.temperature))
+        captions = sample(model, memory, num_samples=count, max_length=length, rules=rules, generator=generator)
+    else:
+        decoder = Decoder(model, memory, count, length)
+        beams = search(decoder, Beams.start(decoder, length), length)
+        captions, order = beams.ranked(count, length_normalization=False)
+        if masks is not None:
+            masks.reorder(order)
+    return captions.tokens.flatten(0, 1)
+
+
+def _draw_and_score(
+    model: CaptionModel, memory: Memory, section: ScstSection, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Token ids (B * n, T) of captions that are sampled in training mode, and the logits of tokens[:, :-1]."""
+    rows = memory.batch_size * section.num_samples
+    masks = new_masks(model, rows, section.max_length - 1, memory.states.device)
+    with masks.in_use(model):
+        tokens = _draw(model, memory, section, generator, masks)
+        return tokens, model.decode(memory, tokens[:, :-1])
+
+
+def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, Tensor]:
+    """Statistics that show when SCST fails: length, open endings ("a man with a"), repetitions, captions with EOS.
+
+    Each is a sum divided by `count`, the number of sampled captions of the whole optimizer step.
+    """
+    words = F.pad(tokens[:, 1:], (0, 2), value=pad)  # `unfold` raises for fewer than three tokens
+    valid_mask = (words != pad) & (words != eos)
+    lengths = valid_mask.sum(1)
+    # SOS is at position 0 of `tokens`, so the last word is at the position `length`.
+    last_words = tokens.gather(1, lengths[:, None]).squeeze(1)
+    trigrams, is_complete = words.unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
+    is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
+    return {
+        "length": lengths.sum().double() / count,
+        "broken_endings": (is_open_ending[last_words] & (lengths > 0)).sum().double() / count,
+        # triu(1) leaves only pairs of different positions, each once.
+        "repeated_trigrams": is_equal.triu(1).any(-1).any(-1).sum().double() / count,
+        "ended": (tokens == eos).any(1).sum().double() / count,
+    }
+
+
+def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """The label-smoothed loss summed over the target tokens, as ExpansionNet v2's code computes it.
+
+    The target class has probability 1 - smoothing and the other V - 1 classes share `smoothing`; the loss is the
+    Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. The caller divides the sum
+    by the number of target tokens of the global batch, so that the gradient does not depend on the number of workers.
+
+    logits (P, V) of any float dtype and targets (P,) int64, at the positions that have a target.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if smoothing == 0:
+        return F.cross_entropy(logits, targets, reduction="sum")
+    log_probs = logits.log_softmax(-1)
+    rest = smoothing / (logits.shape[-1] - 1)  # the probability of each class that is not the target
+    of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    # The sum over all classes includes the target with weight `rest`, so the first term adds only the difference.
+    negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
+    negative_entropy = (1 - smoothing) * math.log(1 - smoothing) + smoothing * math.log(rest)
+    return negative_entropy * len(targets) - negative_cross_entropy.sum()
+
+
+def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
+    """The log-probability of each caption: the sum over its tokens after SOS, including EOS.
+
+    tokens (R, T + 1); logits (R, T, V) that the model gives for tokens[:, :-1]. Returns (R,), float64 for float64
+    logits, else float32.
+    """
+    targets = tokens[:, 1:]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_probs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
+    return (log_probs * (targets != pad)).sum(-1)
+
+
+def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
+    """KL(p || q), summed over the positions of each caption, of the model p from a reference q.
+
+    At each position it is the exact sum over the vocabulary of p (log p - log q), given the sampled words before it.
+    For captions sampled from p, its mean is the divergence of the distributions of whole captions, because that is the
+    expected sum of the divergences of the steps. InstructGPT (Ouyang et al. 2022, equation 2) and GRPO (arXiv
+    2402.03300, equation 4) estimate it from the probabilities of the sampled words alone. Their estimates vary more,
+    and InstructGPT's can be negative. As in GRPO, the gradient leaves out that p also decides about the words before.
+
+    p has the stage's dropout, as in the rest of the loss, and q has none: with dropout, the divergence begins above 0.
+
+    tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
+    """
+    log_p, log_q = (
+        (each if each.dtype == torch.float64 else each.float()).log_softmax(-1) for each in (logits, reference_logits)
+    )
+    divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return (divergences * (tokens[:, 1:] != pad)).sum(-1)

@@ -1,0 +1,107 @@
+"""Captions of a split from a run's final weights, computed on the training workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from raycap.models.captioner import Captioner
+from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.encoders.views import Views
+from raycap.models.registry import build_model
+from raycap.pipeline.data.caption_files import write_predictions
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.features.model_inputs import AugmentedImages, Images, StoredViews
+from raycap.pipeline.features.store.store import FeatureStore, open_store
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runtime.context import Context
+from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.storage.file_cache import image_cache
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import load_weights
+from raycap.pipeline.training.stage_output import StageOutput
+
+REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
+
+
+def model_inputs(
+    folder: RunFolder,
+    part: Dataset,
+    store: FeatureStore | None,
+    views: Views | None = None,
+    *,
+    as_stored: bool = False,
+) -> Images:
+    """The model inputs of some images of a run: stored features, or pixels when `store` is None.
+
+    views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
+    store would have, in place of new ones.
+    """
+    config = folder.config
+    transform = image_transform(config.backbone) if store is None else None
+    cache = image_cache(config.features.cache_bytes)
+    threads, options = config.workers.num_decode_threads, config.storage.options
+    arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
+    if views is None:
+        return Images(*arguments)
+    return (StoredViews if as_stored else AugmentedImages)(views, *arguments)
+
+
+def caption_split(
+    context: Context,
+    folder: RunFolder,
+    split: str,
+    store: StoragePath | Path | None,
+    excluded: Sequence[str],
+    output: StageOutput,
+) -> None:
+    """Writes captions of a split from the final weights of a run, with the search of its section `evaluation`.
+
+    Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
+    initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
+    output: of the run's last stage; it writes the journal, whose new entries count no training time.
+    """
+    prepare_processor(folder.config.workers.threads_per_worker)
+    captioner = _final_captioner(folder).to(context.device)
+    features = None
+    if captioner.backbone is None:
+        assert store is not None  # the frozen stages have read it
+        features = open_store(store, folder.config.features)
+    images = model_inputs(folder, folder.dataset.without(excluded).split(split), features)
+    result = folder.result(output.stage)
+    assert result is not None
+    output.open_journal(result.steps)
+    reported_at = time.monotonic()
+
+    def report(fraction: float) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at > REPORT_EVERY_S:
+            reported_at = time.monotonic()
+            output.log("event", result.steps, {"text": f"captions of {split}, {100 * fraction:.0f} % done"})
+
+    protocol = run_protocol(folder.config, folder.last_kept())
+    output.log("event", result.steps, {"text": f"captions of {split}: {protocol.signature}"})
+    best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)
+    if output.writes:
+        output.check_may_write()
+        path = folder.path / "predictions" / f"{split}.json"
+        write_predictions(path, {image: hypothesis.caption for image, hypothesis in best.items()})
+        folder.push("predictions", check_may_write=output.check_may_write)
+
+
+def _final_captioner(folder: RunFolder) -> Captioner:
+    """The captioner with the weights that were kept; with a backbone if a stage has trained one and was kept."""
+    config, backbone = folder.config, None
+    model = build_model(config.model, folder.sizes)
+    load_weights(model, folder.weights_before(None, "model"))
+    results = [folder.result(stage.name) for stage in config.stages if stage.train_backbone]
+    if any(result is not None and result.kept for result in results):
+        backbone = Backbone(config.backbone, with_weights=False)
+        load_weights(backbone, folder.weights_before(None, "backbone"))
+        backbone = backbone.to(memory_format=torch.channels_last)
+    return Captioner(model, backbone)

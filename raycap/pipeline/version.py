@@ -1,0 +1,88 @@
+"""What runs: the versions of raycap and of what it stands on, the commit, and the device.
+
+The commit is that of git in a checkout, and of a file in a package for a cluster. No other package is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
+COMMIT_FILE = "COMMIT"  # in the package of a job and of an image, which have no .git; a wheel has none
+
+
+def package_folder() -> Path:
+    """The folder of the package raycap, which contains models, pipeline, jobs and configs."""
+    return Path(__file__).parent.parent
+
+
+def commit() -> str:
+    """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
+    package = package_folder()
+    if is_git_checkout(package):
+        try:
+            return _git(package.parent, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip()
+        except OSError:
+            return "unknown"
+    path = package / COMMIT_FILE
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
+
+
+def is_git_checkout(package: Path) -> bool:
+    """True for the package in a git checkout. An installed package has no .git beside it."""
+    return (package.parent / ".git").exists()
+
+
+def checkout_files(checkout: Path, folder: str) -> tuple[list[str], list[str]]:
+    """The files below `folder` of a git checkout that git tracks, and those that it neither tracks nor ignores.
+
+    They are paths relative to the checkout; tracked files may have been deleted. Raises OSError if git fails.
+    """
+    tracked = _git(checkout, "ls-files", "-z", "--", folder)
+    others = _git(checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", folder)
+    return tracked.split("\0")[:-1], others.split("\0")[:-1]
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    """What git prints. Raises OSError, with what git says, if it fails or is missing."""
+    git = shutil.which("git")
+    if git is None:
+        raise FileNotFoundError("git is not installed")
+    done = subprocess.run(
+        [git, "-C", str(checkout), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape"
+    )
+    if done.returncode:
+        raise OSError(" ".join(done.stderr.split()) or f"git ended with exit code {done.returncode}")
+    return done.stdout
+
+
+def version_lines() -> list[str]:
+    """The lines of `raycap --version`. They take milliseconds, because torch and Ray are asked for nothing."""
+    packages = [f"{name:<8}{_version_of(name)}" for name in ("torch", "ray")]
+    head = f"raycap  {_version_of('raycap')}"
+    return [head, f"commit  {commit()}", f"python  {platform.python_version()}", *packages, f"device  {_device()}"]
+
+
+def _version_of(package: str) -> str:
+    """The version of an installed package, or that it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> str:
+    """The names of the GPUs that the driver lists, each with its number; CPU without any."""
+    models = []
+    for file in sorted(GPUS.glob("*/information")):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    counts = {model: models.count(model) for model in models}
+    return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "CPU"
