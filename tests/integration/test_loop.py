@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.journal import Follower, Journal, read_journal
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
@@ -176,8 +176,8 @@ def test_the_last_stage_is_kept_only_when_it_is_better(
 
     monkeypatch.setattr(StageRun, "_score", scored)
     train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
-    assert folder.weights_before(None, "model").parent.parent.name == expected
-    assert folder.weights_before(None, "backbone").parent.parent.name == (
+    assert folder.delivered_weights("model").parent.parent.name == expected
+    assert folder.delivered_weights("backbone").parent.parent.name == (
         "scst_finetune" if expected == "scst_finetune" else "xe_finetune"
     )
 
@@ -202,7 +202,7 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     train_stages(LocalContext("cpu"), job)
     result = folder.result("scst_frozen")
     assert result and "fell to 0.1" in result.ended_early and not result.kept and result.steps == 6
-    assert folder.weights_before(None, "model").parent.parent.name == "xe_finetune"
+    assert folder.delivered_weights("model").parent.parent.name == "xe_finetune"
 
 
 def test_a_finished_run_trains_nothing(undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,14 +394,15 @@ def one_rank(rank: int, world_size: int, cases: list[tuple[Path, Path, str, Path
         save_steps(context, folder, store, name, place / f"{rank}.pt")
     if world_size == 3:
         path, store, name, _ = cases[0]
-        run_folder, job = RunFolder(path), StageJob(RunFolder(path), STAGES, store)
+        run_folder = open_folder(path)
+        job = StageJob(run_folder, STAGES, store)
         run_until(StageRun(context, run_folder, run_folder.config.stage(name), job), last=4)
     gc.collect()  # the stages' reducers, which otherwise keep the group's threads until the interpreter has ended
     dist.destroy_process_group()
 
 
 def save_steps(context: LocalContext, folder: Path, store: Path, name: str, out: Path) -> None:
-    run_folder = RunFolder(folder)
+    run_folder = open_folder(folder)
     run = StageRun(context, run_folder, run_folder.config.stage(name), StageJob(run_folder, STAGES, store))
     numbers = [run.step(step, run.batches.at(step)) for step in range(20)]
     metrics = ([entry[key].item() for entry in numbers] for key in ("gradient_norm", "loss"))
@@ -485,7 +486,7 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
             assert [3 * norm for norm in rank_norms] == pytest.approx(norms, rel=1e-6)
             for key in weights:
                 assert torch.allclose(weights[key], rank_weights[key], rtol=1e-9, atol=1e-9), key
-    noticed = RunFolder(cases[0][0])
+    noticed = open_folder(cases[0][0])
     assert [path.name for path in noticed.stage("xe_frozen").glob("step-*")] == ["step-2"]
     assert noticed_steps(noticed) == [2]
 

@@ -9,6 +9,7 @@ import datetime
 import logging
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,6 @@ from raycap.models.config import ModelSizes
 from raycap.models.encoders.backbone import Backbone, backbone_macs, image_transform
 from raycap.models.registry import build_model
 from raycap.models.token_embeddings import fill_word_vectors
-from raycap.pipeline.config.load import dump_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
 from raycap.pipeline.data.loading import find_data
@@ -33,8 +33,9 @@ from raycap.pipeline.features.keeping import DISK_RATE, S3_RATE, computing_secon
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.runs.distilled import has_distilled_captions
-from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
-from raycap.pipeline.runs.identity import code_digest, run_identity
+from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder, stored_config
+from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
+from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.cache import free_bytes
@@ -66,7 +67,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    folder = RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
+    folder = replace(folder)  # a new object, which has not cached the old data set
     if not (folder.path / "COMPLETE.json").is_file():
         _restore_tokens(folder)
     return folder
@@ -99,9 +100,20 @@ def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
 
 
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
-    """The folder of the run that a configuration and its data identify. The folder may not exist yet."""
+    """The folder of the run that a configuration and its data identify. The folder may not exist yet.
+
+    The configuration gets the decisions of an earlier attempt at the run, if there was one.
+    """
     name = f"runs/{run_identity(config, fingerprint)}"
-    return open_folder(config.working_path / name, config.home(name))
+    folder = open_folder(config.working_path / name, config.home(name), config)
+    if not (folder.path / "config.yaml").is_file():
+        return folder
+    try:
+        earlier = stored_config(folder.path)
+    except (DamagedError, UserError) as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; its decisions are made again")
+        return folder
+    return replace(folder, config=with_decisions_of(config, earlier))
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
@@ -167,7 +179,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
-    write_text(folder.path / "config.yaml", dump_config(config))
+    folder.write_config()
     for part, module in parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
     write_digests(folder.path / "init")
@@ -177,7 +189,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         run_id=folder.run_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         data_fingerprint=dataset.fingerprint(),
-        code=code_digest(),
+        results_version=RESULTS_VERSION,
         commit=commit(),
         versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),

@@ -26,7 +26,7 @@ from raycap.pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
 
-DATA_FILES = own((ROOT / "configs" / "data").glob("*.yaml"))
+DATA_FILES = own((ROOT / "raycap" / "configs" / "data").glob("*.yaml"))
 SHIPPED = [path for path in own((ROOT / "raycap" / "configs").glob("*.yaml")) if not path.name.startswith("search_")]
 
 

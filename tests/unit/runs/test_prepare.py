@@ -11,11 +11,10 @@ import timm
 import torch
 
 from raycap.models.encoders.backbone import Backbone
-from raycap.pipeline.config.load import dump_config, parse_config
+from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
 from raycap.pipeline.runs import prepare as module
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import decide_order, decide_store, initial_backbone, prepare
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.training.loop import stage_captioner
@@ -47,8 +46,7 @@ def test_weights_that_are_replaced_are_not_downloaded(tmp_path: Path, downloads:
     folder = prepare(config)
     pretrained = replace(config.backbone, weights="pretrained", embed_dim=None, depths=None, num_heads=None)
     changed = config.model_copy(update={"backbone": replace(config.backbone, weights="pretrained")})
-    (folder.path / "config.yaml").write_text(dump_config(changed))
-    folder = RunFolder(folder.path)
+    folder = replace(folder, config=changed)
     (stage,) = [stage for stage in config.stages if stage.train_backbone][:1]
     stored = folder.path / "init" / "backbone.safetensors"
     captioner = stage_captioner(folder, stage, torch.device("cpu"))

@@ -27,7 +27,7 @@ def model_protocol(model: ModelConfig, *, regions: bool) -> Protocol:
 
 
 def run_protocol(config: RunConfig, stage: StageSection | None) -> Protocol:
-    """The protocol of a run's model. stage: the last one whose weights were kept; None if there is none."""
+    """The protocol of a run's model. stage: the one whose weights the model has; None if there is none."""
     protocol = model_protocol(config.model, regions=not config.has_backbone)
     if stage is not None:
         eos_in_reward = stage.sampling.eos_in_reward if stage.objective == "scst" else None

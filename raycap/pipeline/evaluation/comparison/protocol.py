@@ -19,7 +19,7 @@ class Protocol:
     A model bundle, every result and every printed row has one. None: not recorded, or not stated in paper or code.
 
     system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
-    objective: of the last stage whose weights were kept. eos_in_reward: whether SCST rewarded EOS; None for cross
+    objective: of the stage whose weights the model has. eos_in_reward: whether SCST rewarded EOS; None for cross
     entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to decoding: the keys of the section
     `evaluation`; where no `decoding` is recorded, it is plain, because there was no other one. constrained: whether
     captions must contain words. language: of the captions. tokenizer: of the metrics. document_frequencies: the

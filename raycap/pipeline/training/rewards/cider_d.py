@@ -88,9 +88,9 @@ class CiderDReward:
             folder = cache_folder()
             scorer = build(None, folder if os.access(folder, os.W_OK) else None)
         else:
-            from raycap.pipeline.runs.identity import code_digest
+            from raycap.pipeline.runs.identity import RESULTS_VERSION
 
-            content = [code_digest(), eos, documents.captions, language, vocabulary.to_json()]
+            content = [RESULTS_VERSION, eos, documents.captions, language, vocabulary.to_json()]
             digest = hashlib.sha256(json.dumps(content).encode())
             digest.update(b"all" if documents.images is None else documents.images.tobytes())
             for part in references.content():
