@@ -18,7 +18,7 @@ from raycap.jobs.doctor.damage import find_damaged_files
 from raycap.pipeline.config.load import dump_config
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runs.folder import RunFolder, StageResult, stored_config
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
@@ -178,7 +178,7 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
     else:
         damage(path)
     with pytest.raises(DamagedError) as raised:
-        _ = (folder.config, folder.metadata, folder.vocabulary, folder.result(STAGE))
+        _ = (stored_config(folder.path), folder.metadata, folder.vocabulary, folder.result(STAGE))
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
 
 

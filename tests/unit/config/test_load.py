@@ -192,11 +192,6 @@ def test_every_recipe_is_extended(path: Path) -> None:
     assert any(path in referenced_files(config) for config in own((ROOT / "raycap" / "configs").glob("*.yaml")))
 
 
-def location(key: str, stage: str) -> str:
-    """A key of the table of renamed keys as a user wrote it."""
-    return key.replace("stages.", f"stages.{stage}.", 1)
-
-
 def test_given_values_are_checked_one_by_one() -> None:
     given = parse_given(ExpansionNetConfig, {"static_expansion": [4, 8], "d_model": 7}, "model")
     assert given == {"static_expansion": (4, 8), "d_model": 7}, "whether 8 heads divide a width of 7 is not checked"
