@@ -324,14 +324,14 @@ class FeatureSection(Section):
     # room; None: half of the disk's free space when the cache is opened
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
     # of the training samples of frozen stages: a permutation of all samples, or one of shards with a bounded shuffle
-    # (`pipeline.training.sample_order`); auto: shards if the features are on S3 and larger than this machine's cache
-    order: Literal["auto", "samples", "shards"] = "auto"
+    # (`pipeline.training.sample_order`)
+    order: Literal["samples", "shards"] = "samples"
     # in the order of shards, the share of a worker's training samples from which the next ones are drawn
     shuffle_buffer: Share = 0.1
 
-    # whether the features of training images are stored, or frozen stages compute them at each step; fits: decided for
-    # each run (`pipeline.features.keeping`). Those of other images are always stored.
-    store: Literal["never", "fits", "always"] = "always"
+    # whether the features of training images are stored, or frozen stages compute them at each step. Those of other
+    # images are always stored.
+    store: Literal["never", "always"] = "always"
 
     def check_values(self) -> None:
         if self.store == "never" and self.order == "shards":

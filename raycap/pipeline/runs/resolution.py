@@ -4,7 +4,6 @@ evaluation.precision, features.compute_dtype: the faster precision, which the fi
 workers. A run keeps it, so that a resumed run has the same bits.
 backbone.gradient_checkpointing: whether the memory needs it, which a dry run shows. Each attempt decides again, because
 it may have other GPUs.
-features.order, features.store: by the sizes of features and caches, when the run is created (`runs.prepare`).
 """
 
 from __future__ import annotations

@@ -143,17 +143,18 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     folder, driver = prepare(config), RunDriver.__new__(RunDriver)
     sizes, gib = replace(folder.sizes, feature_width=2**17), 2**30
     monkeypatch.setattr("raycap.jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
-    for stores in (True, False):
-        metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes, stores_features=stores)
+    metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes)
+    for stores in ("always", "never"):
+        features = config.features.model_copy(update={"store": stores})
         content = {
             "path": folder.path,
             "home": None,
-            "config": config,
+            "config": config.model_copy(update={"features": features}),
             "dataset": folder.dataset,
             "result": lambda _: None,
         }
         driver.folder = cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
-        if stores:
+        if stores == "always":
             with pytest.raises(UserError, match=r"features \(33\.0 GiB\).*, or features\.store to never"):
                 driver._check_disk()
         else:
@@ -161,7 +162,7 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
 
 
-@pytest.mark.parametrize("features", [{"store": "never"}, {"store": "fits"}, {"views": 2}])
+@pytest.mark.parametrize("features", [{"store": "never"}, {"views": 2}])
 def test_new_images_without_an_extraction_are_read_by_the_cluster(
     tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
