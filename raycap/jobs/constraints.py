@@ -19,7 +19,7 @@ from raycap.pipeline.evaluation.captioning.detections import (
     read_hierarchy,
 )
 from raycap.pipeline.runtime.names import quoted
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
 

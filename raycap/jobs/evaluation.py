@@ -53,11 +53,10 @@ from raycap.pipeline.features.source import features_for_bundles
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.preflight import check_score_inputs
 from raycap.pipeline.runs.run_scores import judged_splits, split_result
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import atomic_path, write_json
-from raycap.pipeline.storage.cache import cache_folder
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, join, storage_path
 
 if TYPE_CHECKING:
     from raycap.models.decoding.constraints import ConstraintAutomaton

@@ -43,8 +43,7 @@ from raycap.pipeline.runs.distilled import has_distilled_captions, with_distille
 from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.run_scores import RunScores, score_run, split_result, stored_results
-from raycap.pipeline.runtime.decorations import Decorations
-from raycap.pipeline.runtime.log import log_file
+from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.path import StoragePath

@@ -27,7 +27,7 @@ from raycap.pipeline.evaluation.reports.front_plot import draw_front
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.source import extract_features
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights

@@ -11,8 +11,7 @@ from typing import Any
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, relative_name, shown
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json, read_document
 
 ImageId = int | str
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another

@@ -31,7 +31,7 @@ from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
 from raycap.pipeline.data.formats.location import PARTS, ImageLocation, forget_pages
 from raycap.pipeline.data.images import MAX_BYTES, UNREADABLE, read_image_file, reason_of
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
-from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
 from raycap.pipeline.storage.s3 import REMOTE, Entry, StorageError
 from raycap.pipeline.storage.tables import TableSpill, spilled, spilled_zeros

@@ -33,7 +33,7 @@ from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.digests import is_whole
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from raycap.pipeline.storage.tables import TableSpill, spilled
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import read_document
 
 SCHEMA = pa.schema(
     [

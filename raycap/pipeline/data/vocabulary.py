@@ -14,8 +14,7 @@ from raycap.pipeline.config.languages import PARTS_OF_WORDS
 from raycap.pipeline.data.language.subwords import SubwordModel
 from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS
 from raycap.pipeline.runtime.names import quoted
-from raycap.pipeline.storage.untrusted.documents import parse_json
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 
 MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"

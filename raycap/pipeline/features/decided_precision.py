@@ -16,7 +16,7 @@ from raycap.pipeline.storage.s3 import ConflictError
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 if TYPE_CHECKING:
-    from raycap.pipeline.runtime.precision import PrecisionTimes
+    from raycap.pipeline.runtime.processor import PrecisionTimes
 
 logger = logging.getLogger(__name__)
 

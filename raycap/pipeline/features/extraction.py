@@ -42,7 +42,7 @@ from raycap.pipeline.features.store.store import (
     remove_orphans,
     write_shard,
 )
-from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from raycap.pipeline.storage.tables import read_cache, write_table
 from raycap.pipeline.storage.weights import weights_file_digest
@@ -313,7 +313,7 @@ class ShardWriter:
 
         from raycap.pipeline.features.computation import FeatureComputer
         from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.cpu import computing_thread
+        from raycap.pipeline.runtime.processor import computing_thread
 
         self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)

@@ -13,7 +13,7 @@ from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
-    from raycap.pipeline.runtime.precision import PrecisionTimes
+    from raycap.pipeline.runtime.processor import PrecisionTimes
 
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
@@ -69,7 +69,7 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
     A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
     """
     from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.cpu import computing_thread
+    from raycap.pipeline.runtime.processor import computing_thread
 
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1
@@ -78,7 +78,7 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
         import torch
 
         from raycap.models.encoders.backbone import Backbone, with_one_block_per_stage
-        from raycap.pipeline.runtime.precision import measure_precisions
+        from raycap.pipeline.runtime.processor import measure_precisions
 
         model = Backbone(with_one_block_per_stage(backbone), with_weights=False).eval().to(device)
         images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)

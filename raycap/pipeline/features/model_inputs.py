@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raycap.models.encoders.views import Views
     from raycap.pipeline.data.dataset import Dataset
     from raycap.pipeline.features.store.store import FeatureStore
-    from raycap.pipeline.storage.file_cache import ImageCache
+    from raycap.pipeline.storage.cache import ImageCache
 
 NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 

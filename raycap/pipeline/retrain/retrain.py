@@ -28,7 +28,7 @@ from raycap.pipeline.retrain.data_listing import LISTING, compare, list_data, ne
 from raycap.pipeline.retrain.decision_page import decision_page
 from raycap.pipeline.retrain.tracking import update_tracker
 from raycap.pipeline.runs.check import Reader, check_data
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, try_rights
 from raycap.pipeline.storage.tables import from_bytes, to_bytes

@@ -29,8 +29,8 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shown
-from raycap.pipeline.runtime.progress import progress
 from raycap.pipeline.storage.path import StorageOptions
 
 logger = logging.getLogger(__name__)

@@ -37,9 +37,8 @@ from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, Run
 from raycap.pipeline.runs.identity import code_digest, run_identity
 from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
-from raycap.pipeline.storage.cache import free_bytes
+from raycap.pipeline.storage.cache import free_bytes, shard_cache
 from raycap.pipeline.storage.digests import file_digest, write_digests
-from raycap.pipeline.storage.file_cache import shard_cache
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import commit
 

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.storage.cache import cache_folder
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.storage.s3 import StorageError
 
 logger = logging.getLogger(__name__)

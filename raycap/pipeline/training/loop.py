@@ -35,8 +35,7 @@ from raycap.pipeline.features.measured_precision import known_precision
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
-from raycap.pipeline.runtime.cpu import prepare_processor
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens

@@ -40,7 +40,7 @@ from raycap.models.decoding.rules import ScoreRules
 from raycap.models.decoding.search import Beams, Decoder, greedy, sample, search
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
-from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
 from raycap.pipeline.training.rewards.references import References

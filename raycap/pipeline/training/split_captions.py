@@ -20,8 +20,8 @@ from raycap.pipeline.features.model_inputs import AugmentedImages, Images, Store
 from raycap.pipeline.features.store.store import FeatureStore, open_store
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import Context
-from raycap.pipeline.runtime.cpu import prepare_processor
-from raycap.pipeline.storage.file_cache import image_cache
+from raycap.pipeline.runtime.processor import prepare_processor
+from raycap.pipeline.storage.cache import image_cache
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.stage_output import StageOutput

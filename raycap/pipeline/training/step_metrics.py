@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raycap.pipeline.runtime.context import Context, sum_over_ranks
-from raycap.pipeline.runtime.cpu import memory_mb
+from raycap.pipeline.runtime.processor import memory_mb
 from raycap.pipeline.runtime.system_metrics import system_metrics
 
 

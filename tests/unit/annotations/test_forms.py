@@ -23,7 +23,7 @@ from raycap.pipeline.data.formats.splits import Splits, id_of_name
 from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
-from raycap.pipeline.storage.untrusted.parquet_values import PageValue, Values
+from raycap.pipeline.storage.untrusted.parquet_pages import PageValue, Values
 from tests.support.forms import FORMS, Captioned, add_file, scenes, write_parquet_shards, write_tars
 
 

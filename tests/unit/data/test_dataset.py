@@ -258,7 +258,7 @@ def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
     for name, value in (("content_keys._URIS_PER_SLICE", 2), ("content_keys._WRITE_EVERY_S", 0)):
         monkeypatch.setattr(f"raycap.pipeline.data.{name}", value)
     monkeypatch.setattr("raycap.pipeline.data.content_keys._WRITE_SHARE", 1e9)
-    monkeypatch.setattr("raycap.pipeline.runtime.progress.LINE_EVERY_S", -1)
+    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
     read: list[str] = []
 
     def read_until(path: StoragePath, last: str = "5.png") -> bytes:

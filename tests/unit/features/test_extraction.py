@@ -27,7 +27,7 @@ from raycap.pipeline.features import extraction, measured_precision
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction, write_quarantine
 from raycap.pipeline.features.measured_precision import extraction_precision, measure_extraction
 from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
 

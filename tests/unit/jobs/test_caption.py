@@ -36,7 +36,7 @@ from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.reports.heat_maps import caption_picture, heat_map, region_maps
-from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT

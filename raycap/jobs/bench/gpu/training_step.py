@@ -20,7 +20,7 @@ from raycap.models.layers import set_dropout
 from raycap.models.registry import build_model
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products
 from raycap.pipeline.training.batches import Batch, target_positions
 from raycap.pipeline.training.finite import FiniteCheck
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote
 from raycap.pipeline.storage.s3 import REMOTE
-from raycap.pipeline.storage.untrusted.parquet_values import (
+from raycap.pipeline.storage.untrusted.parquet_pages import (
     MAX_PAGE_BYTES,
     PageValue,
     Values,

@@ -17,7 +17,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.storage.untrusted.parquet_values import PageValue
+from raycap.pipeline.storage.untrusted.parquet_pages import PageValue
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.storage.cache import ChangedError, ShardCache
 from raycap.pipeline.storage.digests import has_digest
-from raycap.pipeline.storage.file_cache import ChangedError, ShardCache
 from raycap.pipeline.storage.path import StoragePath
 
 MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s

@@ -37,7 +37,7 @@ from raycap.pipeline.features.store.key_table import KeyTable, key_digests
 from raycap.pipeline.features.store.manifests import MANIFEST, ManifestRows, manifest_path
 from raycap.pipeline.features.store.read_ahead import ReadAhead
 from raycap.pipeline.features.store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
-from raycap.pipeline.storage.file_cache import shard_cache
+from raycap.pipeline.storage.cache import shard_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.tables import write_table
 

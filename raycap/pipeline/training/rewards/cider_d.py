@@ -23,8 +23,9 @@ from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.evaluation.scores.cider import CiderD
 from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
-from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
+from raycap.pipeline.storage.cache import REWARD_INDEXES
 from raycap.pipeline.storage.digests import require_whole, write_digests
+from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.rewards.cider_index import build_index
 from raycap.pipeline.training.rewards.references import References
 
