@@ -22,7 +22,7 @@ from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
-from raycap.pipeline.data.formats.image_paths import find_images
+from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests

@@ -48,7 +48,7 @@ def extract(
 
     Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
     """
-    from raycap.pipeline.data.loading import read_data, snapshot_of
+    from raycap.pipeline.data.reading import read_data, snapshot_of
 
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())

@@ -29,7 +29,7 @@ from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
 from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle

@@ -112,7 +112,7 @@ class Front:
 
     def _share_features(self, address: str | None) -> None:
         """Computes the images' features that the storage lacks, if all members have the same backbone."""
-        from raycap.pipeline.data.loading import snapshot_of
+        from raycap.pipeline.data.reading import snapshot_of
 
         evaluation, backbone = self.evaluation, self.members[0].captioner.backbone
         if evaluation.store is not None or not evaluation.config.has_backbone or not have_one_backbone(self.members):

@@ -13,7 +13,7 @@ from raycap.jobs.bench.measuring import median_seconds, timed
 from raycap.jobs.bench.reference_cider import PlainCiderD
 from raycap.jobs.options import References
 from raycap.pipeline.data.caption_files import read_references
-from raycap.pipeline.data.language.english import tokenize
+from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider_index import build_index
 

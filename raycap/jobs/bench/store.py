@@ -19,7 +19,7 @@ from raycap.jobs.bench.measuring import in_new_process, timed
 from raycap.jobs.options import Folder
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import MANIFEST, take_snapshot
-from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.features.store.manifests import MANIFEST as STORE_MANIFEST
 from raycap.pipeline.features.store.shards import ONE_FILE
 from raycap.pipeline.features.store.store import FeatureStore, write_shard

@@ -18,7 +18,7 @@ from raycap.models.config import BackboneConfig
 from raycap.pipeline.cluster.jobs_api import find_token
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
-from raycap.pipeline.data.formats.files import find_files
+from raycap.pipeline.data.formats.source import find_files
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.java import JavaError, free_memory_mb, java_version
 from raycap.pipeline.evaluation.scores.java_metrics import spice_models

@@ -59,7 +59,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)

@@ -28,8 +28,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
-from raycap.pipeline.data.formats.location import PARTS, ImageLocation, forget_pages
-from raycap.pipeline.data.images import MAX_BYTES, UNREADABLE, read_image_file, reason_of
+from raycap.pipeline.data.images import (
+    MAX_BYTES,
+    PARTS,
+    UNREADABLE,
+    ImageLocation,
+    forget_pages,
+    read_image_file,
+    reason_of,
+)
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path

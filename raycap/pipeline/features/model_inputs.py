@@ -14,8 +14,7 @@ from raycap.models.base import Features, map_tensors
 from raycap.models.encoders.augmentation import augmented
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import seed_of_key
-from raycap.pipeline.data.formats.location import ImageLocation, has_remote_image
-from raycap.pipeline.data.images import MAX_BYTES, decode_image
+from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, decode_image, has_remote_image
 from raycap.pipeline.storage.path import StorageOptions
 
 if TYPE_CHECKING:

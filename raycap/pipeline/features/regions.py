@@ -133,7 +133,7 @@ def region_file(config: RunConfig) -> Path:
     """The HDF5 file of a configuration. A missing file of the synthetic data set is written first."""
     if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
-    from raycap.pipeline.data.synthetic.regions import file_name, scene_regions
+    from raycap.pipeline.data.synthetic.scenes import file_name, scene_regions
 
     path = config.working_path / "data" / file_name(config.data.synthetic)
     if not path.is_file():

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import data_root, find_data
+from raycap.pipeline.data.reading import data_root, find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference

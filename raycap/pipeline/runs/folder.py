@@ -30,8 +30,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.config.variables import variable_names
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.language.token_files import TokenFiles, write_tokens
-from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runs.distillation.taken_captions import Distilled, captions_of, read_taken
 from raycap.pipeline.runtime.names import one_line, printable

@@ -27,7 +27,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import score_captions

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from raycap.models.encoders.transform import ImageTransform
     from raycap.pipeline.config.sections import StageSection
     from raycap.pipeline.data.dataset import Dataset
-    from raycap.pipeline.data.language.token_files import TokenFiles
+    from raycap.pipeline.data.vocabulary import TokenFiles
     from raycap.pipeline.features.store.read_ahead import ReadAhead
     from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.features.model_inputs import Images

@@ -17,8 +17,9 @@ import pytest
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data import dataset as module
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from raycap.pipeline.data.language.english import tokenize
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.language.tokenizers import tokenize
+from raycap.pipeline.data.reading import build_vocabulary, longest_caption, read_dataset
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.path import StoragePath

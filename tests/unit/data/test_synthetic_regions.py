@@ -6,8 +6,16 @@ import numpy as np
 
 from raycap.pipeline.config.sections import SceneConfig
 from raycap.pipeline.data.synthetic import scenes as synthetic
-from raycap.pipeline.data.synthetic.regions import WIDTH, regions_of, scene_regions
-from raycap.pipeline.data.synthetic.scenes import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
+from raycap.pipeline.data.synthetic.scenes import (
+    BACKGROUNDS,
+    COLORS,
+    SHAPES,
+    WIDTH,
+    draw_scene,
+    make_scene,
+    regions_of,
+    scene_regions,
+)
 
 CONFIG = SceneConfig(num_images=300, image_size=64, seed=0)
 REGIONS = {image_id: (features, boxes) for image_id, features, boxes in scene_regions(CONFIG)}

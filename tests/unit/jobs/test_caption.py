@@ -28,7 +28,7 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.models.explain.attention_maps import cross_attention
 from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
-from raycap.pipeline.data.formats.image_paths import find_images
+from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
 from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle

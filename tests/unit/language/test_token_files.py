@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raycap.pipeline.data.language import token_files
-from raycap.pipeline.data.language.token_files import DTYPES, TokenFiles, write_tokens
+from raycap.pipeline.data import vocabulary as token_files
+from raycap.pipeline.data.vocabulary import DTYPES, TokenFiles, write_tokens
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.storage.digests import DIGESTS
 from tests.support.damage import cut, empty, flip_any, replace_by_garbage

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.jobs.bench.reference_cider import PlainCiderD
-from raycap.pipeline.data.language.english import tokenize
-from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS, tokenize
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from raycap.pipeline.evaluation.scores import ngram_keys

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import read_annotations
-from raycap.pipeline.data.formats.location import ImageLocation, forget_pages
+from raycap.pipeline.data.images import ImageLocation, forget_pages
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted import parquet_pages

@@ -7,12 +7,9 @@ the first problem, and `raycap check` reports all of them. A file that does not 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,22 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raycap.pipeline.config.sections import ColumnSection
-from raycap.pipeline.data.caption_files import MAX_CAPTION, shorten
-from raycap.pipeline.data.formats.splits import Splits, id_of_name
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted
-from raycap.pipeline.storage.path import StoragePath, is_remote, join
 from raycap.pipeline.storage.tables import TableSpill
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
-# The names of the columns that `data.columns` does not name: the first that an entry has.
-COLUMNS = {
-    "image": ("image", "file_name"),
-    "captions": ("captions", "caption", "text"),
-    "id": ("id",),
-    "split": ("split",),
-}
+MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
+
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
 
 
@@ -141,83 +129,6 @@ def _joined(lists: pa.ChunkedArray, late: Sequence[pa.RecordBatch]) -> Iterator[
         start += len(chunk)
 
 
-@dataclass(frozen=True)
-class Source:
-    """An annotation file, the folder of its images, and how its images get columns, splits and ids."""
-
-    annotations: StoragePath
-    images: StoragePath
-    # the paths of both in the data set, as the configuration has them: images are named by them
-    annotations_name: str = ""
-    images_name: str = ""
-    split: str | None = None  # of images for which neither the file nor a list names one
-    splits: Splits = field(default_factory=Splits)
-    columns: ColumnSection = field(default_factory=ColumnSection)
-    with_tokens: bool = False  # whether to read the tokens of the captions, which only Karpathy's JSON has
-
-    @cached_property
-    def column_names(self) -> dict[str, tuple[str, ...]]:
-        """The names under which each column of COLUMNS is looked for."""
-        chosen = self.columns.model_dump()
-        return {column: names if chosen[column] is None else (chosen[column],) for column, names in COLUMNS.items()}
-
-    @cached_property
-    def image_prefix(self) -> str:
-        """What precedes the name of an image file in the data set."""
-        return _prefix(self.images_name)
-
-    @cached_property
-    def member_prefix(self) -> str:
-        """What precedes the name of an image in the annotation file or folder."""
-        return _prefix(self.annotations_name)
-
-    def value(self, entry: Mapping[str, Any], column: str, location: str) -> Any:
-        """The value of a column in an entry of a table; None without it. Raises UserError for a configured column."""
-        names = self.column_names[column]
-        for name in names:
-            if name in entry:
-                return entry[name]
-        if getattr(self.columns, column) is not None:
-            found = shorten(entry)
-            raise UserError(f"{location} has no column {quoted(names[0])} (data.columns.{column}); it has {found}")
-        return None
-
-    def id_and_split(
-        self, entry: Mapping[str, Any], listed: tuple[str, ...], name: str, location: str
-    ) -> tuple[int, str]:
-        """The id and split of an image from its entry, a list of splits, the source, or a hash of its name.
-
-        listed: names by which lists of splits may contain the image. Raises UserError for values of a wrong type.
-        """
-        identifier = self.value(entry, "id", location)
-        image_id = None if identifier in (None, "") else _whole_number(identifier)
-        if identifier not in (None, ""):
-            if image_id is None and (self.columns.id is not None or not isinstance(identifier, str)):
-                remedy = "set data.columns.id to a column that is; without a column id, ids are hashes of file names"
-                raise UserError(f"{location}: id {quoted(identifier)} is not a whole number; {remedy}")
-            listed = (*listed, str(identifier))
-        if image_id is None:
-            image_id = id_of_name(name)
-        split = self.splits.listed(*listed)
-        if split is None:
-            split = self.value(entry, "split", location)
-        if split in (None, ""):
-            split = self.split or self.splits.drawn(name)
-        if not isinstance(split, str | int) or isinstance(split, bool):
-            raise UserError(f"{location}: split {quoted(split)} is not text")
-        return image_id, str(split)
-
-
-def _whole_number(value: Any) -> int | None:
-    """The integer of a number or a text; None for any other value."""
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        return None
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def as_list(value: Any) -> list[Any]:
     """The captions of a cell that holds a list, a JSON list of texts (in a CSV file), one caption, or nothing."""
     if isinstance(value, str) and value.startswith("["):
@@ -260,38 +171,3 @@ def lines_of(data: bytes, name: str) -> list[str]:
 def malformed(location: str, error: Exception) -> UserError:
     """The error for an entry that a reader cannot read."""
     return UserError(f"{location} is malformed ({type(error).__name__}: {error})")
-
-
-def images_folder(root: StoragePath, images: str) -> StoragePath:
-    """The folder of the images: a path below the root, or an s3:// prefix."""
-    uri = images.rstrip("/") if is_remote(images) else inside(root, images, "data.images")[0]
-    return StoragePath(uri, root.options)
-
-
-def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
-    """`folder/name`, or a URI below the folder, without '.' and '..'; and the part of it after the folder.
-
-    Raises UserError outside of `folder`.
-    """
-    if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
-        return join(folder.uri, name), name  # skips the slow checks below: there may be a million images
-    if is_remote(name):
-        if not name.startswith(join(folder.uri, "")):
-            raise UserError(f"{location}: {quoted(name)} is outside of {folder}; set data.images to the images' prefix")
-        name = name.removeprefix(join(folder.uri, ""))
-    if folder.is_remote:
-        relative = os.path.normpath(name)
-        is_inside, uri = not relative.startswith(("..", "/")), join(folder.uri, relative).removesuffix("/.")
-    else:
-        base = os.path.normpath(folder.uri)
-        uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
-        is_inside, relative = uri == base or uri.startswith(base.rstrip("/") + "/"), uri[len(base) :].lstrip("/")
-    if not is_inside:
-        raise UserError(f"{location}: {quoted(name)} is outside of {folder}; give a path below it")
-    return uri, relative
-
-
-def _prefix(folder: str) -> str:
-    """A folder, as the configuration has it, with a slash; "" for the data set's folder itself."""
-    folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
-    return "" if folder == "." else f"{folder}/"
