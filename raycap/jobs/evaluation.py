@@ -50,7 +50,7 @@ from raycap.pipeline.evaluation.confidence.quality import Quality
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.features.extraction import features_for_bundles
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.preflight import check_score_inputs
 from raycap.pipeline.runs.run_scores import judged_splits, split_result

@@ -38,7 +38,7 @@ from raycap.pipeline.evaluation.confidence.confidence import Confidence, with_fi
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.features.source import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing

@@ -26,7 +26,7 @@ from raycap.pipeline.evaluation.comparison.front import Point, chord, ends, pare
 from raycap.pipeline.evaluation.reports.front_plot import draw_front
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.features.source import extract_features
+from raycap.pipeline.features.extraction import extract_features
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.path import storage_path

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raycap.pipeline.features.store.manifests import read_manifests
+from raycap.pipeline.features.store.index import read_manifests
 from raycap.pipeline.features.store.shards import _Shard
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.runs.folder import RunFolder

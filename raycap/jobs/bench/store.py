@@ -20,7 +20,7 @@ from raycap.jobs.options import Folder
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import MANIFEST, take_snapshot
 from raycap.pipeline.data.reading import read_annotations
-from raycap.pipeline.features.store.manifests import MANIFEST as STORE_MANIFEST
+from raycap.pipeline.features.store.index import MANIFEST as STORE_MANIFEST
 from raycap.pipeline.features.store.shards import ONE_FILE
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.storage.path import storage_path

@@ -24,6 +24,11 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 from raycap.pipeline.storage.s3 import StorageError
 
+ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
+MAX_PIXELS = 100_000_000  # Larger images are refused.
+NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
+logger = logging.getLogger(__name__)
+
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
     """Paths and URIs of the images that the arguments name, in this order and without repetition.
@@ -72,11 +77,6 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
     return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in IMAGE_ENDINGS]
 
 
-ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
-
-MAX_PIXELS = 100_000_000  # Larger images are refused.
-
-
 def load_image(
     source: ImageSource, max_pixels: int = MAX_PIXELS, options: StorageOptions = StorageOptions()
 ) -> Image.Image:
@@ -115,10 +115,6 @@ def _from_array(array: np.ndarray) -> Image.Image:
             f"an array {array.shape} of {array.dtype}; expected (H, W), (H, W, 3) or (H, W, 4) of uint8 values"
         )
     return Image.fromarray(array)
-
-
-NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
-logger = logging.getLogger(__name__)
 
 
 class UriRoots:

@@ -60,6 +60,21 @@ PARTS = ("tar:", "parquet:")  # the begins of locations within a file
 CACHED_BYTES = 256 * 2**20  # of decompressed pages in a process
 _TAR = re.compile(r"tar:(\d{1,19})\+(\d{1,19})\+(\d{1,6}):(.*)", re.DOTALL)
 _PARQUET = re.compile(r"parquet:" + r"(\d{1,19})\+" * 5 + r"(\w+)\+(\d{1,9})\+(\d{1,6}):(.*)", re.DOTALL)
+# Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
+# (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common
+# formats come first, because Pillow imports all its plugins for the others.
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
+MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
+MAX_WEBP_SHARE = 0.5  # of the limit on pixels: Pillow needs 16 bytes per pixel of WebP, and 8 of the other formats
+MAX_SIDE = 2**20  # pixels; resizing takes 16 bytes for each pixel of a side
+DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
+STRIP_PIXELS = 2**20  # pixels that are converted at a time
+TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
+# A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels. Photographs have at most 10 or so. By
+# chance, one in 65,536 places of other data in the file looks like the begin of a scan.
+SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
+MAX_PPM_HEADER = 2**16  # bytes; Pillow reads the comments of a header byte by byte, a megabyte in a second
+UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 
 
 @dataclass(frozen=True)
@@ -221,23 +236,6 @@ def has_remote_image(uris: pa.ChunkedArray) -> bool:
     # nothing before the path or URI of the file contains a second colon
     is_remote_part = pc.match_substring_regex(uris.filter(is_within), rf"^\w+:[^:]*:{REMOTE}")
     return bool(pc.any(is_remote_file).as_py() or pc.any(is_remote_part).as_py())
-
-
-# Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
-# (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common
-# formats come first, because Pillow imports all its plugins for the others.
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
-MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
-MAX_WEBP_SHARE = 0.5  # of the limit on pixels: Pillow needs 16 bytes per pixel of WebP, and 8 of the other formats
-MAX_SIDE = 2**20  # pixels; resizing takes 16 bytes for each pixel of a side
-DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
-STRIP_PIXELS = 2**20  # pixels that are converted at a time
-TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
-# A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels. Photographs have at most 10 or so. By
-# chance, one in 65,536 places of other data in the file looks like the begin of a scan.
-SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
-MAX_PPM_HEADER = 2**16  # bytes; Pillow reads the comments of a header byte by byte, a megabyte in a second
-UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 
 
 class BadImage(Exception):

@@ -35,6 +35,8 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular
 MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
+DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
+IMAGES_PER_PART = 4096  # whose ids are Python objects at a time
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,6 @@ def _subwords(merges: Any) -> SubwordModel:
         raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
     pairs = [text.split(" ") for text in merges]
     return SubwordModel(tuple((left, right) for left, right in pairs))
-
-
-DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
-IMAGES_PER_PART = 4096  # whose ids are Python objects at a time
 
 
 @dataclass(frozen=True)

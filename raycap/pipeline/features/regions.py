@@ -27,14 +27,14 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.extraction import write_quarantine
-from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.store.index import write_index
 from raycap.pipeline.features.store.store import (
     FeatureStore,
     feature_key,
     mark_complete,
     remove_damaged,
     remove_orphans,
+    write_quarantine,
     write_shard,
 )
 from raycap.pipeline.runtime.names import one_line, printable

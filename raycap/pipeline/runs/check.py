@@ -28,7 +28,7 @@ from raycap.pipeline.data.reading import build_vocabulary, data_root, read_annot
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import missing_regions
-from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
+from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.storage.path import StorageOptions

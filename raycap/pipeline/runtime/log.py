@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PACKAGE = "raycap"
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
+LINE_EVERY_S = 5.0  # seconds between two log lines about the progress of one task
+logger = logging.getLogger(__name__)
+MAX_REASON = 300  # characters
 
 
 def configure_logging(level: int = logging.INFO) -> None:
@@ -156,10 +159,6 @@ def _terminal_handler() -> _TerminalHandler | None:
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)
 
 
-LINE_EVERY_S = 5.0  # seconds between two log lines about the progress of one task
-logger = logging.getLogger(__name__)
-
-
 class ProgressBar:
     """A bar below the lines of the log. It is drawn only on a terminal, and only if the log shows INFO records."""
 
@@ -229,9 +228,6 @@ def progress(label: str, total: int, write: Callable[[str], object] | None = Non
                 write(line)
 
         yield advance
-
-
-MAX_REASON = 300  # characters
 
 
 class Decorations:

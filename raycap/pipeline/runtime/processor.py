@@ -14,6 +14,9 @@ import torch
 
 # Parameters of mallopt, from glibc's malloc.h, where their names begin with M_.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
+MIN_ROUNDS, MAX_ROUNDS = 5, 20  # of a measurement, after one that warms up
+MEASUREMENT_S = 0.2  # after which a measurement takes no further round
 
 
 def prepare_processor(threads: int | None = None) -> None:
@@ -51,11 +54,6 @@ def memory_mb(device: torch.device) -> float:
     import psutil
 
     return psutil.Process().memory_info().rss / 2**20
-
-
-MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
-MIN_ROUNDS, MAX_ROUNDS = 5, 20  # of a measurement, after one that warms up
-MEASUREMENT_S = 0.2  # after which a measurement takes no further round
 
 
 @contextmanager

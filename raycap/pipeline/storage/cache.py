@@ -36,6 +36,10 @@ SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
 REWARD_INDEXES = "ciderd"  # the folder of the rewards' indexes, which `pipeline.training.rewards.cider_d` makes
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
+NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
+COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
+LET_GO_DIVISOR = 1000  # makes the time of a file that was let go earlier than that of any use, in the same sequence
+NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
 
 
 def free_bytes(folder: Path) -> int:
@@ -74,12 +78,6 @@ def cached_files(folder: Path) -> list[tuple[os.stat_result, Path]]:
             if path.suffix != ".lock":
                 found.append((path.stat(), path))
     return found
-
-
-NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
-COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
-LET_GO_DIVISOR = 1000  # makes the time of a file that was let go earlier than that of any use, in the same sequence
-NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
 
 
 class ChangedError(StorageError):

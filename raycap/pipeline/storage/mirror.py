@@ -40,6 +40,12 @@ PULL_ATTEMPTS = 3  # of a pull whose files the writer removes meanwhile, as it r
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
 Record = dict[str, list[Any]]
+logger = logging.getLogger(__name__)
+COPIES_SHARE = 1 / 8  # of the space that copies can use; the two caches may take half of it each
+# Some readers of a copy, such as `raycap evaluate`, do not lock it. They have read it this long after their last pull.
+UNUSED_FOR_S = 6 * 3600.0
+PASS_S = 15.0  # other processes wait for a pass, and each copy of a server that is down takes 10 s
+COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
 
 
 @dataclass(frozen=True)
@@ -267,15 +273,6 @@ def _without_unfinished(entries: dict[str, Entry]) -> dict[str, Entry]:
     folders = {name: PurePosixPath(name).parent for name in entries}
     complete = {folder for name, folder in folders.items() if _is_marker(name) or not folder.name.startswith("step-")}
     return {name: entry for name, entry in entries.items() if folders[name] in complete}
-
-
-logger = logging.getLogger(__name__)
-
-COPIES_SHARE = 1 / 8  # of the space that copies can use; the two caches may take half of it each
-# Some readers of a copy, such as `raycap evaluate`, do not lock it. They have read it this long after their last pull.
-UNUSED_FOR_S = 6 * 3600.0
-PASS_S = 15.0  # other processes wait for a pass, and each copy of a server that is down takes 10 s
-COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
 
 
 def prune_copies(keep: Path) -> None:

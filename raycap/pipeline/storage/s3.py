@@ -28,6 +28,13 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 30.0  # a client that repeats requests for longer than this logs it this often
 FIRST_FAILURE = "raycap_first_failure"  # the key in botocore's context of a request for the time of its first failure
 MANY_ATTEMPTS = 10**6  # the time ends the repeats, not the number
+REMOTE = "s3://"
+PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
+PARTS_AT_A_TIME = 4
+RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
+PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
+PAUSE_S = 0.5  # the longest pause after a cut body, or while another conditional write to the same object is under way
+DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
 
 
 class Retries:
@@ -82,15 +89,6 @@ class Retries:
                 return False
             self._logged_at = now
             return True
-
-
-REMOTE = "s3://"
-PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
-PARTS_AT_A_TIME = 4
-RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
-PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
-PAUSE_S = 0.5  # the longest pause after a cut body, or while another conditional write to the same object is under way
-DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
 
 
 class StorageError(OSError):

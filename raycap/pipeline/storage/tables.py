@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 MAX_TABLE_BYTES = 2**36  # the index of 100 million images has some 10 GB
 SPILL_BYTES = 2**25  # of rows that stay in memory
 _ALIGNMENT = 64  # bytes, of the batches in a file
+FIRST_SLOTS = 2**12  # of a `NameIndex`
+_MAX_SHARE = 2 / 3  # of the slots that are in use
+_REHASHED = 2**20  # slots that are moved at a time
 
 
 def read_table(path: StoragePath, schema: pa.Schema, *, missing_ok: bool = False) -> pa.Table:
@@ -178,11 +181,6 @@ def unnamed_file() -> IO[bytes]:
         return cast("IO[bytes]", tempfile.TemporaryFile(dir=cache_folder()))
     except OSError:
         return cast("IO[bytes]", tempfile.TemporaryFile())
-
-
-FIRST_SLOTS = 2**12
-_MAX_SHARE = 2 / 3  # of the slots that are in use
-_REHASHED = 2**20  # slots that are moved at a time
 
 
 class NameIndex:

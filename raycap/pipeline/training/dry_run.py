@@ -24,9 +24,8 @@ from raycap.pipeline.runtime.processor import float32_products, memory_mb, prepa
 from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
 from raycap.pipeline.training.objectives import check_reward, make_objective
-from raycap.pipeline.training.optimizer import make_optimizer
+from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 from raycap.pipeline.training.rewards.stage_reward import Groups
-from raycap.pipeline.training.weight_average import WeightAverage
 
 NUM_STEPS = 2  # on a GPU
 MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest

@@ -42,10 +42,14 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
 from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
-from raycap.pipeline.training.rewards.references import References
-from raycap.pipeline.training.rewards.stage_reward import Groups, StageReward
-from raycap.pipeline.training.rewards.weighted import CIDER_D, WeightedReward
+from raycap.pipeline.training.rewards.cider_d import (
+    DOCUMENT_SEED,
+    CiderDReward,
+    Documents,
+    References,
+    sampled_documents,
+)
+from raycap.pipeline.training.rewards.stage_reward import CIDER_D, Groups, StageReward, WeightedReward
 
 if TYPE_CHECKING:
     from raycap.pipeline.config.sections import ScstSection, StageSection

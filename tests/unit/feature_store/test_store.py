@@ -16,7 +16,7 @@ from PIL import Image
 
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.store.index import write_index
 from raycap.pipeline.features.store.store import (
     FeatureStore,
     feature_key,
@@ -125,7 +125,7 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
     assert len(list((tmp_path / "index").iterdir())) == 1
@@ -143,7 +143,7 @@ def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the listing of its parts and their reading."""
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
     (part,) = (tmp_path / "index").iterdir()
@@ -152,14 +152,14 @@ def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
         part.unlink(missing_ok=True)
         return read_cache(path, schema)
 
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.read_cache", read)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.read_cache", read)
     assert np.array_equal(gather(FeatureStore(tmp_path), keys), features) and not part.exists()
 
 
 def test_the_index_of_an_earlier_version_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one with more shards than a part. Its rows are read in chunks that end within shards."""
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.SHARDS_PER_PART", 4)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.SHARDS_PER_PART", 4)
     keys, features = filled(tmp_path, shards=10)
     tables = [pq.read_table(path) for path in sorted(tmp_path.glob("manifest/*"))]
     old = tmp_path / "index.parquet"
@@ -255,7 +255,7 @@ def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
 def test_damaged_manifests_and_indexes_are_removed(
     tmp_path: Path, damage: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
     filled(tmp_path)
     write_index(storage_path(tmp_path))
     (part,) = (tmp_path / "index").iterdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raycap.pipeline.data import vocabulary as token_files
+from raycap.pipeline.data import vocabulary
 from raycap.pipeline.data.vocabulary import DTYPES, TokenFiles, write_tokens
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.storage.digests import DIGESTS
@@ -32,7 +32,7 @@ def read_ids(files: TokenFiles) -> Ids:
 
 
 def test_files_have_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "IMAGES_PER_PART", 7)
+    monkeypatch.setattr(vocabulary, "IMAGES_PER_PART", 7)
     rng = random.Random(0)
     for num_images in (0, 1, 6, 7, 8, 14, 100):
         for ids in (random_ids(rng, num_images), [[] for _ in range(num_images)], [[[]]] * num_images):

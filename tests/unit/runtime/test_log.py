@@ -154,10 +154,9 @@ def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
     """In a pseudo-terminal: the bar is drawn, lines appear, and only the file has the lines of the progress."""
     code = (
         "import logging, sys, time; from pathlib import Path\n"
-        "from raycap.pipeline.runtime import progress\n"
-        "from raycap.pipeline.runtime.log import configure_logging, log_file\n"
-        "progress.LINE_EVERY_S = 0.0; configure_logging()\n"
-        "with log_file(Path(sys.argv[1])), progress.progress('features', 4) as advance:\n"
+        "from raycap.pipeline.runtime import log\n"
+        "log.LINE_EVERY_S = 0.0; log.configure_logging()\n"
+        "with log.log_file(Path(sys.argv[1])), log.progress('features', 4) as advance:\n"
         "    for _ in range(4):\n"
         "        advance(1); logging.getLogger('raycap.jobs.x').info('a line of the log'); time.sleep(0.3)\n"
     )

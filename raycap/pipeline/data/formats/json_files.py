@@ -12,6 +12,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 
 Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
+_SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
 def add_karpathy(source: Source, data: Any, rows: Rows) -> None:
@@ -66,9 +67,6 @@ def add_images(
         texts = as_texts(captions, location, rows)
         uri = inside(source.images, "/".join(names), location)[0]
         rows.add(image_id, split, uri, texts, location, tokens_of(entry, location))
-
-
-_SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
 def add_coco(source: Source, data: Any, rows: Rows) -> None:

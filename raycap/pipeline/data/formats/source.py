@@ -24,6 +24,17 @@ from raycap.pipeline.storage.path import StoragePath, is_remote, join
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
 ID_BITS = 63
+# The names of the columns that `data.columns` does not name: the first that an entry has.
+COLUMNS = {
+    "image": ("image", "file_name"),
+    "captions": ("captions", "caption", "text"),
+    "id": ("id",),
+    "split": ("split",),
+}
+IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; annotation files have up to 1 GB
+MAX_FILES = 100_000  # that one pattern names
+_BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
 
 
 @dataclass(frozen=True)
@@ -88,20 +99,6 @@ def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, s
             elif filename.isdecimal() and len(filename) < 20:  # a longer number is no id
                 split_of[str(int(filename))] = split
     return split_of
-
-
-# The names of the columns that `data.columns` does not name: the first that an entry has.
-COLUMNS = {
-    "image": ("image", "file_name"),
-    "captions": ("captions", "caption", "text"),
-    "id": ("id",),
-    "split": ("split",),
-}
-
-IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; annotation files have up to 1 GB
-MAX_FILES = 100_000  # that one pattern names
-_BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
 
 
 @contextmanager

@@ -17,17 +17,6 @@ from typing import NamedTuple
 
 _DROPPED = frozenset(".,?!:;-'`")  # tokens that `tokenize` leaves out
 _TOKEN = re.compile(r"\w+|[^\w ]")
-
-
-def tokenize(caption: str) -> list[str]:
-    """Lower-case tokens of a raw caption, as in ExpansionNet v2's published code.
-
-    Words are runs of letters, digits and underscores; each other character is a token, except spaces and the characters
-    ``. , ? ! : ; - ' ` ``. A newline inside a caption is a token, because the published vocabulary has this word.
-    """
-    return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
-
-
 # The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't", also without apostrophe),
 # the genitive ("man 's"), words at hyphens and numbers from their units ("5 pm"). A mark inside a word or a number does
 # not split it ("6:30", "t.v", "at&t"), nor does it end one of its abbreviations ("p.m.").
@@ -53,6 +42,25 @@ _SPACY = re.compile(
     r"|\.{2,}|[^\w\s]"
 )
 _SPACY_DROPPED = frozenset([*"'`.?!,:-;", "..."])  # marks that the reference leaves out; it keeps others, such as &
+# Soft hyphens, marks of direction, word joiners and byte order marks. Zero-width joiners and non-joiners are kept:
+# they change the spelling of words, for example in Persian and Sinhala.
+_INVISIBLE = re.compile("[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
+# Scripts that are written without spaces between words. The extensions of a script (`scx`) include characters that it
+# shares with another one, such as the prolonged sound mark of Hiragana and Katakana.
+_SCRIPTS = (
+    "Hani", "Hira", "Kana", "Bopo", "Yiii", "Thai", "Laoo", "Khmr", "Mymr", "Tale", "Talu", "Lana", "Tavt", "Java",
+    "Bali",
+)  # fmt: skip
+SUBWORD = "subword"
+
+
+def tokenize(caption: str) -> list[str]:
+    """Lower-case tokens of a raw caption, as in ExpansionNet v2's published code.
+
+    Words are runs of letters, digits and underscores; each other character is a token, except spaces and the characters
+    ``. , ? ! : ; - ' ` ``. A newline inside a caption is a token, because the published vocabulary has this word.
+    """
+    return [token for token in _TOKEN.findall(caption.lower().rstrip()) if token not in _DROPPED]
 
 
 def tokenize_like_spacy(caption: str) -> list[str]:
@@ -64,18 +72,6 @@ def tokenize_like_spacy(caption: str) -> list[str]:
     pieces = _SPACY.findall(_SPACY_SUFFIX.sub(r"\1\2 ", caption.lower()))
     tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
     return [token for token in tokens if token not in _SPACY_DROPPED]
-
-
-# Soft hyphens, marks of direction, word joiners and byte order marks. Zero-width joiners and non-joiners are kept:
-# they change the spelling of words, for example in Persian and Sinhala.
-_INVISIBLE = re.compile("[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
-
-# Scripts that are written without spaces between words. The extensions of a script (`scx`) include characters that it
-# shares with another one, such as the prolonged sound mark of Hiragana and Katakana.
-_SCRIPTS = (
-    "Hani", "Hira", "Kana", "Bopo", "Yiii", "Thai", "Laoo", "Khmr", "Mymr", "Tale", "Talu", "Lana", "Tavt", "Java",
-    "Bali",
-)  # fmt: skip
 
 
 class _Patterns(NamedTuple):
@@ -201,9 +197,6 @@ def is_without_spaces(text: str) -> bool:
 def clusters(text: str) -> list[str]:
     """The extended grapheme clusters of a text: what a reader takes for one character."""
     return _patterns().clusters(text)
-
-
-SUBWORD = "subword"
 
 
 @dataclass(frozen=True)

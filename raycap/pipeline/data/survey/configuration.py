@@ -34,6 +34,7 @@ MIN_SHARE = 0.1  # of the letters that are Japanese syllables, which no Chinese 
 MIN_FREQUENT = 0.1  # of all words that are frequent words of the language
 MIN_MARGIN, MIN_WORDS = 1.25, 2  # times the second language's frequent words; different frequent words
 PLAIN_TOKENIZER = "expansionnet"
+SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,6 @@ def _latin_language(words: Counter[str]) -> str | None:
     best, second = sorted(counts, key=counts.__getitem__, reverse=True)[:2]
     is_clear = counts[best] >= MIN_MARGIN * counts[second] and len(found[best]) >= MIN_WORDS
     return best if is_clear and counts[best] >= MIN_FREQUENT * words.total() > 0 else None
-
-
-SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,13 @@ OTHER_COLUMNS = {
     "image": ("img", "jpg", "png", "filename", "filepath", "file", "path", "image_path", "image_name", "image_file"),
     "captions": ("sentences", "sentence", "description", "title", "comment", "alt_text", "alt", "prompt", "txt", "raw"),
 }
+MAX_LISTED = 2_000_000  # files of a folder
+MAX_FOLDERS = 20  # that are tried as the images' folder
+NUM_TRIED = 20  # images that are looked for in such a folder
+FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
+MAX_SEEDS = 21  # that are tried for small data sets
+UNDECIDED = "undecided"  # a split of images for which the annotations name none
+WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # of images that are not in the test split
 
 
 @dataclass(frozen=True)
@@ -226,15 +233,6 @@ def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
         return columns, []
     entry = parse_json(line, f"{title}: line 1", strict=False) if line.startswith(b"{") else {}
     return list(entry), []
-
-
-MAX_LISTED = 2_000_000  # files of a folder
-MAX_FOLDERS = 20  # that are tried as the images' folder
-NUM_TRIED = 20  # images that are looked for in such a folder
-FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
-MAX_SEEDS = 21  # that are tried for small data sets
-UNDECIDED = "undecided"  # a split of images for which the annotations name none
-WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # of images that are not in the test split
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,9 @@ SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then redu
 # Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
+NOISE = 0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
+JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
+WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
 
 @dataclass(frozen=True)
@@ -289,11 +292,6 @@ def main_object_hits(
             )
         hits[image_id] = main_object(predictions[image_id], language) in expected
     return hits
-
-
-NOISE = 0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
-JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
-WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
 
 def file_name(config: SceneConfig) -> str:

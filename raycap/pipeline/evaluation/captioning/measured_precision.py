@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.features.decided_precision import decided_precision
 from raycap.pipeline.features.interruptions import one_sentence
-from raycap.pipeline.features.measured_precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
+from raycap.pipeline.features.precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
+from raycap.pipeline.features.precision import decided_precision
 
 if TYPE_CHECKING:
     from raycap.models.base import CaptionModel, Features

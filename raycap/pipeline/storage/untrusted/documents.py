@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT_BYTES = 2**30
 MAX_UNSIZED_BYTES = 2**20  # of a file whose size is given as 0: an empty one, or one of /proc
+MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
+MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
+MAX_YAML_NODES = 100_000  # with each alias counted as a copy
+MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, with each alias counted as a copy
+MAX_YAML_DEPTH = 50
+MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
+MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
+YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_document(path: Path) -> bytes:
@@ -85,17 +94,6 @@ def open_regular_file(path: Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
-MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
-MAX_YAML_NODES = 100_000  # with each alias counted as a copy
-MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, with each alias counted as a copy
-MAX_YAML_DEPTH = 50
-MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
-MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
-YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _refuse_constant(constant: str) -> None:

@@ -28,6 +28,35 @@ _FIXED_SIZES = {3: 1, 7: 8}  # bytes of a byte and a double
 Struct = dict[tuple[int, int], Any]
 # {(type, field): the fields of a struct, the Items of a list, or nothing for an integer, true or false}
 Fields: TypeAlias = "Mapping[tuple[int, int], Fields | Items]"
+MAX_FOOTER_BYTES = 2**26  # a footer has some 100 bytes per column and row group
+CODEC_NAMES = ("uncompressed", "snappy", "gzip", "lzo", "brotli", "lz4", "zstd", "lz4_raw")
+_MAGIC = b"PAR1"
+_CHUNK: Fields = {(STRUCT, 3): {(I32, 4): {}, (I64, 7): {}, (I64, 9): {}, (I64, 11): {}}}
+PAGE_BYTES = 256  # counted for each page, so that very many empty pages are too large
+UNCOMPRESSED_SIZE, COMPRESSED_SIZE = (I32, 2), (I32, 3)  # fields of a page header
+DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2, OTHER_PAGE = (STRUCT, 5), (STRUCT, 7), (STRUCT, 8), (STRUCT, 0)
+PAGE_KINDS = (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2)  # fields of a page header
+NUM_VALUES = (I32, 1)  # a field of each of them
+ENCODINGS = {DATA_PAGE: (I32, 2), DICTIONARY_PAGE: (I32, 2), DATA_PAGE_V2: (I32, 4)}  # a field of each of them
+LEVEL_BYTES, REPETITION_BYTES, IS_COMPRESSED = (I32, 5), (I32, 6), (FALSE, 7)  # fields of a data page version 2
+MAX_HEADER_BYTES = 2**16  # of a page header; its statistics may hold a lowest and a highest value
+_HEADER: Fields = {
+    UNCOMPRESSED_SIZE: {},
+    COMPRESSED_SIZE: {},
+    DATA_PAGE: {NUM_VALUES: {}, ENCODINGS[DATA_PAGE]: {}},
+    DICTIONARY_PAGE: {NUM_VALUES: {}, ENCODINGS[DICTIONARY_PAGE]: {}},
+    DATA_PAGE_V2: {
+        NUM_VALUES: {},
+        ENCODINGS[DATA_PAGE_V2]: {},
+        LEVEL_BYTES: {},
+        REPETITION_BYTES: {},
+        IS_COMPRESSED: {},
+    },
+}
+MAX_PAGE_BYTES = 2**30  # Arrow writes pages of up to 1,024 values, whatever their size
+MAX_PAGE_VALUES = 2**22  # Arrow writes row groups of up to 2**20 rows
+CODECS = ("snappy", "gzip", "brotli", "lz4_raw", "zstd")  # as Parquet and Arrow name them
+_PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8  # encodings
 
 
 class Items(NamedTuple):
@@ -110,11 +139,6 @@ def _signed(number: int) -> int:
     return (number >> 1) ^ -(number & 1)
 
 
-MAX_FOOTER_BYTES = 2**26  # a footer has some 100 bytes per column and row group
-CODEC_NAMES = ("uncompressed", "snappy", "gzip", "lzo", "brotli", "lz4", "zstd", "lz4_raw")
-_MAGIC = b"PAR1"
-
-
 class ColumnChunk(NamedTuple):
     """A leaf column in a row group. The numbers are as the footer states them."""
 
@@ -166,32 +190,8 @@ def _column(chunk: Struct) -> ColumnChunk:
     return ColumnChunk(CODEC_NAMES[codec], *sizes)
 
 
-_CHUNK: Fields = {(STRUCT, 3): {(I32, 4): {}, (I64, 7): {}, (I64, 9): {}, (I64, 11): {}}}
 _GROUP: Fields = {(I64, 3): {}, (LIST, 1): Items(_CHUNK, _column)}
 _FOOTER: Fields = {(LIST, 4): Items(_GROUP, lambda group: RowGroup(group[I64, 3], group[LIST, 1]))}
-
-
-PAGE_BYTES = 256  # counted for each page, so that very many empty pages are too large
-UNCOMPRESSED_SIZE, COMPRESSED_SIZE = (I32, 2), (I32, 3)  # fields of a page header
-DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2, OTHER_PAGE = (STRUCT, 5), (STRUCT, 7), (STRUCT, 8), (STRUCT, 0)
-PAGE_KINDS = (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2)  # fields of a page header
-NUM_VALUES = (I32, 1)  # a field of each of them
-ENCODINGS = {DATA_PAGE: (I32, 2), DICTIONARY_PAGE: (I32, 2), DATA_PAGE_V2: (I32, 4)}  # a field of each of them
-LEVEL_BYTES, REPETITION_BYTES, IS_COMPRESSED = (I32, 5), (I32, 6), (FALSE, 7)  # fields of a data page version 2
-MAX_HEADER_BYTES = 2**16  # of a page header; its statistics may hold a lowest and a highest value
-_HEADER: Fields = {
-    UNCOMPRESSED_SIZE: {},
-    COMPRESSED_SIZE: {},
-    DATA_PAGE: {NUM_VALUES: {}, ENCODINGS[DATA_PAGE]: {}},
-    DICTIONARY_PAGE: {NUM_VALUES: {}, ENCODINGS[DICTIONARY_PAGE]: {}},
-    DATA_PAGE_V2: {
-        NUM_VALUES: {},
-        ENCODINGS[DATA_PAGE_V2]: {},
-        LEVEL_BYTES: {},
-        REPETITION_BYTES: {},
-        IS_COMPRESSED: {},
-    },
-}
 
 
 class Page(NamedTuple):
@@ -264,12 +264,6 @@ def parse_page(data: bytes, start: int = 0) -> Page:
     if min(num_bytes, compressed_bytes, *counts) < 0:
         raise ValueError("a page has no size, or a negative one")
     return Page(start, length, compressed_bytes, num_bytes, kinds[0], sum(counts), fields)
-
-
-MAX_PAGE_BYTES = 2**30  # Arrow writes pages of up to 1,024 values, whatever their size
-MAX_PAGE_VALUES = 2**22  # Arrow writes row groups of up to 2**20 rows
-CODECS = ("snappy", "gzip", "brotli", "lz4_raw", "zstd")  # as Parquet and Arrow name them
-_PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8  # encodings
 
 
 class PageValue(NamedTuple):
