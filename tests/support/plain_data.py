@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from raycap.pipeline.data.formats.rows import Rows, as_list, as_texts
-from raycap.pipeline.data.formats.source import Source, inside
+from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside
 from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, is_part, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raycap.pipeline.data.formats.rows import MAX_CAPTION
+from raycap.pipeline.data.formats.source import MAX_CAPTION
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, relative_name, shorten
 from raycap.pipeline.storage.path import storage_path

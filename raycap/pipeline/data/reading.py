@@ -26,8 +26,15 @@ from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSect
 from raycap.pipeline.data.content_keys import HashFiles, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.json_files import add_coco, add_karpathy
-from raycap.pipeline.data.formats.rows import Rows
-from raycap.pipeline.data.formats.source import Source, Splits, find_files, images_folder, read_json, read_split_lists
+from raycap.pipeline.data.formats.source import (
+    Rows,
+    Source,
+    Splits,
+    find_files,
+    images_folder,
+    read_json,
+    read_split_lists,
+)
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
 from raycap.pipeline.data.formats.text_files import add_text_files, read_text_files
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples

@@ -17,8 +17,7 @@ import pytest
 
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.rows import as_list
-from raycap.pipeline.data.formats.source import id_of_name
+from raycap.pipeline.data.formats.source import as_list, id_of_name
 from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
 from raycap.pipeline.data.reading import FORMATS, build_vocabulary, read_annotations, read_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary

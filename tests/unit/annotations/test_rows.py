@@ -13,9 +13,8 @@ import pyarrow as pa
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.formats import rows as module
-from raycap.pipeline.data.formats.rows import IMAGES, Rows
-from raycap.pipeline.data.formats.source import Source
+from raycap.pipeline.data.formats import source as module
+from raycap.pipeline.data.formats.source import IMAGES, Rows, Source
 from raycap.pipeline.data.formats.table import table_entries
 from raycap.pipeline.data.images import has_remote_image, is_remote_image
 from raycap.pipeline.data.reading import read_annotations

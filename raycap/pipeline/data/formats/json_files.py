@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from raycap.pipeline.data.formats.rows import MAX_CAPTION, SURROGATE, Rows, as_texts, malformed
-from raycap.pipeline.data.formats.source import Source, inside
+from raycap.pipeline.data.formats.source import MAX_CAPTION, SURROGATE, Rows, Source, as_texts, inside, malformed
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 

@@ -8,8 +8,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from raycap.pipeline.data.formats.rows import Rows, as_list, as_texts
-from raycap.pipeline.data.formats.source import Source, inside, opened, read_file
+from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten

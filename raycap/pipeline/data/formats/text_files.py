@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from raycap.pipeline.data.formats.rows import Rows, as_texts, lines_of
-from raycap.pipeline.data.formats.source import Source, errors_named, is_image
+from raycap.pipeline.data.formats.source import Rows, Source, as_texts, errors_named, is_image, lines_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.tables import NameIndex, TableSpill
 
