@@ -362,10 +362,19 @@ def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
     return strip.convert("RGB")
 
 
-def hash_batch(batch: dict[str, np.ndarray], options: StorageOptions = StorageOptions()) -> dict[str, Any]:
+def pixels_of(
+    image: Image.Image, transform: ImageTransform, augmentation: Augmentation, seed: int | None
+) -> np.ndarray:
+    """The pixels (H, W, 3) uint8 of an RGB image; with a seed those of a random version (`augmented`)."""
+    return transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
+
+
+def hash_batch(
+    batch: dict[str, np.ndarray], options: StorageOptions = StorageOptions(), threads: int = 1
+) -> dict[str, Any]:
     """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
 
-    One of them is "". Raises StorageError while the storage is out of order.
+    One of them is "". threads: that read local files. Raises StorageError while the storage is out of order.
     """
 
     def read(uri: str) -> tuple[str, str]:
@@ -376,7 +385,7 @@ def hash_batch(batch: dict[str, np.ndarray], options: StorageOptions = StorageOp
         except OSError as error:
             return "", reason_of(error)
 
-    results = _for_each(read, batch["uri"])
+    results = _for_each(read, batch["uri"], threads)
     return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
 
 
@@ -439,10 +448,7 @@ def decode_batch(
                 return f"{UNREADABLE}: it changed while it was being extracted"
             image = decode_image(data, max_pixels)
             for row in rows:
-                seed = seed_of_key(keys[row])
-                pixels[row] = (
-                    transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
-                )
+                pixels[row] = pixels_of(image, transform, augmentation, seed_of_key(keys[row]))
         except BadImage as error:
             return str(error)
         except StorageError:

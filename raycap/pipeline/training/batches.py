@@ -14,30 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raycap.models.base import Features, map_tensors
-from raycap.models.encoders.backbone import image_transform
-from raycap.models.encoders.views import Views
+from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.features.model_inputs import AugmentedImages, StoredViews, on_device
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.data.vocabulary import TokenFiles
+from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.features.store.shards import ReadAhead
+from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.storage.cache import image_cache
 from raycap.pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
-
-if TYPE_CHECKING:
-    from raycap.models.encoders.transform import ImageTransform
-    from raycap.pipeline.config.sections import StageSection
-    from raycap.pipeline.data.dataset import Dataset
-    from raycap.pipeline.data.vocabulary import TokenFiles
-    from raycap.pipeline.features.store.shards import ReadAhead
-    from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 _CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
@@ -313,26 +305,3 @@ class Batches:
         generator = np.random.default_rng(seed_of(self.seed, step, 1))  # 1: unlike the seeds of `samples_at`
         start = generator.integers(0, 2**31, len(samples))[:, None]
         return samples, first[:, None] + (start + np.arange(self.stage.captions_per_image)) % count[:, None]
-
-
-def model_inputs(
-    folder: RunFolder,
-    part: Dataset,
-    store: FeatureStore | None,
-    views: Views | None = None,
-    *,
-    as_stored: bool = False,
-) -> Images:
-    """The model inputs of some images of a run: stored features, or pixels when `store` is None.
-
-    views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
-    store would have, in place of new ones.
-    """
-    config = folder.config
-    transform = image_transform(config.backbone) if store is None else None
-    cache = image_cache(config.features.cache_bytes)
-    threads, options = config.workers.num_decode_threads, config.storage.options
-    arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
-    if views is None:
-        return Images(*arguments)
-    return (StoredViews if as_stored else AugmentedImages)(views, *arguments)

@@ -30,7 +30,7 @@ from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
-from raycap.pipeline.features.model_inputs import FeatureComputer
+from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, StageResult
@@ -38,7 +38,7 @@ from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
 from raycap.pipeline.runtime.processor import float32_products, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
-from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, model_inputs
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
@@ -207,13 +207,13 @@ class StageRun:
         self.computer = feature_computer(folder, stage, context.device)
         computes = self.computer is not None
         views = config.features.training_views
-        images = model_inputs(folder, train, None if computes else store, views, as_stored=computes)
+        images = model_inputs(config, train, None if computes else store, views, as_stored=computes)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         if by_shards:
             self.batches.order_by_shards(config.features.shuffle_buffer)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
-        self.validation = model_inputs(folder, validation, store)
+        self.validation = model_inputs(config, validation, store)
         references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)

@@ -14,13 +14,13 @@ from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.evaluation.captioning.protocols import run_protocol
 from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.features.model_inputs import model_inputs
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import Context
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
-from raycap.pipeline.training.batches import model_inputs
 from raycap.pipeline.training.stage_output import StageOutput
 
 REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
@@ -46,7 +46,7 @@ def caption_split(
     if captioner.backbone is None:
         assert store is not None  # the frozen stages have read it
         features = open_store(store, folder.config.features)
-    images = model_inputs(folder, folder.dataset.without(excluded).split(split), features)
+    images = model_inputs(folder.config, folder.dataset.without(excluded).split(split), features)
     result = folder.result(output.stage)
     assert result is not None
     output.open_journal(result.steps)

@@ -93,7 +93,6 @@ def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.
     def refuse(path: Any) -> bytes:
         raise OSError(f"{path}: http://me:secret-word@host/x?X-Amz-Signature=secret-word is refused")
 
-    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", refuse)
     monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", refuse)
     check(tmp_path, root)
     found = (tmp_path / "found.json").read_text()
