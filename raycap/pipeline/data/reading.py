@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
 from raycap.pipeline.data.content_keys import HashFiles, take_snapshot
@@ -112,10 +111,7 @@ def snapshot_of(
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
     root = "" if config.data.root is None else storage_path(config.data.root).uri
-    keys = {"images", "sources", "synthetic"}
-    # Manifests of English scenes have the names that they had before there were other languages.
-    excluded = {"synthetic": {"language"}} if config.data.language == ENGLISH else None
-    image_source = f"{root} {config.data.model_dump_json(include=keys, exclude=excluded)}"
+    image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
     return take_snapshot(dataset, manifest, config.storage.options, hash_files)

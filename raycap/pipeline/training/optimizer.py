@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raycap.models.captioner import Captioner
-
-if TYPE_CHECKING:
-    from raycap.pipeline.config.sections import OptimizerSection, ScheduleSection
+from raycap.pipeline.config.sections import OptimizerSection, ScheduleSection
 
 WARM_UP_STEPS = 10
 

@@ -9,8 +9,8 @@ from raycap.pipeline.data.synthetic import scenes as synthetic
 from raycap.pipeline.data.synthetic.scenes import (
     BACKGROUNDS,
     COLORS,
+    REGION_WIDTH,
     SHAPES,
-    WIDTH,
     draw_scene,
     make_scene,
     regions_of,
@@ -26,7 +26,7 @@ def test_one_region_per_shape_and_one_for_the_picture() -> None:
     for image_id, (features, boxes) in REGIONS.items():
         scene, _ = make_scene(CONFIG.seed, image_id - 1)
         count = 2 if scene.second is None else 3
-        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= 3
+        assert features.shape == (count, REGION_WIDTH) and boxes.shape == (count, 4) and count <= 3
         assert features.dtype == boxes.dtype == np.float32
         assert boxes[0].tolist() == [0, 0, 64, 64], "the picture is the largest"
         assert (boxes[:, :2] <= boxes[:, 2:]).all() and boxes.min() >= 0 and boxes.max() <= 64

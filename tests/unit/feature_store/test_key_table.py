@@ -107,22 +107,6 @@ def test_full_parts_of_an_index_are_not_written_again(tmp_path: Path, monkeypatc
     assert all(len(table) <= 6 for table in read_manifests(folder))
 
 
-def test_an_index_of_an_earlier_version_is_read_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_shards(tmp_path, 0, 4)
-    old = tmp_path / "index.parquet"
-    pq.write_table(pa.concat_tables(read_manifests(storage_path(tmp_path))), old)
-    read = []
-    monkeypatch.setattr(
-        index, "manifest_path", lambda folder, shard: read.append(shard) or folder / f"manifest/{shard}.parquet"
-    )
-    assert_same_rows(tmp_path, 4)
-    assert not read, "the index has them all"
-    add_shards(tmp_path, 4, 20)
-    write_index(storage_path(tmp_path))
-    assert not old.exists() and len(parts_of(tmp_path)) == 1
-    assert_same_rows(tmp_path, 24)
-
-
 def test_two_extractions_at_once_write_parts_with_the_same_shards(tmp_path: Path) -> None:
     add_shards(tmp_path, 0, 20)
     write_index(storage_path(tmp_path))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -156,29 +155,15 @@ def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
     assert np.array_equal(gather(FeatureStore(tmp_path), keys), features) and not part.exists()
 
 
-def test_the_index_of_an_earlier_version_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one with more shards than a part. Its rows are read in chunks that end within shards."""
-    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
-    monkeypatch.setattr("raycap.pipeline.features.store.index.SHARDS_PER_PART", 4)
+def test_an_index_is_read_in_chunks_that_end_within_shards(tmp_path: Path) -> None:
     keys, features = filled(tmp_path, shards=10)
     tables = [pq.read_table(path) for path in sorted(tmp_path.glob("manifest/*"))]
-    old = tmp_path / "index.parquet"
-    pq.write_table(pa.concat_tables(tables), old, row_group_size=7)
-    names = [path.stem for path in tmp_path.glob("shards/*")]
-
-    def is_whole() -> bool:
-        store = FeatureStore(tmp_path)
-        return np.array_equal(gather(store, keys), features) and {info.shard for info in store.shards} == {*names}
-
-    write_index(storage_path(tmp_path))
-    assert old.exists() and is_whole(), "it has all manifests"
-    for name in ("new", "newer"):
-        write_shard(tmp_path, [name], np.ones((1, *features.shape[1:]), features.dtype))
-    names = [path.stem for path in tmp_path.glob("shards/*")]
-    assert is_whole() and contains(FeatureStore(tmp_path), "new")
-    write_index(storage_path(tmp_path))
-    sizes = [len(pc.unique(pq.read_table(part)["shard"])) for part in (tmp_path / "index").iterdir()]
-    assert not old.exists() and sorted(sizes) == [4, 4, 4] and is_whole()
+    (tmp_path / "index").mkdir(exist_ok=True)
+    pq.write_table(pa.concat_tables(tables), tmp_path / "index" / "all.parquet", row_group_size=7)
+    write_shard(tmp_path, ["new"], np.ones((1, *features.shape[1:]), features.dtype))
+    store = FeatureStore(tmp_path)
+    assert np.array_equal(gather(store, keys), features) and contains(store, "new")
+    assert {info.shard for info in store.shards} == {path.stem for path in tmp_path.glob("shards/*")}
 
 
 def test_verify_reads_everything_back(tmp_path: Path) -> None:

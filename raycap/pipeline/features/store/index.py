@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raycap.pipeline.features.store.shards import INDEX, ONE_FILE, ShardInfo
+from raycap.pipeline.features.store.shards import INDEX, ShardInfo
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import read_cache, write_table
 
@@ -163,16 +163,14 @@ def _loose_manifests(folder: StoragePath, shards: Collection[str]) -> Iterator[p
 def write_index(folder: StoragePath) -> None:
     """Adds manifests to the index if it lacks many. Full parts of it are not written again.
 
-    It reads the index, and manifests of at most SHARDS_PER_PART shards besides those that the index lacks. The only
-    file of an earlier version is replaced by parts, for which all manifests are read once.
+    It reads the index, and manifests of at most SHARDS_PER_PART shards besides those that the index lacks.
     """
     shards = _shards_with_manifest(folder)
     parts = {path.uri: set(pc.unique(read_cache(path, MANIFEST)["shard"]).to_pylist()) for path in _parts(folder)}
     indexed = set[str]().union(*parts.values())
     if len(shards ^ indexed) <= MAX_LOOSE:
         return
-    old = (folder / ONE_FILE).uri
-    full = {uri for uri, names in parts.items() if uri != old and len(names & shards) >= SHARDS_PER_PART}
+    full = {uri for uri, names in parts.items() if len(names & shards) >= SHARDS_PER_PART}
     for table in _loose_manifests(folder, shards.difference(*(parts[uri] for uri in full))):
         names = pc.unique(table["shard"]).to_pylist()
         path = folder / f"{INDEX}/{hashlib.sha256(' '.join(names).encode()).hexdigest()[:32]}.parquet"
@@ -190,8 +188,7 @@ def _shards_with_manifest(folder: StoragePath) -> set[str]:
 def _parts(folder: StoragePath) -> list[StoragePath]:
     """The files of the index."""
     names = sorted(name for name in (folder / INDEX).list() if name.endswith(".parquet"))
-    old = folder / ONE_FILE
-    return [*([old] if old.exists() else []), *(folder / INDEX / name for name in names)]
+    return [folder / INDEX / name for name in names]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a m
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
 INDEX = "index"  # the folder of a store with manifests of many shards
-ONE_FILE = "index.parquet"  # the same in stores of earlier versions
 _HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
 
 
@@ -48,7 +47,6 @@ def remove_manifest(store: StoragePath, shard: str) -> None:
     """Removes a shard's manifest, and the index: it would hide the manifest of a new shard with the same images."""
     (store / f"manifest/{shard}.parquet").delete()
     (store / INDEX).delete_folder()
-    (store / ONE_FILE).delete()
 
 
 class _Shard:

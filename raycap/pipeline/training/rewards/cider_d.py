@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.errors import DamagedError
@@ -32,9 +33,6 @@ from raycap.pipeline.storage.cache import REWARD_INDEXES
 from raycap.pipeline.storage.digests import require_whole, write_digests
 from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.rewards.cider_index import build_index
-
-if TYPE_CHECKING:
-    from raycap.pipeline.data.dataset import Dataset
 
 _BATCH = 1024  # images whose captions are Python lists at a time
 logger = logging.getLogger(__name__)
