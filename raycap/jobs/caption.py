@@ -17,7 +17,7 @@ from raycap.jobs.caption_output import Row, open_output, read_done, review_place
 from raycap.jobs.cluster import cluster_address, connect
 from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from raycap.jobs.options import Address
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import apply_override

@@ -161,7 +161,7 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     are none.
     """
     from raycap.models.encoders.backbone import backbone_macs
-    from raycap.models.macs import cost
+    from raycap.models.registry import cost
 
     captioner = load_bundle(fetched(bundle)).captioner
     model, backbone = captioner.model, captioner.backbone

@@ -80,8 +80,7 @@ def compute_maps(
     import torch
 
     from raycap.models.encoders.backbone import num_prefix_tokens
-    from raycap.models.explain.attention_maps import cross_attention
-    from raycap.models.explain.attribution import Quadrature, integrated_gradients
+    from raycap.models.explain.attribution import Quadrature, cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
     from raycap.pipeline.evaluation.reports.cluster_pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device

@@ -148,7 +148,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 def _import_meshed_memory(request: ImportRequest) -> Imported:
     """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
     from raycap.models.captioner import Captioner
-    from raycap.models.convert import meshed_memory as convert
+    from raycap.models.convert import upstream as convert
     from raycap.models.convert.tensor_files import read_tensors
 
     if request.backbone_file is not None or request.backbone_overrides:

@@ -23,9 +23,9 @@ from raycap.models.layers import (
     Mixer,
     cached_for_steps,
     padding_bias,
+    token_macs,
     xavier_blocks_,
 )
-from raycap.models.token_embeddings import token_macs
 
 if TYPE_CHECKING:
     from raycap.models.decoding.masks import CaptionMasks

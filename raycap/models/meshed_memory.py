@@ -42,12 +42,13 @@ from raycap.models.layers import (
     FeedForward,
     SelfAttention,
     attend,
+    lm_head,
     merge_heads,
     padding_bias,
     sinusoids,
     split_heads,
+    token_embedding,
 )
-from raycap.models.token_embeddings import lm_head, token_embedding
 
 
 class MemoryAttention(SelfAttention):

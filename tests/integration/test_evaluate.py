@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from raycap.jobs.cluster_captions import SplitTask, caption_on_cluster
 from raycap.jobs.evaluate import evaluate
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset

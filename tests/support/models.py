@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features, Memory, ModelSizes
 from raycap.models.captioner import Captioner
-from raycap.models.clusters import ClusterMaps
+from raycap.models.clustformer import ClusterMaps
 from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.decoding.constraints import ConstraintAutomaton
 from raycap.models.decoding.search import Captions

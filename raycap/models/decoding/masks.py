@@ -107,7 +107,7 @@ class CaptionMasks:
 
 
 class PrefixMasks(CaptionMasks):
-    """Masks for a decoder whose step computes all tokens so far and a mask token (`models/mask_token.py`).
+    """Masks for a decoder whose step computes all tokens so far and a mask token (`models/clustformer.py`).
 
     Every step has masks of its own for all its tokens, so that a step's masks come from one row. The pass has T rows of
     T + 1 tokens per caption, one per step, and T + 1 times as many masks as with `CaptionMasks`.

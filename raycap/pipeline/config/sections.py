@@ -19,8 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Identity, ModelConfig
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig
 from raycap.models.encoders.views import Augmentation, Views
 from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
@@ -622,7 +621,7 @@ class EvaluationSection(Section):
     max_length: Tokens = 20
     num_results: Beams = 1  # captions per image, at most beam_size without decoding.sampling
     # of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
-    # with this alpha (`models.decoding.rules.length_divisor`)
+    # with this alpha (`models.decoding.search.length_divisor`)
     ranking: Ranking = "mean"
     decoding: Annotated[Decoding, Identity.UNLESS_DEFAULT] = Decoding()
     # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions

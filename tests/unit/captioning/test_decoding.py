@@ -12,7 +12,7 @@ import torch
 
 from raycap.jobs.caption import caption
 from raycap.jobs.cli import main
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.vocabulary import Vocabulary

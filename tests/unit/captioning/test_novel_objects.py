@@ -11,7 +11,7 @@ import torch
 
 from raycap.jobs.cli import main
 from raycap.jobs.constraints import constraints as make_constraints
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError

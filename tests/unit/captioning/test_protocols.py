@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding
 from raycap.pipeline.config.load import parse_config, with_data
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError

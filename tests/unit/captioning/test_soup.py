@@ -14,8 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycap.models.config import ExpansionNetConfig
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding, ExpansionNetConfig
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from raycap.jobs.evaluation import Evaluation
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError

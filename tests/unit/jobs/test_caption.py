@@ -25,7 +25,7 @@ from raycap.models.base import Features, Memory, ModelSizes
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.explain.attention_maps import cross_attention
+from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
 from raycap.pipeline.data.formats.image_paths import find_images

@@ -14,7 +14,7 @@ from raycap.models.base import Features, Memory, ModelSizes
 from raycap.models.clustformer import ClusteredAttention, ClustFormer
 from raycap.models.config import ClustFormerConfig
 from raycap.models.decoding.search import beam_search
-from raycap.models.explain.attention_maps import cross_attention
+from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import Dropout, FeedForward, attend, dropout, set_dropout, sinusoids
 from raycap.models.registry import build_model
 from tests.support.models import (

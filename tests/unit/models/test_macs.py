@@ -13,8 +13,7 @@ from raycap.models.base import CaptionModel, Features, Memory, ModelConfig, Mode
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from raycap.models.decoding.search import beam_search
 from raycap.models.expansionnet import ExpansionNet
-from raycap.models.macs import TABLE_6_SIZES, cost
-from raycap.models.registry import build_model
+from raycap.models.registry import TABLE_6_SIZES, build_model, cost
 from raycap.pipeline.evaluation.comparison.published import ablation
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raycap.models.base import Features, ModelSizes
 from raycap.models.config import MeshedMemoryConfig
-from raycap.models.explain.attention_maps import cross_attention
+from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import Dropout, sinusoids
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 from raycap.models.registry import build_model

@@ -15,10 +15,17 @@ from raycap.models.base import CaptionModel, Memory
 from raycap.models.captioner import Captioner
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from raycap.models.decoding.graphed_search import GraphedSearch
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import Captions, Memories, Models, beam_search, by_score, image_draws, sample
-from raycap.models.explain.alignment import alignment_scores
-from raycap.models.explain.energy import caption_energies
+from raycap.models.decoding.search import (
+    Captions,
+    Memories,
+    Models,
+    ScoreRules,
+    beam_search,
+    by_score,
+    image_draws,
+    sample,
+)
+from raycap.models.explain.measures import alignment_scores, caption_energies
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attention_maps import cross_attention
-from raycap.models.explain.attribution import Attribution, integrated_gradients
+from raycap.models.explain.attribution import Attribution, cross_attention, integrated_gradients
 from raycap.models.explain.cluster_groups import Clusters, find_clusters
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding
 from raycap.pipeline.config.languages import ENGLISH, MetricTokenizer
 
 NOT_RECORDED = "not recorded"
