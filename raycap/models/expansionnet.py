@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from raycap.models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
-from raycap.models.config import ExpansionNetConfig
+from raycap.models.base import Features, Macs, Memory, linear_macs, valid_tokens
+from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
 from raycap.models.layers import Dropout, Mixer, SelfAttention, lm_head, token_embedding, xavier_blocks_

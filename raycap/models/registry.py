@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from raycap.models.base import CaptionModel, ModelConfig, ModelSizes
+from raycap.models.base import CaptionModel
 from raycap.models.clustformer import ClustFormer, MaskTokenClustFormer
-from raycap.models.config import ClustFormerConfig
+from raycap.models.config import ClustFormerConfig, ModelConfig, ModelSizes
 from raycap.models.expansionnet import ExpansionNet, Transformer
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 

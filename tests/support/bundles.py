@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from raycap.models.base import ModelSizes
 from raycap.models.captioner import Captioner
-from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary

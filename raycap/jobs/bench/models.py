@@ -21,8 +21,8 @@ from torch import Tensor
 from raycap.jobs.bench.measuring import timed
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
 from raycap.jobs.options import Threads
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import ExpansionNetConfig
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.search import Captions, beam_search, sample
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
 from raycap.models.registry import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycap.models.base import ModelConfig, ModelSizes, name_problems
-from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig
+from raycap.models.base import name_problems
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
 PUBLISHED_HEADS = 8

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from raycap.jobs.caption import ClusterOptions, caption, start_pool
 from raycap.jobs.caption_output import Parts, open_output
 from raycap.jobs.cli import main
-from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.base import Features, Memory
 from raycap.models.captioner import Captioner
-from raycap.models.config import ClustFormerConfig
+from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import CrossAttention

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.base import Features, Memory
 from raycap.models.clustformer import ClusteredAttention, ClustFormer
-from raycap.models.config import ClustFormerConfig
+from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.search import beam_search
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import Dropout, FeedForward, attend, dropout, set_dropout, sinusoids

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import ClustFormerConfig, Decoding, ExpansionNetConfig, MeshedMemoryConfig
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import ClustFormerConfig, Decoding, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache, TreeSlots
 from raycap.models.decoding.search import (
     Captions,

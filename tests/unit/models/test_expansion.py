@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from raycap.models.base import Features, Memory, ModelSizes
-from raycap.models.config import ExpansionNetConfig
+from raycap.models.base import Features, Memory
+from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion, dynamic_weights, static_weights
 from raycap.models.layers import Dropout, dropout, set_dropout
 from raycap.models.registry import build_model

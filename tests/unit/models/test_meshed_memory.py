@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.base import Features, ModelSizes
-from raycap.models.config import MeshedMemoryConfig
+from raycap.models.base import Features
+from raycap.models.config import MeshedMemoryConfig, ModelSizes
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import Dropout, sinusoids
 from raycap.models.meshed_memory import MeshedMemoryTransformer

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import MODEL_CONFIGS, PLAIN, Decoding
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import MODEL_CONFIGS, PLAIN, Decoding, ModelSizes
 from raycap.models.decoding.constraints import build_automaton, constrained_beam_search
 from raycap.models.decoding.search import (
     ScoreRules,
