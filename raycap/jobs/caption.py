@@ -24,9 +24,8 @@ from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
 from raycap.pipeline.data.formats.image_paths import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.decorations import Decorations
@@ -376,8 +375,7 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
     from raycap.pipeline.data.image_sources import load_image
-    from raycap.pipeline.evaluation.reports.cluster_pictures import cluster_picture
-    from raycap.pipeline.evaluation.reports.heat_maps import caption_picture
+    from raycap.pipeline.evaluation.reports.pictures import caption_picture, cluster_picture
 
     image = load_image(name)
     pixels = service.transform(image)

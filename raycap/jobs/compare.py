@@ -26,7 +26,7 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runs.preflight import check_storage

@@ -12,7 +12,7 @@ import numpy as np
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, ReportImage, choose_images
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.storage.path import StoragePath
@@ -82,7 +82,7 @@ def compute_maps(
     from raycap.models.encoders.backbone import num_prefix_tokens
     from raycap.models.explain.attribution import Quadrature, cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
-    from raycap.pipeline.evaluation.reports.cluster_pictures import layer_colors
+    from raycap.pipeline.evaluation.reports.pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device
     from raycap.pipeline.runtime.context import device_for
     from raycap.pipeline.runtime.cpu import prepare_processor
@@ -125,7 +125,7 @@ def _weight_maps(weights: Tensor, features: Features, size: tuple[int, int]) -> 
     of attended padding, which follow those of the regions, are left out.
     size: the image's width and height in pixels.
     """
-    from raycap.pipeline.evaluation.reports.heat_maps import region_maps
+    from raycap.pipeline.evaluation.reports.pictures import region_maps
 
     values = weights.float().cpu().numpy()
     if features.boxes is None:

@@ -18,6 +18,12 @@ from raycap.models.config import ClustFormerConfig, ModelConfig, ModelSizes
 from raycap.models.expansionnet import ExpansionNet, Transformer
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 
+# the sizes that Table VI counts for
+TABLE_6_IMAGES = 5000
+TABLE_6_IMAGE_TOKENS = 144
+TABLE_6_CAPTION_TOKENS = 12.5
+TABLE_6_SIZES = ModelSizes(feature_width=1536, vocabulary_size=10000, max_positions=52, sos=0, eos=1, pad=2)
+
 
 def _clustformer(config: ClustFormerConfig, sizes: ModelSizes) -> ClustFormer:
     return (MaskTokenClustFormer if config.decoder == "mask_token" else ClustFormer)(config, sizes)
@@ -36,13 +42,6 @@ def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
     model = MODELS[config.name](config, sizes)
     model.init_weights()
     return model
-
-
-# the sizes that Table VI counts for
-TABLE_6_IMAGES = 5000
-TABLE_6_IMAGE_TOKENS = 144
-TABLE_6_CAPTION_TOKENS = 12.5
-TABLE_6_SIZES = ModelSizes(feature_width=1536, vocabulary_size=10000, max_positions=52, sos=0, eos=1, pad=2)
 
 
 @dataclass(frozen=True)

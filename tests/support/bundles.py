@@ -14,8 +14,7 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, confidence_search
 from raycap.pipeline.storage.path import storage_path
 from tests.support.confidence import make_confidence
 

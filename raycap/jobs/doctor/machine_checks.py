@@ -20,8 +20,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.formats.files import find_files
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.java import JavaError, free_memory_mb, java_version
-from raycap.pipeline.evaluation.scores.java_metrics import spice_models
+from raycap.pipeline.evaluation.scores.java import JavaError, free_memory_mb, java_version, spice_models
 from raycap.pipeline.features.measured_precision import measure_extraction
 from raycap.pipeline.runtime.secrets import split_userinfo
 from raycap.pipeline.storage.cache import cache_folder

@@ -48,6 +48,28 @@ _DECODER_LAYER = {
     "cross.out_proj": "mha.out_linear",
     **_FEED_FORWARD,
 }
+# Our linear layers and norms, and upstream's.
+_MESHED_FEED_FORWARD = {
+    "feed_forward.inner": "pwff.fc1",
+    "feed_forward.outer": "pwff.fc2",
+    "feed_forward_norm": "pwff.layer_norm",
+}
+_MESHED_ENCODER_LAYER = {
+    "attention.in_proj": "mhatt.attention.fc_q mhatt.attention.fc_k mhatt.attention.fc_v",
+    "attention.out_proj": "mhatt.attention.fc_o",
+    "attention_norm": "mhatt.layer_norm",
+    **_MESHED_FEED_FORWARD,
+}
+_MESHED_DECODER_LAYER = {
+    "attention.in_proj": "self_att.attention.fc_q self_att.attention.fc_k self_att.attention.fc_v",
+    "attention.out_proj": "self_att.attention.fc_o",
+    "attention_norm": "self_att.layer_norm",
+    "meshed.attention.query": "enc_att.attention.fc_q",
+    "meshed.attention.key_value": "enc_att.attention.fc_k enc_att.attention.fc_v",
+    "meshed.attention.out_proj": "enc_att.attention.fc_o",
+    "meshed.norm": "enc_att.layer_norm",
+    **_MESHED_FEED_FORWARD,
+}
 
 
 def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
@@ -268,30 +290,6 @@ def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
     return ModelSizes(
         inferred.feature_width, words["count"], inferred.max_positions, words["sos"], words["eos"], words["pad"]
     )
-
-
-# Our linear layers and norms, and upstream's.
-_MESHED_FEED_FORWARD = {
-    "feed_forward.inner": "pwff.fc1",
-    "feed_forward.outer": "pwff.fc2",
-    "feed_forward_norm": "pwff.layer_norm",
-}
-_MESHED_ENCODER_LAYER = {
-    "attention.in_proj": "mhatt.attention.fc_q mhatt.attention.fc_k mhatt.attention.fc_v",
-    "attention.out_proj": "mhatt.attention.fc_o",
-    "attention_norm": "mhatt.layer_norm",
-    **_MESHED_FEED_FORWARD,
-}
-_MESHED_DECODER_LAYER = {
-    "attention.in_proj": "self_att.attention.fc_q self_att.attention.fc_k self_att.attention.fc_v",
-    "attention.out_proj": "self_att.attention.fc_o",
-    "attention_norm": "self_att.layer_norm",
-    "meshed.attention.query": "enc_att.attention.fc_q",
-    "meshed.attention.key_value": "enc_att.attention.fc_k enc_att.attention.fc_v",
-    "meshed.attention.out_proj": "enc_att.attention.fc_o",
-    "meshed.norm": "enc_att.layer_norm",
-    **_MESHED_FEED_FORWARD,
-}
 
 
 def meshed_memory_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:

@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from raycap.models.base import CaptionModel, Features, Memory, evaluating, hooked, map_tensors
 from raycap.models.layers import CrossAttention, split_heads
 
+# doubling the points helps no more when the greatest gap stays above this share of the previous one
+STALLED_SHARE = 0.75
+
 
 @torch.no_grad()
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
@@ -59,10 +62,6 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     with evaluating(model), hooked(layers, record):
         model.decode(memory, tokens[:, :-1])
     return torch.stack(weights)
-
-
-# doubling the points helps no more when the greatest gap stays above this share of the previous one
-STALLED_SHARE = 0.75
 
 
 @dataclass(frozen=True)

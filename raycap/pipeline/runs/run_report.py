@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.comparison.published import FinalRow, published_rows
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
 from raycap.pipeline.evaluation.scores.metrics import Score

@@ -38,7 +38,7 @@ from raycap.models.config import Decoding
 from raycap.models.decoding.masks import CaptionMasks, new_masks
 from raycap.models.decoding.search import Beams, Decoder, ScoreRules, greedy, sample, search
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
+from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.storage.cache import cache_folder
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents

@@ -14,8 +14,8 @@ from raycap.models.encoders.views import Views
 from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
 from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.features.model_inputs import AugmentedImages, Images, StoredViews
 from raycap.pipeline.features.store.store import FeatureStore, open_store
 from raycap.pipeline.runs.folder import RunFolder

@@ -17,7 +17,7 @@ from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_confidence
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runtime.decorations import Decorations

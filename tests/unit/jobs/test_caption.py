@@ -30,12 +30,11 @@ from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
 from raycap.pipeline.data.formats.image_paths import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle, save_bundle, store_confidence
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.reports.heat_maps import caption_picture, heat_map, region_maps
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search
+from raycap.pipeline.evaluation.reports.pictures import caption_picture, heat_map, region_maps
 from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError

@@ -21,7 +21,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.confidence.image_caption import ImageCaption, RankedCaption
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks

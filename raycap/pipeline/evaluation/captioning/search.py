@@ -29,10 +29,10 @@ from raycap.models.explain.measures import alignment_scores, caption_energies
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
-from raycap.pipeline.evaluation.captioning.protocols import collapsed
+from raycap.pipeline.evaluation.comparison.protocol import collapsed
 from raycap.pipeline.evaluation.confidence.confidence import NUM_FIRST, caption_signals
-from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.context import Context, gather_objects
 from raycap.pipeline.runtime.secrets import without_secrets

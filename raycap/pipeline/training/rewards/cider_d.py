@@ -21,7 +21,7 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.evaluation.scores.cider import CiderD
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
 from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
 from raycap.pipeline.storage.digests import require_whole, write_digests

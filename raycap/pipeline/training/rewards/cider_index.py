@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raycap.pipeline.evaluation.scores.cider import CiderD
-from raycap.pipeline.evaluation.scores.ngram_keys import (
+from raycap.pipeline.evaluation.scores.cider import (
     N_MAX,
+    CiderD,
     HashTable,
     Ragged,
     bigram_keys,

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from raycap.pipeline.evaluation.scores.ngram_keys import hashes
+from raycap.pipeline.evaluation.scores.cider import hashes
 
 _STEP = 256  # `Runs` remembers one of this many keys, to find ranges of keys without reading them
 

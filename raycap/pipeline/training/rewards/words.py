@@ -1,6 +1,6 @@
 """Rewards of single captions that are computed from words: BLEU, ROUGE-L, length and repetition.
 
-The words are those on which the language's metrics are computed (`scores.metric_words`), whatever the model's
+The words are those on which the language's metrics are computed (`scores.words`), whatever the model's
 tokens are. EOS is no word here.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords
 from raycap.pipeline.evaluation.scores.ngrams import bleu, rouge_l
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.references import References
 
 MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
