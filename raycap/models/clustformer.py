@@ -47,7 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,7 @@ from torch import Tensor, nn
 from raycap.models.base import Cache, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
+from raycap.models.dropout import CaptionMasks, Dropout
 from raycap.models.encoder_decoder import (
     DecoderLayer,
     EncoderDecoder,
@@ -67,7 +68,6 @@ from raycap.models.encoder_decoder import (
 )
 from raycap.models.layers import (
     MASKED_SCORE,
-    Dropout,
     SelfAttention,
     lm_head,
     merge_heads,
@@ -75,10 +75,6 @@ from raycap.models.layers import (
     token_embedding,
     token_macs,
 )
-
-if TYPE_CHECKING:
-    from raycap.models.decoding.masks import CaptionMasks
-
 
 State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6; empty before the first layer
 

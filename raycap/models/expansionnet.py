@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,9 @@ from torch import Tensor, nn
 from raycap.models.base import Features, Macs, Memory, linear_macs, valid_tokens
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
+from raycap.models.dropout import CaptionMasks, Dropout
 from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from raycap.models.layers import Dropout, Mixer, SelfAttention, lm_head, token_embedding, xavier_blocks_
-
-if TYPE_CHECKING:
-    from raycap.models.decoding.masks import CaptionMasks
-
+from raycap.models.layers import Mixer, SelfAttention, lm_head, token_embedding, xavier_blocks_
 
 EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 EXPORT_SCALE = 2.0**30  # a power of 2, so that products with it are exact

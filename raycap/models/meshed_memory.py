@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from raycap.models.base import Features, Memory, valid_tokens
 from raycap.models.config import MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache
+from raycap.models.dropout import Dropout
 from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
 from raycap.models.layers import (
     CrossAttention,
-    Dropout,
     FeedForward,
     SelfAttention,
     attend,

@@ -16,9 +16,9 @@ from pycocoevalcap.cider.cider import Cider
 from raycap.jobs.cli import main
 from raycap.jobs.reproduce import PUBLISHED
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.search import collapsed
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
-from raycap.pipeline.evaluation.comparison.protocol import collapsed
 from tests.support.golden import EXPANSIONNET, write_published_form
 from tests.support.golden import MESHED_MEMORY as MESHED
 from tests.support.golden import MESHED_WORDS as WORDS

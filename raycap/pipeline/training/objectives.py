@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from raycap.models.base import CaptionModel, Memory, evaluating
 from raycap.models.captioner import Captioner
 from raycap.models.config import Decoding
-from raycap.models.decoding.masks import CaptionMasks, new_masks
 from raycap.models.decoding.search import Beams, Decoder, ScoreRules, greedy, sample, search
+from raycap.models.dropout import CaptionMasks, new_masks
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.storage.cache import cache_folder

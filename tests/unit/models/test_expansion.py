@@ -11,8 +11,8 @@ from torch import Tensor
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
 from raycap.models.base import Features, Memory
 from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.dropout import Dropout, dropout, set_dropout
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion, dynamic_weights, static_weights
-from raycap.models.layers import Dropout, dropout, set_dropout
 from raycap.models.registry import build_model
 from tests.support.models import (
     MIXERS,

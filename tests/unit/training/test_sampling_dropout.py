@@ -21,11 +21,10 @@ from raycap.models.config import (
     ModelConfig,
     ModelSizes,
 )
-from raycap.models.decoding.masks import CaptionMasks, PrefixMasks, new_masks
 from raycap.models.decoding.search import greedy
+from raycap.models.dropout import CaptionMasks, Dropout, PrefixMasks, new_masks
 from raycap.models.encoder_decoder import EncoderDecoder
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.layers import Dropout
 from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.training import objectives

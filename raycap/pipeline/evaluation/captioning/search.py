@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from raycap.models.explain.measures import alignment_scores, caption_energies
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
-from raycap.pipeline.evaluation.comparison.protocol import collapsed
 from raycap.pipeline.evaluation.confidence.confidence import NUM_FIRST, caption_signals
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
@@ -250,3 +250,8 @@ def find_captions(
 
 def _seed(seed: int, image: object) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {image}".encode()).digest()[:7])
+
+
+def collapsed(caption: str) -> str:
+    """The caption with one word in place of equal neighboring words."""
+    return " ".join(word for word, _ in groupby(caption.split()))

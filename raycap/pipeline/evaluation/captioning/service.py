@@ -26,8 +26,8 @@ from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
-from raycap.pipeline.evaluation.captioning.search import best_signals, find_captions
-from raycap.pipeline.evaluation.comparison.protocol import changed_search, collapsed
+from raycap.pipeline.evaluation.captioning.search import best_signals, collapsed, find_captions
+from raycap.pipeline.evaluation.comparison.protocol import changed_search
 from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption, RankedCaption
 from raycap.pipeline.runtime.precision import measure_precisions
 from raycap.pipeline.storage.path import StorageOptions

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 from raycap.models.config import PLAIN, Decoding, ModelConfig
@@ -206,8 +205,3 @@ def confidence_search(settings: EvaluationSection, max_positions: int) -> str:
     keys = {*SEARCH_KEYS, "num_results"} if settings.decoding.sampling else set(SEARCH_KEYS)  # the best of the draws
     search = settings.model_dump(mode="json", include=keys)
     return json.dumps(search | {"max_length": min(settings.max_length, max_positions)}, sort_keys=True)
-
-
-def collapsed(caption: str) -> str:
-    """The caption with one word in place of equal neighboring words."""
-    return " ".join(word for word, _ in groupby(caption.split()))

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raycap.pipeline.config.sections import DataSection, EncoderSection, ScoreInputsSection, TextEncoderSection
+from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
 from raycap.pipeline.data.caption_files import ImageId, read_json, shorten
 from raycap.pipeline.data.synthetic.scene_captions import shape_names
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.grounding import Encoder, Objects, TokenEncoder
+from raycap.pipeline.evaluation.scores.grounding import Objects
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.storage.path import StorageOptions
@@ -40,25 +40,19 @@ def score_inputs(
     UserError for a file of objects that cannot be read; the files of encoders are read when a metric needs them.
     """
 
-    def encoder(files: EncoderSection | None) -> Encoder | None:
-        if files is None:
-            return None
-        from raycap.pipeline.evaluation.scores.encoders import FileEncoder
-
-        max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
-        return FileEncoder(files, uris or {}, max_pixels, options)
-
     objects = _objects(section, language, data)
-    encoders = encoder(section.clip), encoder(section.pac), _token_encoder(section.bert)
-    return ScoreInputs(objects, several or None, *encoders)
+    if section.clip is None and section.pac is None and section.bert is None:
+        return ScoreInputs(objects, several or None)
+    # imports torch, which the check of a configuration does not need
+    from raycap.pipeline.evaluation.scores.encoders import FileEncoder, FileTextEncoder
 
-
-def _token_encoder(section: TextEncoderSection | None) -> TokenEncoder | None:
-    if section is None:
-        return None
-    from raycap.pipeline.evaluation.scores.encoders import FileTextEncoder
-
-    return FileTextEncoder(section)
+    max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
+    clip, pac = (
+        None if files is None else FileEncoder(files, uris or {}, max_pixels, options)
+        for files in (section.clip, section.pac)
+    )
+    bert = None if section.bert is None else FileTextEncoder(section.bert)
+    return ScoreInputs(objects, several or None, clip, pac, bert)
 
 
 def _objects(section: ScoreInputsSection, language: str, data: DataSection | None) -> Objects | None:
