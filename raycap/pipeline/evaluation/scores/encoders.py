@@ -60,10 +60,9 @@ class FileEncoder:
 
     @cached_property
     def _model(self) -> DualEncoder:
-        device = "cuda" if torch.cuda.is_available() and not computes_on_cpus() else "cpu"
         path = Path(self._section.weights).expanduser()
         try:
-            return DualEncoder(read_tensors(path), self._section.activation, device)
+            return DualEncoder(read_tensors(path), self._section.activation, _device())
         except ValueError as error:
             raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
 
@@ -101,6 +100,10 @@ class FileEncoder:
             model.encode_texts(_shortened(torch.stack(batch)).to(model.device))
             for batch in _batches(rows, TEXTS_PER_BATCH)
         )
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() and not computes_on_cpus() else "cpu"
 
 
 def _shortened(tokens: Tensor) -> Tensor:
@@ -162,12 +165,11 @@ class FileTextEncoder:
 
     @cached_property
     def _model(self) -> TextEncoder:
-        device = "cuda" if torch.cuda.is_available() and not computes_on_cpus() else "cpu"
         path, sizes, layer = self._weights, self._sizes, self._layer
         try:
             if path.suffix == ".safetensors":
                 sizes.named(read_header(path))  # before the weights take memory
-            return TextEncoder(read_tensors(path), sizes, layer, device)
+            return TextEncoder(read_tensors(path), sizes, layer, _device())
         except ValueError as error:
             raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
 
