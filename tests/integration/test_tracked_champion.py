@@ -11,8 +11,8 @@ import pytest
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from raycap.pipeline.retrain.retrain import Trained, rollback
-from raycap.pipeline.retrain.tracking import update_tracker
+from raycap.pipeline.retrain.decision import Trained, rollback
+from raycap.pipeline.retrain.page import update_tracker
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.storage.atomic import read_json, write_json

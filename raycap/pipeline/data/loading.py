@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import pyarrow as pa
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SceneConfig
-from raycap.pipeline.data.content_keys import HashFiles, take_snapshot
+from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_dataset
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_annotations, write_dataset
 from raycap.pipeline.storage.mirror import Mirror
@@ -73,12 +76,12 @@ def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, Sto
 
 
 def snapshot_of(
-    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None
+    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None, listing: pa.Table | None = None
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
 
-    hash_files: of `take_snapshot`. With region features from a file the images need not exist, and their ids are the
-    content keys.
+    hash_files, listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
+    are the content keys.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -89,4 +92,5 @@ def snapshot_of(
     image_source = f"{root} {config.data.model_dump_json(include=keys, exclude=excluded)}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
-    return take_snapshot(dataset, manifest, config.storage.options, hash_files)
+    hash_files = hash_files or partial(hash_with_threads, cache_bytes=config.features.cache_bytes)
+    return take_snapshot(dataset, manifest, config.storage.options, hash_files, listing)

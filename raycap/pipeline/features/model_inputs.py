@@ -15,8 +15,8 @@ from raycap.models.encoders.augmentation import augmented
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.data.formats.location import ImageLocation, has_remote_image
-from raycap.pipeline.data.images import MAX_BYTES, decode_image
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.data.images import MAX_BYTES, decode_image, read_image_file
+from raycap.pipeline.storage.path import StorageOptions, StoragePath
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -97,9 +97,9 @@ class Images:
     def _decoded(self, row: int) -> Image.Image:
         """The image of a row."""
         image, key = ImageLocation.parse(self.uri(row), self.options), self._value("key", row)
-        cache = self.cache if image.is_remote and key else None
-        data = image.read_bytes(MAX_BYTES) if cache is None else cache.read(image, key, MAX_BYTES)
-        return decode_image(data, self.max_pixels)
+        if self.cache is not None and image.is_remote and key:
+            return decode_image(self.cache.read(image, key, MAX_BYTES), self.max_pixels)
+        return decode_image(read_image_file(StoragePath(self.uri(row), self.options), key), self.max_pixels)
 
     def _pixels(self, row: int, seed: int | None) -> Tensor:
         """The resized pixels (H, W, 3) uint8 of one image."""

@@ -3,8 +3,8 @@
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
                  decisions/NUMBER-tTOKEN.json, .html   one record per decision, with the digest of the previous record
-                 snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.data_listing`)
-                 held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.held_out`)
+                 snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.listing`)
+                 held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.listing`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
 The name of every file except the first two contains the token of the lease under which it was written. Such a file is
@@ -26,7 +26,7 @@ from pydantic import AfterValidator, ValidationError
 from raycap.pipeline.config.sections import Section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference
-from raycap.pipeline.retrain.data_listing import Change
+from raycap.pipeline.retrain.listing import Change
 from raycap.pipeline.runtime.names import relative_name, shown
 from raycap.pipeline.storage.lease import Lease, LostLeaseError
 from raycap.pipeline.storage.path import ConflictError, StoragePath

@@ -1,22 +1,30 @@
-"""Lists the files of the data folder or S3 prefix and counts those that changed since the previous listing.
+"""The files of the data folder or S3 prefix, what changed since the previous listing, and the held-out split.
 
 A listing contains names, sizes and tags (on S3 the ETags), for which no file is read. It is an Arrow table of about 150
 bytes per file. Comparing two listings uses one hash table of their names.
+
+Models are compared on the held-out split. The first comparison fixes its images and references. They are identified by
+their content, so that a file may be moved or renamed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Section
-from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.content_keys import ENTRIES
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.formats.location import PARTS
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import Entry, StoragePath, is_remote, join
+from raycap.pipeline.storage.s3 import REMOTE
+from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 LISTING = pa.schema(
     [
@@ -52,6 +60,14 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
         rows = [{"name": name, "size": entry.size, "tag": entry.tag} for name, entry in chunk]
         batches.append(pa.RecordBatch.from_pylist(rows, LISTING))
     return pa.Table.from_batches(batches, LISTING)
+
+
+def objects(listing: pa.Table, root: str) -> pa.Table:
+    """The objects on S3 of a listing as a table of ENTRIES, for `take_snapshot`."""
+    names = listing["name"]
+    uris = pc.if_else(pc.starts_with(names, REMOTE), names, pc.binary_join_element_wise(root.rstrip("/"), names, "/"))
+    entries = pa.table([uris, listing["size"], listing["tag"]], ENTRIES)
+    return entries.filter(pc.starts_with(uris, REMOTE))
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
@@ -106,3 +122,46 @@ def _list_files(config: RunConfig, root: str, *, skipped_prefix: str | None) -> 
             is_hidden = "/." in f"/{name}"
             if not is_hidden and not (skipped_prefix and uri.startswith(skipped_prefix)):
                 yield (name if prefix == root else uri), entry
+
+
+class HeldOut(NamedTuple):
+    """The fixed split, and the numbers of its images that are gone (`missing`) or now used for training (`leaked`)."""
+
+    file: bytes  # the fixed split as a Parquet file
+    part: Dataset  # its images that still exist
+    missing: int
+    leaked: int
+
+
+def held_out_split(config: RunConfig) -> str:
+    """The name of the held-out split: retrain.split, else the first test split, else the validation split.
+
+    Raises UserError if training uses it.
+    """
+    name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
+    if name in config.data.train_splits:
+        raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training does not use")
+    return name
+
+
+def choose_held_out(dataset: Dataset, config: RunConfig) -> bytes:
+    """The readable images of the held-out split as a Parquet file; raises UserError if there are fewer than two."""
+    name = held_out_split(config)
+    part = dataset.split(name).readable()
+    if len(part) < 2:
+        raise UserError(
+            f"retrain.split = {name} has {len(part)} images; CIDEr-D needs two documents or more, better hundreds"
+        )
+    return to_bytes(part.table.select(SCHEMA.names))
+
+
+def locate_held_out(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:
+    """The fixed split in `file` with the current locations of its images; ids and references do not change."""
+    fixed, current, data = from_bytes(file, SCHEMA, "the held-out split"), dataset.readable(), config.data
+    rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
+    uris = current.table["uri"].take(rows)
+    part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
+    training_splits = {*data.train_splits, data.val_split} - {held_out_split(config)}
+    training = current.split(*training_splits)
+    leaked = pc.sum(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
+    return HeldOut(file, part, missing=rows.null_count, leaked=int(leaked))

@@ -11,7 +11,7 @@ import pytest
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset, read_annotations
 from raycap.pipeline.data.loading import data_root
-from raycap.pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
+from raycap.pipeline.retrain.listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
 from tests.conftest import small_config
