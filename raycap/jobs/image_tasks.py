@@ -23,7 +23,7 @@ IMAGES_PER_TASK = 500
 
 def image_reader(config: RunConfig, address: str | None) -> Reader:
     """What reads the images of a check: tasks on the cluster at `address` or RAY_ADDRESS; without one, threads."""
-    return ImageTasks(config, address) if cluster_address(address) else Threads(config.features.cache_bytes)
+    return ImageTasks(config, address) if cluster_address(address) else Threads()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 
 from raycap.jobs.cli import main
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.champion import ChampionState
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import S3Object, StorageError
 from tests.support.champion_check import errors_of
@@ -198,12 +199,11 @@ def test_verify_finds_contradictions(tmp_path: Path, spoil: Any) -> None:
     world = World(tmp_path)
     world.begin()
     first(world)
-    pointer = world.store.folder / "champion.json"
-    body = json.loads(pointer.read_bytes())
-    del body["sha256"]
+    store = world.store
+    body = json.loads(store.read().model_dump_json())
     spoil(body)
-    pointer.write_bytes(json.dumps(body).encode())
-    assert errors_of(world.store)
+    store._write(ChampionState.model_validate_json(json.dumps(body)))
+    assert errors_of(store)
 
 
 def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,10 +33,10 @@ def test_of_two_concurrent_calls_one_does_nothing(world: World) -> None:
     inside, over = threading.Event(), threading.Event()
 
     class Slow(Colors):
-        def train(self, config: Any) -> Any:
+        def train(self, config: Any, data: Any) -> Any:
             inside.set()
             assert over.wait(60)
-            return super().train(config)
+            return super().train(config, data)
 
     one = threading.Thread(target=lambda: said.append(world.call(Slow())))
     one.start()

@@ -95,10 +95,10 @@ def take_snapshot(
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
     manifest: the path of a `Manifest`, used when it exists and brought up to date when a file is new or has changed.
-    hash_files: what reads new and changed files; None for threads of this process. listing: objects on S3 that the
-    caller has listed, with the columns of ENTRIES. Only folders of images that are not among them are listed here. The
-    memory is that of `manifests.PART_IMAGES` images and some 4 bytes per image; unreadable images take more. Raises
-    StorageError when the storage is out of order.
+    hash_files: what reads new and changed files; None for threads of this process. listing: files that the
+    caller has listed, with the columns of ENTRIES. Folders on S3 are listed only for images that are not among
+    them. The memory is that of `manifests.PART_IMAGES` images and some 4 bytes per image; unreadable images take more.
+    Raises StorageError when the storage is out of order.
     """
     forget_pages()
     uris = dataset.table["uri"]

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SceneConfig
 from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
@@ -87,9 +86,7 @@ def snapshot_of(
         return dataset.keyed_by_id(), {}
     root = "" if config.data.root is None else storage_path(config.data.root).uri
     keys = {"images", "sources", "synthetic"}
-    # Manifests of English scenes have the names that they had before there were other languages.
-    excluded = {"synthetic": {"language"}} if config.data.language == ENGLISH else None
-    image_source = f"{root} {config.data.model_dump_json(include=keys, exclude=excluded)}"
+    image_source = f"{root} {config.data.model_dump_json(include=keys)}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
     hash_files = hash_files or partial(hash_with_threads, cache_bytes=config.features.cache_bytes)

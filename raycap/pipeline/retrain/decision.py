@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.loading import data_root
 from raycap.pipeline.errors import UserError
@@ -28,6 +29,7 @@ from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
 from raycap.pipeline.retrain.listing import (
     LISTING,
+    Change,
     HeldOut,
     choose_held_out,
     compare,
@@ -35,7 +37,6 @@ from raycap.pipeline.retrain.listing import (
     list_data,
     locate_held_out,
     new_keys,
-    objects,
     with_keys,
 )
 from raycap.pipeline.retrain.page import decision_page, update_tracker
@@ -126,10 +127,10 @@ def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by
 
 
 class _NewData(NamedTuple):
-    """The result of the second step: data to train on (None if no file was added or changed), and what is recorded."""
+    """The result of the second step."""
 
-    found: FoundData | None
-    listing: pa.Table
+    found: FoundData
+    snapshot: pa.Table  # the listing with content keys
     record: DataRecord
 
 
@@ -151,13 +152,8 @@ class _Retraining:
                 raise
             logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
             return 1
-        if data is None:
-            return 1
-        if data.found is None or (not data.record.new_images and data.record.fingerprint == state.fingerprint):
-            logger.info(f"nothing new since decision {state.number} (files: {data.record.files}); the champion stays")
-            self._repair_page()
-            update_tracker(self.config, self.store, state)
-            return 0
+        if isinstance(data, int):
+            return data
         held = self._held_out(data.found[0])
         if held.leaked:
             logger.info(
@@ -178,13 +174,12 @@ class _Retraining:
         scores = compare_captions(self.config, held.part, captions)
         self.lease.check()
         logger.info("step 5/5  decision")
-        snapshot = with_keys(data.listing, data.found[0].readable(), data.record.root)
-        return self._decide(data.record, snapshot, held, trained.bundle, challenger, scores)
+        return self._decide(data, held, trained.bundle, challenger, scores)
 
-    def _new_data(self, reader: Reader) -> _NewData | None:
-        """The present data and how they differ from those of the last decision; None, after an error was logged.
+    def _new_data(self, reader: Reader) -> _NewData | int:
+        """The present data and how they differ from those of the last decision.
 
-        Data with errors cannot be trained on, so the retraining ends.
+        Returns the exit code of the retraining if it ends here, because nothing is new or the data has errors.
         """
         config, root = self.config, data_root(self.config)
         listing = list_data(config, root)
@@ -192,24 +187,42 @@ class _Retraining:
         before = from_bytes(self.store.read_file(stored), LISTING, stored.name) if stored else None
         change = compare(listing, before)
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
-        record = DataRecord(root=root, files=change, new_images=0, images=0, fingerprint=self.state.fingerprint)
         if before is not None and not change.added and not change.changed:
-            return _NewData(None, listing, record)
+            return self._nothing_new(change)
         # the images in the previous listing were checked by the retraining that wrote it
         known = None if before is None else before["key"].drop_null()
-        findings = check_data(config, known, reader, objects(listing, root))
+        findings = check_data(config, known, reader, listing.select(ENTRIES.names))
         for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
         if not findings.ok or findings.data is None:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
-            return None
+            return 1
         dataset, unreadable = findings.data
         dataset = dataset.with_words(config.data.tokenizer)
         usable = dataset.readable()
-        num_new = new_keys(usable, before)
+        num_new, fingerprint = new_keys(usable, before), usable.fingerprint()
         logger.info(f"          {num_new} images are new; they and their captions passed the check")
-        update = {"new_images": num_new, "images": len(usable), "fingerprint": usable.fingerprint()}
-        return _NewData((dataset, unreadable), listing, record.model_copy(update=update))
+        if not num_new and fingerprint == self.state.fingerprint:
+            return self._nothing_new(change)
+        record = DataRecord(root=root, files=change, new_images=num_new, images=len(usable), fingerprint=fingerprint)
+        return _NewData((dataset, unreadable), with_keys(listing, usable), record)
+
+    def _nothing_new(self, change: Change) -> int:
+        """Ends a retraining without new data. It makes what the last decision lacks: the page, and tracker's entries.
+
+        The page has no pictures, because captions are not stored.
+        """
+        state, decorations = self.state, Decorations()
+        logger.info(f"nothing new since decision {state.number} (files: {change}); the champion stays")
+        if state.decision is not None:
+            name = state.decision.name.replace(".json", ".html")
+            if not (self.store.folder / name).exists():
+                with decorations.making("the decision's page"):
+                    page = decision_page(self.config, self.store.decision(state.decision))
+                    self.store.write_file(name, page.encode(), self.lease)
+        decorations.log_failed()
+        update_tracker(self.config, self.store, state)
+        return 0
 
     def _held_out(self, dataset: Dataset) -> HeldOut:
         """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
@@ -237,27 +250,21 @@ class _Retraining:
         return work.train(config.model_copy(update={"init_from": bundle.uri}), data)
 
     def _decide(
-        self,
-        data: DataRecord,
-        snapshot: pa.Table,
-        held: HeldOut,
-        bundle: Path,
-        challenger: BundleRecord,
-        scores: HeldOutScores,
+        self, data: _NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: HeldOutScores
     ) -> int:
         """Writes all files that the decision references, then champion.json, which makes it effective."""
         state, store, token = self.state, self.store, f"t{self.lease.token:06d}"
         verdict, reason = self._verdict(scores)
         is_better = verdict != "kept"
         champion = store.copy_bundle(bundle, challenger, self.lease) if is_better else state.champion
-        listing = store.write_file(f"snapshots/{token}.parquet", to_bytes(snapshot), self.lease)
+        snapshot = store.write_file(f"snapshots/{token}.parquet", to_bytes(data.snapshot), self.lease)
         split = state.held_out or store.write_file(f"held-out/{token}.parquet", held.file, self.lease)
         decision = {
             "decision": verdict,
             "reason": reason,
             "run": challenger.run_id,
             "challenger": challenger,
-            "data": data,
+            "data": data.record,
             "held_out": split.model_dump() | {"images": len(held.part), "missing": held.missing},
             "scores": {"champion": scores.champion, "challenger": scores.challenger},
             "difference": scores.difference,
@@ -267,8 +274,8 @@ class _Retraining:
             "champion": champion,
             "before": state.bundles if is_better else state.before,
             "challenger": None if is_better else challenger.run_id,
-            "snapshot": listing,
-            "fingerprint": data.fingerprint,
+            "snapshot": snapshot,
+            "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
         return self._commit(decision, after, held.part, scores.captions, scores.per_image)
@@ -321,16 +328,6 @@ class _Retraining:
         logger.info(f"record    {self.store.folder / name}.json{'' if decorations.failed else ', .html'}")
         decorations.log_failed("the next call makes it without pictures")
         return 0
-
-    def _repair_page(self) -> None:
-        """Makes the page of the last decision if it is missing. It has no pictures, because captions are not stored."""
-        record, decorations = self.state.decision, Decorations()
-        if record is None or (self.store.folder / (name := record.name.replace(".json", ".html"))).exists():
-            return
-        with decorations.making("the decision's page"):
-            page = decision_page(self.config, self.store.decision(record))
-            self.store.write_file(name, page.encode(), self.lease)
-        decorations.log_failed()
 
     def roll_back(self) -> int:
         """Makes the former champion the champion again; returns the exit code."""

@@ -1,7 +1,7 @@
 """The files of the data folder or S3 prefix, what changed since the previous listing, and the held-out split.
 
-A listing contains names, sizes and tags (on S3 the ETags), for which no file is read. It is an Arrow table of about 150
-bytes per file. Comparing two listings uses one hash table of their names.
+A listing contains URIs, sizes and tags (on S3 the ETags), for which no file is read. It is an Arrow table of about 150
+bytes per file. Comparing two listings uses one hash table of their URIs.
 
 Models are compared on the held-out split. The first comparison fixes its images and references. They are identified by
 their content, so that a file may be moved or renamed.
@@ -20,20 +20,12 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Section
 from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.data.formats.location import PARTS
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import Entry, StoragePath, is_remote, join
-from raycap.pipeline.storage.s3 import REMOTE
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
-LISTING = pa.schema(
-    [
-        ("name", pa.string()),  # relative to the data root; a URI for files outside of it
-        ("size", pa.int64()),
-        ("tag", pa.string()),  # the modification time in ns, or the ETag
-        ("key", pa.string()),  # the sha256 of an image's content; null for other files
-    ]
-)
+# the files of a listing, and the content keys of the images found in them, which are rows without a file
+LISTING = ENTRIES.append(pa.field("key", pa.string()))
 CHUNK_ROWS = 8192  # this many files at a time are converted to Arrow, which bounds the memory
 
 
@@ -53,21 +45,11 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 
     Hidden files and raycap's results are not listed.
     """
-    # synthetic data is itself in the folder of the results, which must then be listed
-    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
-    files, batches = _list_files(config, root, skipped_prefix=results), []
+    files, batches = _list_files(config, root), []
     while chunk := list(itertools.islice(files, CHUNK_ROWS)):
-        rows = [{"name": name, "size": entry.size, "tag": entry.tag} for name, entry in chunk]
+        rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in chunk]
         batches.append(pa.RecordBatch.from_pylist(rows, LISTING))
     return pa.Table.from_batches(batches, LISTING)
-
-
-def objects(listing: pa.Table, root: str) -> pa.Table:
-    """The objects on S3 of a listing as a table of ENTRIES, for `take_snapshot`."""
-    names = listing["name"]
-    uris = pc.if_else(pc.starts_with(names, REMOTE), names, pc.binary_join_element_wise(root.rstrip("/"), names, "/"))
-    entries = pa.table([uris, listing["size"], listing["tag"]], ENTRIES)
-    return entries.filter(pc.starts_with(uris, REMOTE))
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
@@ -75,7 +57,7 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
     if before is None:
         return Change(added=now.num_rows, changed=0, gone=0)
     before = before.filter(pc.is_valid(before["size"]))
-    rows = pc.index_in(now["name"], value_set=before["name"])  # null for a new file
+    rows = pc.index_in(now["uri"], value_set=before["uri"])  # null for a new file
     previous = before.take(rows)
     same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
     added = rows.null_count
@@ -84,20 +66,10 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
     return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
 
 
-def with_keys(listing: pa.Table, dataset: Dataset, root: str) -> pa.Table:
-    """The listing with the content keys of the data set's images, by which a later retraining recognizes images.
-
-    Images in an archive or table are further rows without a size, which `compare` leaves out.
-    """
-    is_in_file = pc.or_(*(pc.starts_with(dataset.table["uri"], begin) for begin in PARTS))
-    parts = dataset.table.filter(is_in_file)
-    rows = [parts["uri"], *(pa.nulls(len(parts), LISTING.field(name).type) for name in ("size", "tag")), parts["key"]]
-    prefix, uris = f"{root.rstrip('/')}/", dataset.table["uri"]
-    # an image's name in the listing is relative to the root, or its URI if it is outside of the root
-    names = pc.if_else(pc.starts_with(uris, prefix), pc.utf8_slice_codeunits(uris, len(prefix)), uris)
-    keys = dataset.table["key"].take(pc.index_in(listing["name"], value_set=names))
-    listed = listing.set_column(LISTING.get_field_index("key"), "key", keys)
-    return pa.concat_tables([listed, pa.table(rows, LISTING)]) if len(parts) else listed
+def with_keys(listing: pa.Table, dataset: Dataset) -> pa.Table:
+    """The listing and the content keys of the data set, by which a later retraining recognizes images."""
+    nulls = [pa.nulls(len(dataset), field.type) for field in ENTRIES]
+    return pa.concat_tables([listing, pa.table([*nulls, dataset.values("key")], LISTING)])
 
 
 def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
@@ -108,8 +80,10 @@ def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
     return len(dataset) - int(pc.sum(is_known).as_py() or 0)  # the sum over no rows is None
 
 
-def _list_files(config: RunConfig, root: str, *, skipped_prefix: str | None) -> Iterator[tuple[str, Entry]]:
-    """The files below the root with their names, then those of remote image folders outside of it with their URIs."""
+def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
+    """The files below the root, then those of remote image folders outside of it, with their paths or URIs."""
+    # synthetic data is itself in the folder of the results, which must then be listed
+    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
     image_folders = {config.data.images, *(source.images for source in config.data.sources)}
     outside = [
         folder
@@ -119,9 +93,8 @@ def _list_files(config: RunConfig, root: str, *, skipped_prefix: str | None) -> 
     for prefix in [root, *outside]:
         for name, entry in StoragePath(prefix, config.storage.options).walk():
             uri = join(prefix, name)
-            is_hidden = "/." in f"/{name}"
-            if not is_hidden and not (skipped_prefix and uri.startswith(skipped_prefix)):
-                yield (name if prefix == root else uri), entry
+            if "/." not in f"/{name}" and not (results and uri.startswith(results)):
+                yield uri, entry
 
 
 class HeldOut(NamedTuple):

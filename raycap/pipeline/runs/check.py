@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads
+from raycap.pipeline.data.content_keys import HashFiles
 from raycap.pipeline.data.dataset import Dataset, Selection, build_vocabulary, read_annotations, require_splits
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
@@ -31,7 +31,6 @@ from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
 from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.runtime.progress import progress
-from raycap.pipeline.storage.path import StorageOptions
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +49,18 @@ MAX_EXAMPLES = 3  # A finding names at most this many images.
 class Reader(Protocol):
     """Reads many images. Raises StorageError while the storage is out of order."""
 
-    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
-        """Hashes files, as `pipeline.data.content_keys.HashFiles`."""
+    @property
+    def hash_files(self) -> HashFiles | None:
+        """What hashes files; None for threads of this process."""
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         """Decodes images. Yields the rows of tables with the columns key and uri, in any order, as `measure_batch`."""
 
 
-@dataclass(frozen=True)
 class Threads:
-    """Reads images with threads of this process. cache_bytes: see `hash_batch`."""
+    """Reads images with threads of this process."""
 
-    cache_bytes: int | None = None
-
-    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
-        return hash_with_threads(uris, options, self.cache_bytes)
+    hash_files: HashFiles | None = None
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes

@@ -75,21 +75,6 @@ class ShardCache:
                 return path if self._add(path, _fetch(source, sha256)) else None
         return path
 
-    def find(self, sha256: str) -> bytes | None:
-        """The content of a cached small file with this digest; None if there is none."""
-        path = self.folder / sha256
-        with suppress(FileNotFoundError):  # not cached, or removed by another process to free space
-            _touch(path)
-            data = path.read_bytes()
-            if hashlib.sha256(data).hexdigest() == sha256:
-                return data
-            path.unlink()  # it is damaged
-        return None
-
-    def add(self, sha256: str, data: bytes) -> None:
-        """Caches a small file with this digest if there is room for it."""
-        self._add(self.folder / sha256, data)
-
     def _add(self, path: Path, data: bytes) -> bool:
         """Writes a file, after removing the least recently used files until the new file fits within the limit.
 
@@ -138,15 +123,24 @@ class ImageCache:
 
     def find(self, sha256: str) -> bytes | None:
         """The content of the cached image with this digest; None if there is none, or for a text that is no digest."""
-        return self._part(sha256).find(sha256) if _DIGEST.fullmatch(sha256) else None
+        if not _DIGEST.fullmatch(sha256):
+            return None
+        path = self._path(sha256)
+        with suppress(FileNotFoundError):  # not cached, or removed by another process to free space
+            _touch(path)
+            data = path.read_bytes()
+            if hashlib.sha256(data).hexdigest() == sha256:
+                return data
+            path.unlink()  # it is damaged
+        return None
 
     def add(self, sha256: str, data: bytes) -> None:
         """Caches an image with this digest if there is room for it."""
-        self._part(sha256).add(sha256, data)
+        path = self._path(sha256)
+        ShardCache(path.parent, self.limit)._add(path, data)
 
-    def _part(self, sha256: str) -> ShardCache:
-        """The folder of the images whose digests begin like this one."""
-        return ShardCache(self.folder / sha256[:2], self.limit)
+    def _path(self, sha256: str) -> Path:
+        return self.folder / sha256[:2] / sha256
 
 
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
