@@ -130,10 +130,10 @@ def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pyt
 
 
 def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raycap.jobs import caption_tasks, retrain
+    from raycap.jobs import cluster_captions, retrain
 
     def here(models: Any, splits: Any, config: Any, *, store: Any, with_alignment: bool) -> dict[str, Captioned]:
-        rows = list(caption_tasks._caption_shard(0, models, splits, config, store, with_alignment, True))
+        rows = list(cluster_captions._caption_shard(0, models, splits, config, store, with_alignment, True))
         return {name: Captioned({i: h for _, found, *_ in rows for i, h in found.items()}, {}) for name in splits}
 
     monkeypatch.setattr(retrain, "start_ray", lambda *_: None)

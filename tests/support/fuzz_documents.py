@@ -75,7 +75,7 @@ class ConfigFile(NamedTuple):
 
 def config_files(_: Path) -> list[ConfigFile]:
     """Every shipped configuration."""
-    folder, files = ROOT / "configs", []
+    folder, files = ROOT / "raycap" / "configs", []
     for path in sorted(folder.rglob("*.yaml")):
         text = path.read_text()
         related = {file.resolve() for file in referenced_files(path)} - {path}
