@@ -89,7 +89,7 @@ def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterat
 def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -> list[ReportImage]:
     """The captioned images of a split, with their captions, references and scores."""
     scores = result.cider_by_image
-    rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
+    rows = zip(*(part.column(name) for name in ("image_id", "uri", "key", "captions")), strict=True)
     return [
         ReportImage(
             image_id=image,
@@ -98,8 +98,9 @@ def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -
             references=references,
             score=scores.get(image),
             split=result.split,
+            key=key,
         )
-        for image, uri, references in rows
+        for image, uri, key, references in rows
         if image in result.captions
     ]
 
