@@ -18,11 +18,11 @@ import torch
 from raycap.models.base import CaptionModel
 from raycap.models.config import ModelSizes
 from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.layers import fill_word_vectors
 from raycap.models.registry import build_model
-from raycap.models.token_embeddings import fill_word_vectors
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import build_vocabulary, find_data, longest_caption
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.runs import empty_run
 
 

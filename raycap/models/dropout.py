@@ -1,0 +1,240 @@
+"""Dropout, and its masks that the cached steps share with the pass that scores the captions which they sampled.
+
+The gradient of the scoring pass is then that of the sampling itself. The n-th dropout of a step is the n-th dropout of
+the pass. A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code, which caches its
+steps. Code without a cache, as ExpansionNet v2's, computes the earlier positions anew in each step, with new masks.
+
+A beam that continues another one takes over its masks at the positions so far.
+
+`CaptionMasks` is for decoders whose step computes one token, `PrefixMasks` for those whose step computes all tokens.
+
+Shapes: B images, K captions per image, R = B*K rows, T positions, N further dimensions of a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Masked(torch.autograd.Function):
+    """x * mask * scale for a mask of bytes, which is what remains in memory for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return _scaled(x, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return _scaled(gradients[0], mask, ctx.scale), None, None
+
+
+def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """x * mask * scale in one pass over memory."""
+    factor = mask.to(x.dtype)  # a product with a uint8 or bool tensor would not be vectorized
+    return torch.addcmul(x.new_zeros(()), x, factor, value=scale, out=factor)
+
+
+def _dropped_bytes(p: float) -> int:
+    """The number of the 256 bytes that mean "dropped" on the CPU, where p is rounded."""
+    return min(max(round(256 * p), 1), 255)
+
+
+def keep_mask(shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+    """A uint8 mask: 0 with probability p (see `dropout`), else 1. It is drawn by torch's default generator."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.uint8, device=device).bernoulli_(1 - p)
+    count = math.prod(shape)
+    # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
+    words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
+    # a random byte below this number becomes 0, any other 1
+    return words.view(torch.uint8)[:count].view(shape).ge_(_dropped_bytes(p))
+
+
+def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Dropout of x with a given mask of its shape, from `keep_mask` with this p."""
+    share = p if x.device.type != "cpu" else _dropped_bytes(p) / 256
+    return _Masked.apply(x, mask, 1 / (1 - share))
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
+
+    There p is rounded to a multiple of 1/256, at least 1/256 (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256). The
+    remaining elements are scaled by the rounded probability, so that the expectation is exact. The mask is saved for
+    the gradient as bytes, a quarter of torch's.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
+        return F.dropout(x, p)
+    return masked(x, keep_mask(x.shape, p, x.device), p)
+
+
+class Dropout(nn.Module):
+    """Dropout with a probability that can be changed after construction (`set_dropout`), unless it is `fixed`.
+
+    masks: what the steps and the teacher-forced pass of sampled captions share; None to draw new masks.
+    """
+
+    def __init__(self, p: float, fixed: bool = False) -> None:
+        super().__init__()
+        self.p = p
+        self.fixed = fixed
+        self.masks: CaptionMasks | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.p > 0.0
+
+    def forward(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None = None) -> Tensor:
+        """x after dropout. `shared` takes its mask, of equally many elements in the same order, from `masks`.
+
+        The default is for x (R, ..., T, D), and for x (R, ..., 1, D) or (R, D) of a step.
+        """
+        if not self.active:
+            return x
+        if self.masks is None:
+            return dropout(x, self.p)
+        return self._with_shared_mask(x, shared)
+
+    @torch.compiler.disable  # the masks count the calls
+    def _with_shared_mask(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None) -> Tensor:
+        assert self.masks is not None
+        if shared is None:
+            mask = self.masks.of_tokens((*x.shape[1:-2], x.shape[-1]), self.p).movedim(1, -2)
+        else:
+            mask = shared(self.masks, self.p)
+        return masked(x, mask.reshape(x.shape), self.p)
+
+
+def set_dropout(module: nn.Module, p: float) -> None:
+    """Sets the probability of a captioner's dropouts, except fixed ones. Raises ValueError for one outside [0, 1)."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
+    for child in module.modules():
+        if isinstance(child, Dropout) and not child.fixed:
+            child.p = p
+
+
+class CaptionMasks:
+    """Masks for `rows` captions of up to `length` input tokens, drawn by torch's default generator."""
+
+    def __init__(self, rows: int, length: int, device: torch.device) -> None:
+        self.length = length
+        self.rows = torch.arange(rows, device=device)  # of the images that remain in sampling
+        self.sources = self.rows[:, None].repeat(1, length)  # (R, T), by caption and position: the row of its mask
+        self.drawn: list[Tensor] = []  # of each dropout: (T, R, N) for tokens, (T, T, R, N) for pairs of tokens
+        self.calls = 0  # dropouts so far in this step or pass
+        self.position: int | None = None  # of the step; None in a pass
+
+    @contextmanager
+    def in_use(self, model: nn.Module) -> Iterator[None]:
+        """In a `with` block, the decoder of `model` has these masks. Its encoder must not run there."""
+        modules: list[Any] = [module for module in model.modules() if hasattr(module, "masks")]
+        for module in modules:
+            module.masks = self
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.masks = None
+
+    def begin_step(self, position: int) -> None:
+        self.calls, self.position = 0, position
+
+    def begin_pass(self, length: int) -> None:
+        """A teacher-forced pass over captions with `length` input tokens; it ends the sampling."""
+        self.calls, self.position = 0, None
+        self.sources = self.sources[:, :length]
+
+    def select(self, index: Tensor) -> None:
+        """After a step: remaining row r continues the former remaining row index[r], as in `Cache.select`."""
+        assert self.position is not None
+        past = slice(0, self.position + 1)
+        self.sources[self.rows, past] = self.sources[self.rows[index], past]
+
+    def reorder(self, order: Tensor) -> None:
+        """After a search: caption k of image b is the former one order[b, k]."""
+        images, beams = order.shape
+        first = torch.arange(0, images * beams, beams, device=order.device)
+        self.sources = self.sources[(first[:, None] + order).flatten()]
+
+    def keep_images(self, index: Tensor, beams: int) -> None:
+        """Only the images with these indices among the remaining ones remain in sampling."""
+        self.rows = self.rows.view(-1, beams)[index].flatten()
+
+    def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's mask: (R, T, *shape) in a pass, (R, 1, *shape) of the remaining rows in a step."""
+        mask = self._next((self.length,), shape, p)
+        if self.position is not None:
+            return mask[self.position, self.rows][:, None]
+        return mask[torch.arange(self.sources.shape[1], device=mask.device), self.sources]
+
+    def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's mask for pairs of tokens.
+
+        (R, T, T, *shape) in a pass. In a step, which is the later token of its pairs, (2, R, t, *shape): the pairs with
+        the tokens so far as the second token, and as the first one. Both contain the pair of the new token with itself.
+        """
+        mask = self._next((self.length, self.length), shape, p)
+        if self.position is not None:
+            past = slice(0, self.position + 1)
+            parts = mask[self.position, past], mask[past, self.position]
+            return torch.stack([part[:, self.rows] for part in parts]).transpose(1, 2)
+        tokens = torch.arange(self.sources.shape[1], device=mask.device)
+        later = torch.maximum(tokens[:, None], tokens)  # a pair is first computed in the step of its later token
+        return mask[tokens[:, None], tokens, self.sources[:, later]]
+
+    def _next(self, positions: tuple[int, ...], shape: tuple[int, ...], p: float) -> Tensor:
+        return self._get_or_draw((*positions, len(self.sources), *shape), p)
+
+    def _get_or_draw(self, expected: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's masks, of the shape `expected`."""
+        if self.calls == len(self.drawn):
+            self.drawn.append(keep_mask(expected, p, self.sources.device))
+        mask = self.drawn[self.calls]
+        assert mask.shape == expected, f"dropout {self.calls} has masks of {tuple(mask.shape)}, needs {expected}"
+        self.calls += 1
+        return mask
+
+
+class PrefixMasks(CaptionMasks):
+    """Masks for a decoder whose step computes all tokens so far and a mask token (`models/clustformer.py`).
+
+    Every step has masks of its own for all its tokens, so that a step's masks come from one row. The pass has T rows of
+    T + 1 tokens per caption, one per step, and T + 1 times as many masks as with `CaptionMasks`.
+    """
+
+    def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's mask: (R*T, T + 1, *shape) in a pass, (R, t + 1, *shape) after t tokens in a step."""
+        return self._of_prefixes(1, shape, p)
+
+    def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """As `of_tokens`, for pairs of tokens: (R*T, T + 1, T + 1, *shape) or (R, t + 1, t + 1, *shape)."""
+        return self._of_prefixes(2, shape, p)
+
+    def _of_prefixes(self, dims: int, shape: tuple[int, ...], p: float) -> Tensor:
+        """The next dropout's mask with `dims` dimensions of tokens."""
+        tokens = (self.length + 1,) * dims
+        mask = self._get_or_draw((self.length, len(self.sources), *tokens, *shape), p)
+        if self.position is not None:
+            steps, num_tokens = mask[self.position, self.rows], self.position + 2
+        else:
+            num_steps = self.sources.shape[1]
+            steps = mask[torch.arange(num_steps, device=mask.device), self.sources].flatten(0, 1)
+            num_tokens = num_steps + 1
+        return steps[:, :num_tokens] if dims == 1 else steps[:, :num_tokens, :num_tokens]
+
+
+def new_masks(model: nn.Module, rows: int, length: int, device: torch.device) -> CaptionMasks:
+    """Masks for captions of `model`, as `CaptionMasks`."""
+    kind = PrefixMasks if getattr(model, "steps_compute_prefix", False) else CaptionMasks
+    return kind(rows, length, device)

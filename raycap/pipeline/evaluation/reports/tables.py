@@ -1,0 +1,147 @@
+"""Plain-text tables for the terminal and logs, and the scores of models that differ only in the seed of training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
+MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
+Rows = list[tuple[str, list[str]]]
+
+
+def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The text of a table. rows: (label, one cell per column); labels are aligned left and cells right.
+
+    A cell that starts with "unavailable" becomes "-". The lines after the table give the reasons, each once.
+    """
+    reasons: list[str] = []
+    table = [["", *columns]]
+    for label, cells in rows:
+        reasons += [f"{name} {cell}" for name, cell in zip(columns, cells, strict=True) if cell.startswith(UNAVAILABLE)]
+        table.append([label, *("-" if cell.startswith(UNAVAILABLE) else cell for cell in cells)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join([label.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])
+        for label, *cells in table
+    ]
+    return "\n".join([*lines, *dict.fromkeys(reasons)])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The statistics of one score over seeds. std: with n - 1; None for one seed."""
+
+    mean: float
+    std: float | None
+    min: float
+    max: float
+    values: tuple[float, ...]  # in the order of the seeds
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        std = statistics.stdev(values) if len(values) > 1 else None
+        return Spread(statistics.fmean(values), std, min(values), max(values), tuple(values))
+
+    def text(self, column: str = "", digits: int = 3) -> str:
+        """The mean and the standard deviation as a table's cell, such as `0.843 ± 0.004`."""
+        factor, digits, unit = (100, 1, " %") if column == MAIN_OBJECT else (1, digits, "")
+        std = "" if self.std is None else f" ± {factor * self.std:.{digits}f}"
+        return f"{factor * self.mean:.{digits}f}{std}{unit}"
+
+
+@dataclass(frozen=True)
+class SeedScores:
+    """The scores of several models.
+
+    labels: a name for each model, such as "seed 0". splits: for each split, one entry per model as scores.json contains
+    it (`SplitResult.to_json`).
+    """
+
+    labels: tuple[str, ...]
+    splits: Mapping[str, Sequence[Mapping[str, Any]]]
+
+    @staticmethod
+    def of(entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> SeedScores:
+        """The scores in {label: {split: entry}}. Splits without references, which have no scores, are left out."""
+        models = list(entries.values())
+        splits = {split: [model[split] for model in models] for split, entry in models[0].items() if "scores" in entry}
+        return SeedScores(tuple(entries), splits)
+
+    @property
+    def columns(self) -> list[str]:
+        """The metrics of all splits."""
+        every = [_values(entry) for entries in self.splits.values() for entry in entries]
+        return list(dict.fromkeys(column for values in every for column in values))
+
+    def values(self, split: str, column: str) -> list[float | None]:
+        """The score of each model; None where it is unavailable."""
+        return [_values(entry).get(column) for entry in self.splits[split]]
+
+    def spread(self, split: str, column: str) -> Spread | None:
+        """The statistics of a score; None if one of the models lacks it."""
+        values = self.values(split, column)
+        present = [value for value in values if value is not None]
+        return Spread.of(present) if len(present) == len(values) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """{split: {"images": number, "scores": {metric: statistics, or null}}}."""
+        return {
+            split: {
+                "images": entries[0]["images"],
+                "scores": {
+                    column: spread and asdict(spread)
+                    for column in self.columns
+                    if (spread := self.spread(split, column)) or column != MAIN_OBJECT
+                },
+            }
+            for split, entries in self.splits.items()
+        }
+
+    def rows(self, split: str, columns: Sequence[str], prefix: str = "") -> Rows:
+        """The table's rows of a split: mean and standard deviation, and the lowest and the highest score.
+
+        prefix: precedes the name of the split.
+        """
+        count, spreads = len(self.labels), {column: self.spread(split, column) for column in columns}
+        seeds = f"{count} seeds" if count > 1 else "1 seed"
+        cells = [
+            self._missing(split, column) if spread is None else spread.text(column)
+            for column, spread in spreads.items()
+        ]
+        rows = [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
+        if count > 1:
+            lowest = [None if spread is None else spread.min for spread in spreads.values()]
+            highest = [None if spread is None else spread.max for spread in spreads.values()]
+            rows += [("  lowest", single_scores(columns, lowest)), ("  highest", single_scores(columns, highest))]
+        return rows
+
+    def rows_of_models(self, split: str, columns: Sequence[str]) -> Rows:
+        """One row per model."""
+        values = [self.values(split, column) for column in columns]
+        return [
+            (f"  {label}", single_scores(columns, scores)) for label, *scores in zip(self.labels, *values, strict=True)
+        ]
+
+    def _missing(self, split: str, column: str) -> str:
+        """The cell of a score that at least one model lacks."""
+        values = self.values(split, column)
+        if all(column not in _values(entry) for entry in self.splits[split]):
+            return ""  # a column of other splits
+        reasons = [entry["unavailable"].get(column) for entry in self.splits[split]]
+        reason = next(filter(None, reasons), "not computed")
+        return f"{UNAVAILABLE} for {values.count(None)} of {len(values)} models: {reason}"
+
+
+def single_scores(columns: Sequence[str], values: Sequence[float | None]) -> list[str]:
+    """The cells of single scores; empty for None."""
+    pairs = zip(columns, values, strict=True)
+    return ["" if value is None else Spread.of([value]).text(column) for column, value in pairs]
+
+
+def _values(entry: Mapping[str, Any]) -> dict[str, float | None]:
+    """Score by column of a split's entry in scores.json."""
+    share = entry.get("main_object")
+    return dict(entry["scores"]) | ({} if share is None else {MAIN_OBJECT: share})
