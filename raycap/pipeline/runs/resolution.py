@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision, with_search_precision
-from raycap.pipeline.features.measured_precision import extraction_precision
+from raycap.pipeline.features.precision import extraction_precision
 
 StartRay = Callable[[], AbstractContextManager[object]]
 
