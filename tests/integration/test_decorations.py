@@ -10,7 +10,7 @@ import pytest
 
 import raycap.jobs.run
 from raycap.jobs.run import run
-from raycap.pipeline.evaluation.captioning.bundle import store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import store_results
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.run_bundle import bundle_place, stored_confidences
 from raycap.pipeline.runtime.context import LocalContext
@@ -53,7 +53,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     config, report = trained.config, trained.path / "report.html"
     monkeypatch.setattr("raycap.pipeline.runs.run_scores.fit_split", lambda result, search, _: make_confidence(search))
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.jobs.gallery.add_maps", broken)
+        failing.setattr("raycap.pipeline.evaluation.reports.gallery.add_maps", broken)
         failing.setattr("raycap.pipeline.runs.run_report.make_report", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
         failing.setattr("raycap.pipeline.evaluation.scores.java_metrics.meteor", broken)
@@ -68,7 +68,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     assert any("does not accept everything (broken on purpose)" in line for line in log_lines)
     (own,) = stored_confidences(trained)
     evaluated = make_confidence("a search of raycap evaluate")
-    store_confidence(bundle_place(trained), evaluated)
+    store_results(bundle_place(trained), evaluated)
 
     monkeypatch.setattr(raycap.jobs.run, "caption_on_cluster", broken)  # the captions are there
     with monkeypatch.context() as failing:
@@ -95,7 +95,7 @@ def test_ctrl_c_in_a_decoration_ends_the_run(trained: RunFolder, monkeypatch: py
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raycap.pipeline.runs.run_report.make_report", interrupted)
-    monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
+    monkeypatch.setattr("raycap.pipeline.evaluation.reports.gallery.add_maps", broken)
     with pytest.raises(KeyboardInterrupt):
         run(trained.config)
     assert not (trained.path / "COMPLETE.json").exists() and (trained.path / "scores.json").is_file()

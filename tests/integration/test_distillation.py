@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from raycap.jobs.cli import main
-from raycap.jobs.cluster_captions import NOT_READ, caption_to_store
+from raycap.pipeline.evaluation.captioning.on_cluster import NOT_READ, caption_to_store
 from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.run import train
 from raycap.pipeline.config.load import parse_config

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from raycap.jobs.cluster_captions import SplitTask, caption_on_cluster
+from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, caption_on_cluster
 from raycap.jobs.evaluate import evaluate
 from raycap.models.decoding.config import PLAIN
 from raycap.pipeline.config.load import load_config
@@ -219,7 +219,7 @@ def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
 
     config, model, out = configuration(tmp_path), str(make_bundle(tmp_path / "a")), tmp_path / "out"
     page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
-    monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
+    monkeypatch.setattr("raycap.pipeline.evaluation.reports.gallery.add_maps", broken)
     with monkeypatch.context() as failing:
         failing.setattr("raycap.pipeline.evaluation.reports.page.write_report", broken)
         assert evaluate(config, models=[model], out=str(out)) == 0

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from raycap.jobs.gallery import compute_maps
+from raycap.pipeline.evaluation.reports.gallery import compute_maps
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.results import Hypothesis
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runs.run_report import make_report, report_images, score_table
 from raycap.pipeline.runs.run_scores import score_run, split_result

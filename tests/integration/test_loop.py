@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.results import Hypothesis
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Follower, Journal, read_journal
 from raycap.pipeline.runtime.context import LocalContext

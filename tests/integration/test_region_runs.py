@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raycap.jobs.cli import main
-from raycap.jobs.cluster_captions import Captioned
+from raycap.pipeline.evaluation.captioning.on_cluster import Captioned
 from raycap.models.base import Features
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests

@@ -14,7 +14,7 @@ from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_results
 from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.storage.path import storage_path
@@ -45,7 +45,7 @@ def with_confidence(folder: Path) -> Path:
     """The same bundle with a confidence in the captions of its own search, which differ from image to image."""
     bundle = load_bundle(folder)
     search = confidence_search(bundle.search, bundle.captioner.model.sizes.max_positions)
-    store_confidence(storage_path(folder), make_confidence(search, bias=0.0))
+    store_results(storage_path(folder), make_confidence(search, bias=0.0))
     return folder
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raycap.jobs.cluster_captions import Captioned, SplitTask
+from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches

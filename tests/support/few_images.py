@@ -10,7 +10,7 @@ import torch
 from raycap.models.base import Features
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.search import caption_batches
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.results import Hypothesis
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.runtime.context import LocalContext
 

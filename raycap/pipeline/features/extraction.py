@@ -72,10 +72,13 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
+    recorded: ImageTransform | None = None  # by a bundle: another timm may have other statistics
 
     @property
     def transform(self) -> ImageTransform:
         """The transform that belongs to the backbone. It imports torch; tasks that decode images are sent the value."""
+        if self.recorded is not None:
+            return self.recorded
         from raycap.models.encoders.backbone import image_transform
 
         return image_transform(self.backbone)

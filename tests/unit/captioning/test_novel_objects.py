@@ -31,7 +31,7 @@ from raycap.pipeline.evaluation.captioning.detections import (
     read_hierarchy,
 )
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
-from raycap.pipeline.evaluation.scores.split_result import ConstraintCounts, SplitResult
+from raycap.pipeline.evaluation.results import ConstraintCounts, SplitResult
 from raycap.pipeline.runs.run_scores import split_result
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.file_cache import ChangedError

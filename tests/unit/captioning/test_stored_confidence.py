@@ -15,11 +15,11 @@ from raycap.models.decoding.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_results
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitResult
 from raycap.pipeline.runtime.decorations import Decorations
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import storage_path
@@ -41,7 +41,7 @@ def bundle(small: Path, tmp_path: Path) -> Path:
 def test_a_stored_confidence_belongs_to_the_bundle_and_replaces_that_of_its_search(bundle: Path) -> None:
     (bundle / "notes.txt").write_text("of the user")
     for search, bias in (("a", 0.0), ("b", 0.0), ("a", 1.0)):
-        store_confidence(storage_path(bundle), make_confidence(search, bias))
+        store_results(storage_path(bundle), make_confidence(search, bias))
     assert [(fit.search, fit.log_odds.bias) for fit in load_bundle(bundle).confidences] == [("b", 0.0), ("a", 1.0)]
     assert (bundle / "notes.txt").read_text() == "of the user"
     assert "confidence.json" in json.loads((bundle / "digests.json").read_text())["files"]
@@ -57,8 +57,8 @@ def test_a_stored_confidence_belongs_to_the_bundle_and_replaces_that_of_its_sear
 def test_new_digests_hide_no_damage(bundle: Path) -> None:
     (bundle / "card.md").write_text("changed")
     with pytest.raises(UserError, match=r"card.md does not have the digest"):
-        store_confidence(storage_path(bundle), make_confidence())
-    store_confidence(storage_path(without_digests(bundle)), make_confidence("a"))
+        store_results(storage_path(bundle), make_confidence())
+    store_results(storage_path(without_digests(bundle)), make_confidence("a"))
     assert load_bundle(bundle).confidences == (make_confidence("a"),)
 
 
@@ -66,7 +66,7 @@ def test_links_in_a_strangers_bundle_are_not_followed(bundle: Path, tmp_path: Pa
     (tmp_path / "secret").mkdir()
     (bundle / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"bundle/link.* is a link or a special file"):
-        store_confidence(storage_path(bundle), make_confidence())
+        store_results(storage_path(bundle), make_confidence())
     assert (bundle / "link").is_symlink() and not (bundle / "confidence.json").exists()
 
 
@@ -85,11 +85,11 @@ def test_a_signed_bundle_is_signed_again_or_not_changed(
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     (tmp_path / "private.pem").write_bytes(private)
     monkeypatch.setenv("RAYCAP_BUNDLE_SIGNING_KEY", str(tmp_path / "private.pem"))
-    store_confidence(storage_path(bundle), make_confidence("a"))
+    store_results(storage_path(bundle), make_confidence("a"))
     key.public_key().verify((bundle / "digests.sig").read_bytes(), (bundle / "digests.json").read_bytes())
     monkeypatch.delenv("RAYCAP_BUNDLE_SIGNING_KEY")
     with pytest.raises(UserError, match="has a signature, which a change would make invalid; set RAYCAP_BUNDLE_SIG"):
-        store_confidence(storage_path(bundle), make_confidence("b"))
+        store_results(storage_path(bundle), make_confidence("b"))
     assert load_bundle(bundle).confidences == (make_confidence("a"),)
 
 
@@ -100,7 +100,7 @@ def test_a_bundle_on_s3_gets_its_confidence_there(
     place = storage_path(f"s3://data/{tmp_path.name}/bundle")
     Mirror(place, bundle).push()
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
-    store_confidence(place, make_confidence("a"))
+    store_results(place, make_confidence("a"))
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "other"))
     assert load_bundle(fetched(place)).confidences == (make_confidence("a"),)
 

@@ -40,7 +40,7 @@ from raycap.pipeline.evaluation.confidence.quality import (
     risk_coverage,
 )
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitResult
 from tests.support.confidence import make_confidence
 
 WIDTH = len(SIGNALS)

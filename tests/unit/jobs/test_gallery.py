@@ -14,8 +14,8 @@ import yaml
 from PIL import Image
 from ray import cloudpickle
 
-from raycap.jobs.cluster_captions import caption_on_cluster
-from raycap.jobs.gallery import add_maps, compute_maps
+from raycap.pipeline.evaluation.captioning.on_cluster import caption_on_cluster
+from raycap.pipeline.evaluation.reports.gallery import add_maps, compute_maps
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.registry import build_model

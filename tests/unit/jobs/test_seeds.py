@@ -23,7 +23,7 @@ from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitResult
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import run_identity
 from raycap.pipeline.storage.atomic import write_json

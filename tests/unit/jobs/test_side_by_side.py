@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import raycap.jobs.evaluation
-import raycap.jobs.gallery
+import raycap.pipeline.evaluation.reports.gallery
 from raycap.jobs.compare import compare_models
 from raycap.jobs.evaluate import evaluate
 from raycap.jobs.soup import soup
@@ -64,7 +64,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raycap.jobs.evaluation, "score_captions", scored)
     monkeypatch.setattr(raycap.jobs.evaluation, "caption_on_cluster", Captioning())
     monkeypatch.setattr(raycap.jobs.evaluation, "start_ray", lambda *_: None)
-    monkeypatch.setattr(raycap.jobs.gallery, "add_maps", lambda images, *_, **__: list(images))
+    monkeypatch.setattr(raycap.pipeline.evaluation.reports.gallery, "add_maps", lambda images, *_, **__: list(images))
 
 
 def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: Path, log_lines: list[str]) -> None:

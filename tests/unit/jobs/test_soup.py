@@ -14,7 +14,7 @@ from PIL import Image
 
 import raycap.jobs.soup_front
 from raycap.jobs.cli import main
-from raycap.jobs.cluster_captions import SplitTask
+from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask
 from raycap.jobs.evaluation import Evaluation
 from raycap.jobs.soup import soup
 from raycap.models.captioner import Captioner

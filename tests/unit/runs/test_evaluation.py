@@ -14,7 +14,7 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
 from raycap.pipeline.evaluation.scores import java_metrics
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitResult
 from raycap.pipeline.runs.run_report import score_table
 from raycap.pipeline.runs.run_scores import RunScores, score_run, stored_results
 from raycap.pipeline.storage.atomic import write_json

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from raycap.pipeline.evaluation.confidence.confidence import MAX_CIDER, Confidence, Linear
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitScores
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ MIN_IMAGES = 50  # for 10 estimated numbers; the penalty allows fewer than the u
 L2 = 1.0  # the penalty on the squared weights, which are those of standardized signals; the biases have none
 
 
-def good_by_image(result: SplitResult, good_ciderd: float | None) -> dict[int, bool]:
+def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[int, bool]:
     """Whether the caption of each scored image with signals is good; {} if that is not defined or not computed.
 
     good_ciderd: as in `Confidence`.
@@ -25,7 +25,7 @@ def good_by_image(result: SplitResult, good_ciderd: float | None) -> dict[int, b
     return {image: score >= good_ciderd for image, score in result.cider_by_image.items() if image in result.signals}
 
 
-def fit_split(result: SplitResult, search: str, good_ciderd: float) -> Confidence | None:
+def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidence | None:
     """The confidence that fits the captions of a split; None, with the reason in the log, if it cannot be fitted.
 
     search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on, except in the

@@ -10,7 +10,7 @@ import numpy as np
 
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.evaluation.confidence.fit import good_by_image
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitScores
 
 NUM_BINS = 10
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))
@@ -70,7 +70,7 @@ class Quality:
         return asdict(self) | lists | {"is_monotone": self.is_monotone}
 
 
-def judged_quality(result: SplitResult, confidence: Confidence) -> Quality | None:
+def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | None:
     """The quality of a confidence on a split; None if no image has both signals and a score."""
     good = good_by_image(result, confidence.good_ciderd)
     judgements = [confidence.judge(result.signals[image]) for image in good]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raycap.pipeline.evaluation.reports.page import Report, report_html
 from raycap.pipeline.evaluation.reports.text_table import UNAVAILABLE
+from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.storage.path import StoragePath
 
 MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
 Rows = list[tuple[str, list[str]]]
@@ -40,7 +44,7 @@ class SeedScores:
     """The scores of several models.
 
     labels: a name for each model, such as "seed 0". splits: for each split, one entry per model as scores.json contains
-    it (`SplitResult.to_json`).
+    it (`SplitScores.to_json`).
     """
 
     labels: tuple[str, ...]
@@ -116,6 +120,24 @@ class SeedScores:
         reasons = [entry["unavailable"].get(column) for entry in self.splits[split]]
         reason = next(filter(None, reasons), "not computed")
         return f"{UNAVAILABLE} for {values.count(None)} of {len(values)} models: {reason}"
+
+
+def write_summary(
+    place: StoragePath,
+    content: Mapping[str, Any],
+    columns: list[str],
+    rows: Rows,
+    metadata: Mapping[str, str],
+    decorations: Decorations,
+) -> None:
+    """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
+
+    content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
+    """
+    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
+    with decorations.making("the report of the seeds"):
+        page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
+        (place / "report.html").write_bytes(report_html(page).encode())
 
 
 def single_scores(columns: Sequence[str], values: Sequence[float | None]) -> list[str]:
