@@ -139,7 +139,8 @@ def _has_keys(dataset: Dataset) -> bool:
 def _union(parts: Sequence[Dataset]) -> Dataset:
     """The images of all parts, which are disjoint unless one of them is every image."""
     largest = max(parts, key=len)
-    if len(parts) == 1 or set(largest.column("image_id")).issuperset(*(part.column("image_id") for part in parts)):
+    ids = set(largest.column("image_id"))
+    if all(ids.issuperset(part.column("image_id")) for part in parts):
         return largest
     return Dataset(pa.concat_tables([part.table for part in parts]))
 
