@@ -260,7 +260,7 @@ class _Evaluator:
         automata: Mapping[int, ConstraintAutomaton],
     ) -> SplitScores:
         """The scores of a split. Images of `part` without a caption have not been read."""
-        counts = _counts(captions, automata)
+        counts = count_constraints(captions, automata)
         if counts is not None:
             logger.info(f"search    {split}: {counts}")
         result = SplitScores(split, captions, counts)
@@ -286,7 +286,7 @@ class _Evaluator:
         return replace(result, published=published_rows(self.protocol, split, result.scored_uris(part.uris())))
 
 
-def _counts(
+def count_constraints(
     captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
 ) -> ConstraintCounts | None:
     """How many best captions satisfy their constraints; None if no image has any."""
@@ -309,9 +309,10 @@ def _captioned(
     """The captions of each split, and of each image once if one of the splits is every image."""
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
-    models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
     if options.weights:
         models = [TaskModel(Soup(sources, options.weights), inputs.stores[0])]
+    else:
+        models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
     every = {image for part in inputs.images.values() for image in part.column("image_id")}
     tasks = {split: SplitTask(part, automata[split]) for split, part in inputs.images.items()}
     whole = {split: task for split, task in tasks.items() if len(task.images) == len(every)}

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from raycap.pipeline.cluster.start import check_address, check_resources, cluster_address, connect, require_others, stage_bundles
 from raycap.jobs.train import _trainer
 from raycap.pipeline.cluster.capacity import readable
+from raycap.pipeline.cluster.start import (
+    check_address,
+    check_resources,
+    cluster_address,
+    connect,
+    require_others,
+    stage_bundles,
+)
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import WorkersSection
 from raycap.pipeline.errors import JobFailedError, UserError
