@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from configuration_keys import MARK, reference  # noqa: E402
 from notebooks import PAGES, with_download, write_notebooks  # noqa: E402
+from pygments.lexers.special import TextLexer  # noqa: E402
 
 project = "raycap"
 author = copyright = "The raycap authors"
@@ -64,6 +65,7 @@ def add_notebooks(app: Any, error: Exception | None) -> None:
 
 
 def setup(app: Any) -> dict[str, Any]:
+    app.add_lexer("mermaid", TextLexer)  # forges draw the diagram; these pages show its text
     app.connect("source-read", insert_keys)
     app.connect("source-read", insert_downloads)
     app.connect("build-finished", add_notebooks)

@@ -112,7 +112,7 @@ def s3() -> Iterator[str]:
 
 def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The demo's configuration shrunk to seconds, as plain values; `changes` by dotted key."""
-    data = read_values(ROOT / "configs" / "demo.yaml")
+    data = read_values(ROOT / "raycap" / "configs" / "demo.yaml")
     data["storage"] = storage if isinstance(storage, dict) else str(storage)
     data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}
     data["data"]["min_count"] = 1

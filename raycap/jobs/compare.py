@@ -35,7 +35,7 @@ from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.results_folder import ResultsFolder
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from raycap.pipeline.data.vocabulary import UNK, Vocabulary
 from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
 from raycap.pipeline.evaluation.captions import RankedCaption
-from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.features.extraction import features_for_bundles
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, ImageChunks, caption_store, images_to_caption
 from raycap.pipeline.runs.distillation.teacher import find_teacher
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.runtime.progress import progress
 
 logger = logging.getLogger(__name__)
 

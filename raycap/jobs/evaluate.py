@@ -19,8 +19,8 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_data
-from raycap.pipeline.data.dataset import Dataset, read_annotations
-from raycap.pipeline.data.loading import data_root, find_data, planned_data
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision

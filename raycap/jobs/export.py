@@ -35,7 +35,7 @@ def export(
     The folder contains an encoder, one step of the decoder, and what a program needs to caption images with them, such
     as raycap_onnx. The graphs are compared with the model on random inputs.
 
-    Example: raycap export results/models/demo/demo-?????????? -o captioner
+    Example: raycap export results/models/demo/demo-1234567890 -o captioner
     """
     if format_ == "onnx":
         require_packages()

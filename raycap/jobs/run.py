@@ -27,7 +27,7 @@ from raycap.pipeline.config.load import dump_config, load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision, with_precision
@@ -39,14 +39,13 @@ from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.features.source import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
 from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
-from raycap.pipeline.runtime.decorations import Decorations
-from raycap.pipeline.runtime.log import log_file
+from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.path import StoragePath

@@ -23,7 +23,7 @@ from raycap.pipeline.evaluation.inputs import Inputs, find_inputs
 from raycap.pipeline.evaluation.reports.front_plot import draw_front
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.path import StoragePath, storage_path
 

@@ -72,7 +72,7 @@ class Scenes:
         every = json.loads((folder / "all/dataset.json").read_text())["images"]
         self.entries = [entry for entry in every if entry["split"] in ("val", "test")]
         self.rest = [entry for entry in every if entry["split"] == "train"]
-        values = yaml.safe_load((ROOT / "configs/retrain_demo.yaml").read_text())
+        values = yaml.safe_load((ROOT / "raycap/configs/retrain_demo.yaml").read_text())
         values |= {"storage": {"uri": str(self.results), "endpoint_url": storage.options.endpoint_url}}
         values["data"] = values["data"] | {"synthetic": None, "root": str(self.data)}
         values["retrain"] |= {"lease_seconds": LEASE_S}

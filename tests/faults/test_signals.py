@@ -185,7 +185,9 @@ def words_of(name: str, folder: Path) -> tuple[list[str], str]:
         trial = {"epochs": 40, "set": {"stages.xe_frozen.validate_every_epochs": 10}}
         return ["tune", str(write_search(folder, trial=trial))], "epoch"
     if name == "retrain":
-        values = yaml.safe_load((ROOT / "configs/retrain_demo.yaml").read_text()) | {"storage": str(folder / "results")}
+        values = yaml.safe_load((ROOT / "raycap/configs/retrain_demo.yaml").read_text()) | {
+            "storage": str(folder / "results")
+        }
         return ["retrain", str(write_config(folder / "run.yaml", values))], r"xe_finetune  \d"
     config = run_config(folder)
     if name == "extract":

@@ -20,7 +20,7 @@ from raycap.jobs.distillation import NOT_READ, caption_to_store, caption_trainin
 from raycap.jobs.run import train
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskModel
 from raycap.pipeline.runs.distillation import caption_store as caption_store_module

@@ -129,7 +129,7 @@ def test_the_file_for_cocos_server_holds_both_splits(
     coco_file(tmp_path / "coco", "val2014", range(6, 9), captions=True)
     monkeypatch.setenv("RAYCAP_COCO", str(tmp_path / "coco"))
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    data, out = ROOT / "configs" / "data" / "coco_server.yaml", tmp_path / "out"
+    data, out = ROOT / "raycap" / "configs" / "data" / "coco_server.yaml", tmp_path / "out"
     assert evaluate(config, models=[model], data=data, server="raycap", out=str(out)) == 0
     with zipfile.ZipFile(out / "captions_raycap_results.zip") as archive:
         rows = {name: json.loads(archive.read(name)) for name in archive.namelist()}

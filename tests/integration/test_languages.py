@@ -19,7 +19,7 @@ from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from raycap.pipeline.training.split_captions import caption_split

@@ -19,7 +19,7 @@ from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import ROOT
 from tests.support.runs import with_features
 
-CONFIGS = ROOT / "configs"
+CONFIGS = ROOT / "raycap" / "configs"
 DOMAINS = {"in-domain": range(3), "near-domain": range(3, 6), "out-domain": range(6, 9)}
 SCENES = ("a dog on the grass", "a red ball and a dog", "a man with a ball", "the grass is red")
 NOVEL = "seahorse"  # in no caption; it has a vector and is among the classes

@@ -177,7 +177,7 @@ def test_the_demo_on_s3_on_a_bad_day_scores_as_on_disk(url: str, tmp_path: Path)
     scores = []
     for name, storage in (("s3", {"uri": "s3://data/demo", "endpoint_url": url}), ("disk", str(tmp_path / "disk"))):
         config = tmp_path / f"{name}.yaml"
-        values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": storage}
+        values = read_values(ROOT / "raycap" / "configs" / "demo.yaml") | {"storage": storage}
         config.write_text(yaml.safe_dump(values))
         scores.append(run_with_own_cache(config, tmp_path / name).partition("BLEU-1")[2].partition("report")[0])
     assert scores[0] == scores[1] and "main object" in scores[0]

@@ -203,7 +203,7 @@ def test_nothing_is_sent_above_the_limit(
     words = [
         "submit",
         "run",
-        str(ROOT / "configs" / "demo.yaml"),
+        str(ROOT / "raycap" / "configs" / "demo.yaml"),
         "--set",
         "storage=s3://b/p",
         "--address",

@@ -30,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storage of a run of the demo."""
     folder = tmp_path_factory.mktemp("demo")
     config = folder / "demo.yaml"
-    values = read_values(ROOT / "configs" / "demo.yaml") | {"storage": str(folder / "results")}
+    values = read_values(ROOT / "raycap" / "configs" / "demo.yaml") | {"storage": str(folder / "results")}
     config.write_text(yaml.safe_dump(values))
     subprocess.run([sys.executable, "-m", "raycap", "run", str(config)], cwd=ROOT, check=True)
     return folder / "results"

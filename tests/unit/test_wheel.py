@@ -1,7 +1,8 @@
-"""What a wheel and a source archive of this checkout contain; both are built without a network."""
+"""What a wheel and a source archive of this checkout contain, without a network; a copy without links runs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ def names_in(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with files that no wheel may contain."""
+    """A copy of the checkout without git and links, with files that no wheel may contain."""
     source = copy_sources(tmp_path_factory.mktemp("checkout") / "source")
     for name in (
         "tests/test_a.py",
@@ -53,6 +54,16 @@ def test_a_wheel_takes_two_names_and_contains_no_tests(names: set[str]) -> None:
 
 def test_a_job_gets_the_package_that_a_wheel_has(names: set[str]) -> None:
     assert {name for name in names if name.startswith("raycap/")} == package_sources(ROOT / "raycap").keys()
+
+
+def test_a_download_without_links_runs_and_sends_the_same_package(source: Path, tmp_path: Path) -> None:
+    assert not [path for path in source.rglob("*") if path.is_symlink()]
+    assert package_sources(source / "raycap").keys() == package_sources(ROOT / "raycap").keys()
+    code = "import raycap.jobs.cli as cli; print(cli.__file__); cli.main(['config', 'demo'])"
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(str(source)) and "\nname: demo\n" in done.stdout
 
 
 def test_a_wheel_can_be_built_from_the_source_archive(source: Path, names: set[str], tmp_path: Path) -> None:

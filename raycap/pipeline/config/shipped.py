@@ -1,4 +1,4 @@
-"""The shipped configurations, which arguments name without folder and suffix: `demo` is configs/demo.yaml."""
+"""The shipped configurations, which arguments name without folder and suffix: `demo` is raycap/configs/demo.yaml."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import MAX_QUOTED, shown
-from raycap.pipeline.storage.untrusted.files import is_file, is_folder
+from raycap.pipeline.storage.untrusted.documents import is_file, is_folder
 from raycap.pipeline.version import package_folder
 
 
 def shipped_names(folder: str = "") -> list[str]:
-    """The names of the shipped configurations, or of those in a folder below configs/."""
+    """The names of the shipped configurations, or of those in a folder below raycap/configs/."""
     return sorted(path.stem for path in _folder(folder).glob("*.yaml"))
 
 
@@ -35,7 +35,7 @@ def named_search(path: Path) -> Path:
 
 
 def named_data(path: Path | None) -> Path | None:
-    """As `named_config`, for the data files in configs/data/."""
+    """As `named_config`, for the data files in raycap/configs/data/."""
     return None if path is None else _named(path, "data", "data file", "nocaps_val")
 
 

@@ -54,7 +54,7 @@ from raycap.pipeline.evaluation.scores.metrics import (
     score_captions,
     why_unavailable,
 )
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from raycap.pipeline.cluster.start import start_extraction
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import snapshot_of
+from raycap.pipeline.data.reading import snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_bundle_config
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.features.extraction import Extracted, extract_features, hash_and_extract
 from raycap.pipeline.features.regions import import_regions
-from raycap.pipeline.features.source import Extracted, extract_features, hash_and_extract
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import save_weights
 

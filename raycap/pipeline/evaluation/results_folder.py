@@ -25,11 +25,10 @@ from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report
 from raycap.pipeline.evaluation.reports.text_table import format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import atomic_path, write_json
-from raycap.pipeline.storage.cache import cache_folder
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
 from raycap.pipeline.storage.untrusted.files import read_document
 

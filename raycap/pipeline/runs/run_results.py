@@ -15,7 +15,7 @@ from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.reports.page import Report, ReportStage
 from raycap.pipeline.evaluation.results_folder import read_captions
-from raycap.pipeline.features.source import describe_features
+from raycap.pipeline.features.extraction import describe_features
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.storage.atomic import read_json

@@ -80,7 +80,7 @@ def expansionnet_arguments(config: dict[str, Any]) -> dict[str, Any]:
 
 def expansionnet(checkpoint: str) -> tuple[Any, Values]:
     """Upstream's captioning model with the weights of a checkpoint, and the content of expected.json."""
-    from raycap.models.ExpansionNet_v2 import ExpansionNet_v2
+    from models.ExpansionNet_v2 import ExpansionNet_v2
 
     expected = json.loads((GOLDEN / "expansionnet_v2" / "expected.json").read_text())
     config = expected["config"]
@@ -136,7 +136,7 @@ def beams(model: Any, inputs: torch.Tensor, expected: Values, beam_size: int, nu
 
 
 def expansionnet_searches(_: Path) -> Values:
-    from raycap.models.ensemble_captioning_model import EsembleCaptioningModel
+    from models.ensemble_captioning_model import EsembleCaptioningModel
 
     model, expected = expansionnet("checkpoint.pth")
     second, _ = expansionnet("checkpoint_second.pth")
@@ -154,7 +154,7 @@ def expansionnet_searches(_: Path) -> Values:
 
 def end_to_end() -> tuple[Any, Values, dict[str, torch.Tensor]]:
     """Upstream's model with the Swin in front, the content of expected.json, and the stored arrays."""
-    from raycap.models.End_ExpansionNet_v2 import End_ExpansionNet_v2
+    from models.End_ExpansionNet_v2 import End_ExpansionNet_v2
 
     _, expected = expansionnet("checkpoint.pth")
     swin = expected["config"]["swin"]
@@ -262,10 +262,10 @@ def as_in_old_torch() -> Any:
 
 @torch.no_grad()
 def meshed_memory(_: Path) -> Values:
-    from raycap.models.transformer.attention import ScaledDotProductAttentionMemory
-    from raycap.models.transformer.decoders import MeshedDecoder
-    from raycap.models.transformer.encoders import MemoryAugmentedEncoder
-    from raycap.models.transformer.transformer import Transformer
+    from models.transformer.attention import ScaledDotProductAttentionMemory
+    from models.transformer.decoders import MeshedDecoder
+    from models.transformer.encoders import MemoryAugmentedEncoder
+    from models.transformer.transformer import Transformer
 
     expected = json.loads((GOLDEN / "meshed_memory" / "expected.json").read_text())
     arrays, config = arrays_of("meshed_memory/expected.npz"), expected["config"]

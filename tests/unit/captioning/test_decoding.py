@@ -186,13 +186,13 @@ def test_a_configuration_that_contradicts_itself_is_refused(tmp_path: Path, valu
 
 def test_open_endings_are_english_words() -> None:
     key = "evaluation.decoding.no_open_endings=true"
-    assert load_config(ROOT / "configs" / "demo.yaml", [key]).evaluation.decoding.no_open_endings
+    assert load_config(ROOT / "raycap" / "configs" / "demo.yaml", [key]).evaluation.decoding.no_open_endings
     for name, words in (
         ("demo_de", "the list of these words is English, not de"),
         ("demo_subword", "with data.tokenizer = subword tokens can be parts of a word"),
     ):
         with pytest.raises(UserError, match=words):
-            load_config(ROOT / "configs" / f"{name}.yaml", [key])
+            load_config(ROOT / "raycap" / "configs" / f"{name}.yaml", [key])
 
 
 def test_subwords_repeat_no_tokens(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_the_papers_recipes_suppress_nothing_and_identities_have_the_key_unless_
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
         monkeypatch.setenv(variable, "coco")
     for name in ("expansionnet_v2_coco", "meshed_memory_coco", "clustformer_coco", "clustformer_code_coco"):
-        config = load_config(ROOT / "configs" / f"{name}.yaml")
+        config = load_config(ROOT / "raycap" / "configs" / f"{name}.yaml")
         assert config.evaluation.decoding == PLAIN
         assert run_protocol(config, None).decoding == PLAIN
-    demo = ROOT / "configs" / "demo.yaml"
+    demo = ROOT / "raycap" / "configs" / "demo.yaml"
     before = config_identity(load_config(demo))
     assert config_identity(load_config(demo, ["evaluation.decoding.suppress_unk=true"])) == before
     assert config_identity(load_config(demo, ["evaluation.decoding.suppress_unk=false"])) != before

@@ -36,7 +36,7 @@ from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import count_constraints
 from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.file_cache import ChangedError
+from raycap.pipeline.storage.path import ChangedError
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half

@@ -24,7 +24,7 @@ from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.confidence.quality import Quality
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config

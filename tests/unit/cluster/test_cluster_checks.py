@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from raycap.jobs.cli import main
+from raycap.jobs.doctor import cluster_checks, node_facts
 from raycap.jobs.doctor import command as doctor
 from raycap.jobs.doctor.cluster_facts import ClusterFacts
 from raycap.jobs.doctor.finding import Finding
 from raycap.jobs.doctor.node_facts import NodeFacts, Probe, collect, look
-from raycap.pipeline.cluster import cluster_checks, node_facts
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config

@@ -188,7 +188,7 @@ def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: 
 
 def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
     """The package holds what a job imports, no tests, and the commit that git would say."""
-    files, path = package_files(ROOT / "configs" / "demo.yaml", PACKAGE)
+    files, path = package_files(ROOT / "raycap" / "configs" / "demo.yaml", PACKAGE)
     pack(files, tmp_path / "code.zip")
     assert path == "raycap/configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2 * 2**20
     with zipfile.ZipFile(tmp_path / "code.zip") as archive:
@@ -206,7 +206,7 @@ def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
 
 
 def test_a_job_runs_in_the_unpacked_package_and_finds_its_configuration(tmp_path: Path) -> None:
-    files, config = package_files(ROOT / "configs" / "search_demo.yaml", PACKAGE)
+    files, config = package_files(ROOT / "raycap" / "configs" / "search_demo.yaml", PACKAGE)
     pack(files, tmp_path / "code.zip")
     assert config == "raycap/configs/search_demo.yaml"
     with zipfile.ZipFile(tmp_path / "code.zip") as archive:
@@ -230,7 +230,7 @@ def test_a_configuration_from_elsewhere_travels_with_its_base(tmp_path: Path) ->
     search.write_text("name: s\nbase: ../shared/base.yaml\n")
     files, path = package_files(search, PACKAGE)
     assert path == "submitted/mine/search.yaml" and files["submitted/shared/base.yaml"] == base
-    files, path = package_files(ROOT / "configs" / "search_demo.yaml", PACKAGE)
+    files, path = package_files(ROOT / "raycap" / "configs" / "search_demo.yaml", PACKAGE)
     packed = {
         f"raycap/configs/{name}" for name in ("recipes/search_demo.yaml", "demo.yaml", "recipes/four_stages.yaml")
     }
@@ -471,7 +471,7 @@ def test_a_data_file_is_brought_or_every_node_has_it(tmp_path: Path, monkeypatch
 def test_a_data_file_elsewhere_must_be_on_every_node(tmp_path: Path, log_lines: list[str]) -> None:
     data = tmp_path / "data.yaml"
     data.write_text("data: {root: s3://b/set, annotations: a.json}")
-    words = ["submit", "evaluate", str(ROOT / "configs" / "demo.yaml"), *S3, "--data", str(data)]
+    words = ["submit", "evaluate", str(ROOT / "raycap" / "configs" / "demo.yaml"), *S3, "--data", str(data)]
     assert main([*words, "--address", "http://127.0.0.1:9"]) != 0, "nobody answers there"
     assert f"--data {data}: every node of the cluster must have the same file" in log_lines
 
@@ -509,7 +509,7 @@ def test_files_of_this_machine(key: str, tmp_path: Path) -> None:
 def test_the_command_line_is_checked_before_anything_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ROOT / "configs" / "demo.yaml"
+    config = ROOT / "raycap" / "configs" / "demo.yaml"
     values = parse_arguments("run", [str(config), "--set", "seed=1", "--set", "name=x"])
     assert values["set_"] == ["seed=1", "name=x"] and values["config"] == config
     assert not parse_arguments("evaluate", [str(config), "--split", "test"])["set_"]
@@ -517,7 +517,11 @@ def test_the_command_line_is_checked_before_anything_is_sent(
         parse_arguments("score", [str(config)])
     with pytest.raises(UserError, match="refuses these options: .*--splt"):
         parse_arguments("evaluate", [str(config), "--splt", "test"])
-    nobody, nocaps, local = "http://127.0.0.1:9", ROOT / "configs" / "data" / "nocaps_val.yaml", tmp_path / "data.yaml"
+    nobody, nocaps, local = (
+        "http://127.0.0.1:9",
+        ROOT / "raycap" / "configs" / "data" / "nocaps_val.yaml",
+        tmp_path / "data.yaml",
+    )
     local.write_text("data: {root: images}")
     for words, named in (
         (["run", str(config), "--set", "seeed=1"], "unknown key seeed"),

@@ -23,7 +23,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError
 from tests.conftest import ROOT, small_config
 
-DEMO = ROOT / "configs" / "demo.yaml"
+DEMO = ROOT / "raycap" / "configs" / "demo.yaml"
 NEVER: list[Any] = [10**39, 10**400, -(10**39), math.nan, math.inf, -math.inf, True, "many", "0x10", "1_0", {}]
 SOMETIMES: list[Any] = [1e308, 1e30, 10**32, 10**9, -1.0, -1, 0, 0.5, None, [1]]  # each is right for some numbers
 

@@ -198,7 +198,9 @@ def test_keys_of_a_storage_in_its_short_form_can_be_set(tmp_path: Path) -> None:
     assert (short.uri, short.endpoint_url) == ("s3://data/x", "http://h"), "the short form is the key uri"
 
 
-@pytest.mark.parametrize("path", own((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", own((ROOT / "raycap" / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_every_recipe_is_extended(path: Path) -> None:
     assert path.read_text().startswith("# ")
     assert any(path in referenced_files(config) for config in own((ROOT / "raycap" / "configs").glob("*.yaml")))
@@ -268,12 +270,14 @@ def test_old_keys_of_imports_and_bundles_are_refused(key: str, tmp_path: Path) -
 @pytest.mark.parametrize(("key", "old"), RENAMED_VALUES)
 def test_old_values_are_refused_with_their_new_ones(key: str, old: str) -> None:
     with pytest.raises(UserError, match=f"{key}: `{old}` is now `{RENAMED_VALUES[key, old]}`"):
-        load_config(ROOT / "configs" / "demo_clustformer_regions.yaml", [f"{key}={old}"])
+        load_config(ROOT / "raycap" / "configs" / "demo_clustformer_regions.yaml", [f"{key}={old}"])
 
 
 def test_the_new_names_exist() -> None:
     """Every row of the table leads from a key that no section has to one that a section has."""
-    with_regions = load_config(ROOT / "configs" / "demo_clustformer_regions.yaml", ["stages.scst.scst.num_samples=5"])
+    with_regions = load_config(
+        ROOT / "raycap" / "configs" / "demo_clustformer_regions.yaml", ["stages.scst.scst.num_samples=5"]
+    )
     keys = keys_of(with_regions) | {f"model.{name}" for kind in MODEL_CONFIGS.values() for name in vars(kind())}
     for old, new in RENAMED_KEYS.items():
         assert old not in keys and f"{old.rpartition('.')[0]}.{new}" in keys

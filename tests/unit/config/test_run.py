@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +27,7 @@ from raycap.pipeline.search.spec import ResourceSection
 from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
 
-DATA_FILES = own((ROOT / "configs" / "data").glob("*.yaml"))
+DATA_FILES = own((ROOT / "raycap" / "configs" / "data").glob("*.yaml"))
 SHIPPED = [path for path in own((ROOT / "raycap" / "configs").glob("*.yaml")) if not path.name.startswith("search_")]
 
 
@@ -37,7 +38,8 @@ def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.Monke
     config = load_config(path)
     assert parse_stored_config(yaml.safe_load(dump_config(config))) == config  # what is stored with a run is the same
     assert path.read_text().startswith("# "), "a configuration begins with what it is, and its command"
-    assert f"configs/{path.name}" in path.read_text().split("\nname:")[0], "its header names its command"
+    header = path.read_text().split("\nname:")[0]
+    assert re.search(rf"^#.* raycap \w+ {path.stem}\b", header, re.MULTILINE), "its header names its command"
 
 
 def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyP
     from raycap.models.registry import build_model
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
-    config = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml")
+    config = load_config(ROOT / "raycap" / "configs" / "expansionnet_v2_coco.yaml")
     with torch.device("meta"):
         model = build_model(config.model, ModelSizes(1536, 10_000, 52, 2, 0, 1))
     assert sum(parameter.numel() for parameter in model.parameters()) == 38_593_296
@@ -84,7 +86,7 @@ def test_the_other_systems_build_on_the_meta_device(
 
     for variable in ("COCO", "REGIONS", "GLOVE", "CLASSES"):
         monkeypatch.setenv(f"RAYCAP_{variable}", "/somewhere")
-    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    config = load_config(ROOT / "raycap" / "configs" / f"{name}.yaml")
     positions = config.model.max_positions or 52
     with torch.device("meta"):
         model = build_model(config.model, ModelSizes(width, words, positions, 2, 0, 1))
@@ -96,7 +98,9 @@ def test_the_other_systems_build_on_the_meta_device(
 def test_nocaps_is_trained_as_the_cross_entropy_stages_on_coco(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("COCO", "REGIONS", "GLOVE", "CLASSES"):
         monkeypatch.setenv(f"RAYCAP_{variable}", "/somewhere")
-    first, other = (load_config(ROOT / "configs" / f"{each}.yaml") for each in (f"nocaps_{name}", f"{name}_coco"))
+    first, other = (
+        load_config(ROOT / "raycap" / "configs" / f"{each}.yaml") for each in (f"nocaps_{name}", f"{name}_coco")
+    )
     assert first.stages == tuple(stage for stage in other.stages if stage.objective == "cross_entropy")
     novel = {"model": {"word_vectors", "word_vector_width"}, "data": {"extra_vocabulary"}}
     compared = [each.model_dump(exclude={"name": True, "stages": True} | novel) for each in (first, other)]
@@ -111,7 +115,7 @@ def test_every_shipped_data_file_gives_images_to_the_configurations_on_its_featu
         monkeypatch.setenv(f"RAYCAP_{name}", f"/{name}")
     assert path.read_text().startswith("# ")
     grid, regions = (
-        load_config(ROOT / "configs" / f"{name}_coco.yaml") for name in ("expansionnet_v2", "meshed_memory")
+        load_config(ROOT / "raycap" / "configs" / f"{name}_coco.yaml") for name in ("expansionnet_v2", "meshed_memory")
     )
     own, other = (regions, grid) if path.stem.endswith("_regions") else (grid, regions)
     changed = with_data(own, path)
@@ -154,7 +158,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
             del stage["epochs"], stage["schedule"]["decay"]
         return body
 
-    first, other = (load_config(ROOT / "configs" / f"{each}.yaml") for each in ("demo", f"demo_{name}"))
+    first, other = (load_config(ROOT / "raycap" / "configs" / f"{each}.yaml") for each in ("demo", f"demo_{name}"))
     assert compared(other) == compared(first) and other.model.name == name
 
 
@@ -251,13 +255,13 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
 )
 def test_mistakes_are_one_sentence(overrides: list[str], found: str, remedy: str) -> None:
     with pytest.raises(UserError) as error:
-        load_config(ROOT / "configs" / "demo.yaml", overrides)
+        load_config(ROOT / "raycap" / "configs" / "demo.yaml", overrides)
     assert found in str(error.value) and remedy in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_overrides_reach_stages_by_name_and_number(tmp_path: Path) -> None:
-    config = load_config(ROOT / "configs" / "demo.yaml", ["stages.scst_frozen.lr=1e-3", "stages.0.epochs=7"])
+    config = load_config(ROOT / "raycap" / "configs" / "demo.yaml", ["stages.scst_frozen.lr=1e-3", "stages.0.epochs=7"])
     assert config.stage("scst_frozen").lr == 1e-3
     assert config.stages[0].epochs == 7
 
@@ -279,7 +283,7 @@ def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
 
 
 def test_keys_at_their_defaults_are_the_same_run() -> None:
-    path = ROOT / "configs" / "demo_clustformer.yaml"
+    path = ROOT / "raycap" / "configs" / "demo_clustformer.yaml"
     defaults = ["model.decoder=causal", "model.activation=relu", "model.input_dropout=null"]
     defaults += [
         "model.cross_attention_dropout=false",
@@ -318,12 +322,14 @@ def test_a_pool_of_extracting_processes_grows_on_gpus_only(
 
 
 def test_durations_are_converted_once() -> None:
-    stage = load_config(ROOT / "configs" / "expansionnet_v2_coco.yaml", ["data.root=/x"]).stage("xe_finetune")
+    stage = load_config(ROOT / "raycap" / "configs" / "expansionnet_v2_coco.yaml", ["data.root=/x"]).stage(
+        "xe_finetune"
+    )
     assert total_steps(stage, 566_747) == 23_615  # 2 epochs of 566,747 pairs in batches of 48, rounded up
 
 
 def test_any_batch_that_gives_every_worker_a_sample_is_accepted() -> None:
-    data = read_values(ROOT / "configs" / "demo.yaml")
+    data = read_values(ROOT / "raycap" / "configs" / "demo.yaml")
     data["workers"] |= {"num_workers": 3, "min_workers": 2}
     for stage in data["stages"]:
         stage["batch_size"] = 12

@@ -75,7 +75,7 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
         (["bench", "modles"], "Did you mean 'models'"),
         (["submit", "trian"], "'trian' cannot be submitted; one of caption"),
         (["submit", "logs"], "Missing argument 'CONFIG|IMAGES|ID'"),
-        (["run", str(ROOT / "configs")], "configs is a folder; give the path of a YAML file"),
+        (["run", str(ROOT / "raycap" / "configs")], "configs is a folder; give the path of a YAML file"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

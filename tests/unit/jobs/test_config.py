@@ -64,5 +64,5 @@ def test_the_schema_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 2
     assert "give its YAML file, or --schema" in capsys.readouterr().err
-    assert main(["config", str(ROOT / "configs/demo.yaml"), "--set", "sede=1"]) == 2
+    assert main(["config", str(ROOT / "raycap/configs/demo.yaml"), "--set", "sede=1"]) == 2
     assert "unknown key sede: did you mean seed?" in capsys.readouterr().err

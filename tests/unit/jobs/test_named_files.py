@@ -48,7 +48,7 @@ def test_an_output_on_s3_is_tried_before_a_command_works(s3: str, capsys: pytest
     place = StoragePath("s3://data/new/out", StorageOptions(s3))
     check_output_place("--out", place)
     assert not place.list(), "the file that was written is removed"
-    demo, options = str(ROOT / "configs" / "demo.yaml"), ["--set", f"storage.endpoint_url={s3}"]
+    demo, options = str(ROOT / "raycap" / "configs" / "demo.yaml"), ["--set", f"storage.endpoint_url={s3}"]
     assert main(["evaluate", demo, *options, "--out", "s3://nowhere/out"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("raycap: --out s3://nowhere/out cannot be written: s3://nowhere/out") and "bucket" in error
@@ -63,12 +63,12 @@ def test_the_folder_that_is_checked_is_the_one_that_is_written(
 ) -> None:
     monkeypatch.setenv("HOME", "/proc")
     monkeypatch.chdir(tmp_path)
-    assert main(["evaluate", str(ROOT / "configs" / "demo.yaml"), "--out", "~/x"]) == 2
+    assert main(["evaluate", str(ROOT / "raycap" / "configs" / "demo.yaml"), "--out", "~/x"]) == 2
     assert "--out /proc/x: /proc cannot be written" in capsys.readouterr().err
 
 
 def test_commands_refuse_their_output_before_they_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    demo = str(ROOT / "configs" / "demo.yaml")
+    demo = str(ROOT / "raycap" / "configs" / "demo.yaml")
     assert main(["check", demo, "--json", str(tmp_path / "nowhere" / "x.json")]) == 2
     assert "--json" in capsys.readouterr().err
     assert main(["evaluate", demo, "--out", "/proc/x"]) == 2
@@ -85,5 +85,5 @@ def test_commands_refuse_their_output_before_they_work(tmp_path: Path, capsys: p
 def test_a_configuration_of_another_command_is_named(
     command: str, config: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, str(ROOT / "configs" / f"{config}.yaml")]) == 2
+    assert main([command, str(ROOT / "raycap" / "configs" / f"{config}.yaml")]) == 2
     assert f"is missing; this configuration is for {text}" in capsys.readouterr().err

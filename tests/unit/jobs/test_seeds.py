@@ -56,7 +56,7 @@ def test_the_variables_of_a_configuration_are_stored_as_they_were_written(
 
 
 def test_ensembles_need_seeds_and_submitted_commands_take_them(tmp_path: Path) -> None:
-    config = ROOT / "configs" / "demo.yaml"
+    config = ROOT / "raycap" / "configs" / "demo.yaml"
     with pytest.raises(UserError, match="--ensemble joins the models of several seeds; give --seeds"):
         command(config, ensemble=True)
     values = parse_arguments("run", [str(config), "--seeds", "3", "--ensemble"])

@@ -360,8 +360,8 @@ def test_a_family_has_macs_and_no_random_number_is_drawn(family: str) -> None:
 
 
 def test_the_demo_with_a_vit_has_the_costs_of_the_demo() -> None:
-    """configs/demo_vit.yaml: as many tokens of the same width, and parameters and MACs within a quarter."""
-    swin, vit = (load_config(ROOT / "configs" / name).backbone for name in ("demo.yaml", "demo_vit.yaml"))
+    """raycap/configs/demo_vit.yaml: as many tokens of the same width, and parameters and MACs within a quarter."""
+    swin, vit = (load_config(ROOT / "raycap" / "configs" / name).backbone for name in ("demo.yaml", "demo_vit.yaml"))
     one, other = Backbone(swin), Backbone(vit)
     assert (one.grid, one.width) == (other.grid, other.width)
     sizes = [sum(parameter.numel() for parameter in backbone.parameters()) for backbone in (one, other)]

@@ -47,11 +47,11 @@ def changed(config: RunConfig, place: Place, value: Any) -> RunConfig:
 
 def regions_run() -> RunConfig:
     overrides = ["stages.scst.scst.num_samples=5", "stages.xe.plateau.factor=0.5"]
-    return load_config(ROOT / "configs" / "demo_meshed_memory_regions.yaml", overrides)
+    return load_config(ROOT / "raycap" / "configs" / "demo_meshed_memory_regions.yaml", overrides)
 
 
 def backbone_run() -> RunConfig:
-    return load_config(ROOT / "configs" / "demo.yaml", ["stages.xe_frozen.plateau.factor=0.5"])
+    return load_config(ROOT / "raycap" / "configs" / "demo.yaml", ["stages.xe_frozen.plateau.factor=0.5"])
 
 
 @pytest.mark.parametrize("make", [backbone_run, regions_run])
@@ -104,7 +104,7 @@ def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
 def test_a_text_encoder_counts_by_the_contents_of_its_files(tmp_path: Path) -> None:
     def identity_with(folder: Path | None) -> str:
         inputs = "{}" if folder is None else f"{{bert: {{folder: {folder}}}}}"
-        return config_identity(load_config(ROOT / "configs" / "demo.yaml", [f"evaluation.inputs={inputs}"]))
+        return config_identity(load_config(ROOT / "raycap" / "configs" / "demo.yaml", [f"evaluation.inputs={inputs}"]))
 
     for name in ("one", "copy", "other", "empty"):
         (tmp_path / name).mkdir()
@@ -113,5 +113,5 @@ def test_a_text_encoder_counts_by_the_contents_of_its_files(tmp_path: Path) -> N
     one, copied, other, empty = (identity_with(tmp_path / name) for name in ("one", "copy", "other", "empty"))
     assert one == copied and len({one, other, empty, identity_with(None)}) == 4
     named = [f"evaluation.inputs.objects={tmp_path / 'one' / 'config.json'}"]
-    config = load_config(ROOT / "configs" / "demo.yaml", named)
+    config = load_config(ROOT / "raycap" / "configs" / "demo.yaml", named)
     assert "bert" not in identity._relevant_values(config.evaluation.inputs, config), "older identities stay"

@@ -81,7 +81,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     words = config_of(tmp_path, evaluation__constraints=str(files / "words.jsonl"), data__test_splits=["val", "test"])
     assert "needs the word 'zeppelin', which is not among the model's" in refusal(words, tmp_path)
     regions = load_config(
-        ROOT / "configs" / "demo_meshed_memory_regions.yaml",
+        ROOT / "raycap" / "configs" / "demo_meshed_memory_regions.yaml",
         [f"features.hdf5={files / 'regions.h5'}", f"storage={tmp_path / 'results'}"],
     )
     assert "regions.h5 cannot be opened as HDF5" in refusal(regions, tmp_path)

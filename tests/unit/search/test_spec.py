@@ -31,7 +31,7 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "/somewhere")
     search = load_search(path)
     assert search.space.size >= 2
-    assert f"raycap tune configs/{path.name}" in path.read_text().split("\nname:")[0], "its header names its command"
+    assert f"raycap tune {path.stem}" in path.read_text().split("\nname:")[0], "its header names its command"
 
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     from raycap.pipeline.evaluation.comparison.published import ablation
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
-    search = load_search(ROOT / "configs" / "search_table1.yaml")
+    search = load_search(ROOT / "raycap" / "configs" / "search_table1.yaml")
     configs = [search.trial_config(point, 0) for point in search.space.points()]
     settings = [(config.model.static_expansion, config.model.dynamic_expansion) for config in configs]
     assert settings == [(row.static_expansion, row.dynamic_expansion) for row in ablation()]
@@ -62,7 +62,7 @@ def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: 
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
         monkeypatch.setenv(variable, "/somewhere")
-    search = load_search(ROOT / "configs" / f"{name}.yaml")
+    search = load_search(ROOT / "raycap" / "configs" / f"{name}.yaml")
     table = next(each for each in printed_tables(search.config.compare) if each.title.startswith(title))
     models = [search.trial_config(point, 0).model for point in search.space.points()]
     assert [{key: getattr(model, key) for key in table.keys} for model in models] == [

@@ -44,7 +44,7 @@ def test_learning_rates_of_the_four_stages() -> None:
 
 def test_the_schedule_of_the_clustformers_code_is_noams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
-    stage = load_config(ROOT / "configs" / "clustformer_code_coco.yaml").stage("xe")
+    stage = load_config(ROOT / "raycap" / "configs" / "clustformer_code_coco.yaml").stage("xe")
     assert stage.optimizer.betas == (0.9, 0.98) and stage.optimizer.eps == 1e-9
     for step in (0, 1, 999, 19_998, 19_999, 20_000, 56_643):
         count = step + 1

@@ -20,7 +20,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.features.store.store import open_store
-from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class TaskCaptioner:
 
     def __init__(self, models: Sequence[TaskModel], config: RunConfig) -> None:
         """Raises UserError for models of different vocabularies."""
-        from raycap.pipeline.runtime.context import LocalContext, device_for
-        from raycap.pipeline.runtime.cpu import prepare_processor
+        from raycap.pipeline.runtime.context import LocalContext
+        from raycap.pipeline.runtime.processor import device_for, prepare_processor
 
         workers = config.workers
         self.context = LocalContext(device_for(workers.gpus_per_worker))

@@ -17,7 +17,7 @@ from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spr
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
 
 logger = logging.getLogger(__name__)

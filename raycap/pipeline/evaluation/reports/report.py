@@ -14,7 +14,7 @@ from raycap.pipeline.evaluation.reports.gallery import add_maps
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import Score
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from raycap.pipeline.evaluation.reports.page import Report, report_html
 from raycap.pipeline.evaluation.reports.text_table import UNAVAILABLE
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
 
 MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
