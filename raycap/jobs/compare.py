@@ -30,13 +30,14 @@ from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compar
 from raycap.pipeline.evaluation.evaluate import Options, common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
 from raycap.pipeline.evaluation.reports.report import report_images, score_table
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.results_folder import ResultsFolder
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     are none.
     """
     from raycap.models.encoders.backbone import backbone_macs
-    from raycap.models.macs import cost
+    from raycap.models.registry import cost
 
     captioner = load_bundle(fetched(bundle)).captioner
     model, backbone = captioner.model, captioner.backbone

@@ -15,7 +15,7 @@ from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
 from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.features.extraction import features_for_bundles

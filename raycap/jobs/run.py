@@ -35,7 +35,7 @@ from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable

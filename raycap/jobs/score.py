@@ -15,7 +15,7 @@ from raycap.pipeline.config.load import parse_section, read_file
 from raycap.pipeline.config.sections import ScoreInputsSection
 from raycap.pipeline.data.caption_files import ImageId, read_file_names, read_n_best, read_predictions, read_references
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.reports.text_table import format_scores
+from raycap.pipeline.evaluation.reports.tables import format_scores
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, MetricScores, score_captions
 from raycap.pipeline.runtime.names import shorten, shown

@@ -16,12 +16,11 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.captioning.soup import have_one_backbone, require_alike
-from raycap.pipeline.evaluation.comparison.front import Point, chord, ends, pareto_front
+from raycap.pipeline.evaluation.comparison.front import Point, chord, draw_front, ends, pareto_front
 from raycap.pipeline.evaluation.comparison.systems import OTHER_IMAGES
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, protocol_of
 from raycap.pipeline.evaluation.inputs import Inputs, find_inputs
-from raycap.pipeline.evaluation.reports.front_plot import draw_front
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import decode_json

@@ -16,12 +16,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from raycap.jobs.evaluate import evaluate
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, TaskModel, caption_on_cluster
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.features.store.store import mark_complete, write_shard

@@ -22,6 +22,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import (
     bundle_protocol,
+    bundle_source,
     read_bundle_config,
     read_confidences,
     store_results,
@@ -29,22 +30,19 @@ from raycap.pipeline.evaluation.captioning.bundle import (
 from raycap.pipeline.evaluation.captioning.bundle_files import CONFIDENCE, fetched
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel, caption_on_cluster
-from raycap.pipeline.evaluation.captioning.protocols import (
+from raycap.pipeline.evaluation.captioning.soup import Soup
+from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.comparison.protocol import (
+    Protocol,
     confidence_search,
     ensemble_protocol,
     in_language,
     search_settings,
     searched,
 )
-from raycap.pipeline.evaluation.captioning.soup import Soup
-from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.evaluation.confidence.confidence import Confidence, find_fit
-from raycap.pipeline.evaluation.confidence.fit import fit_split
-from raycap.pipeline.evaluation.confidence.quality import judged_quality
+from raycap.pipeline.evaluation.confidence.confidence import Confidence, find_fit, fit_split, judged_quality
 from raycap.pipeline.evaluation.inputs import Inputs, find_inputs
 from raycap.pipeline.evaluation.results import ConstraintCounts, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.inputs import score_inputs

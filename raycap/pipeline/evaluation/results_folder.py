@@ -23,14 +23,13 @@ from raycap.pipeline.evaluation.confidence.confidence import SIGNALS
 from raycap.pipeline.evaluation.evaluate import keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report
-from raycap.pipeline.evaluation.reports.text_table import format_scores
+from raycap.pipeline.evaluation.reports.tables import format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import atomic_path, write_json
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
-from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import parse_json, read_document, require_mapping
 
 logger = logging.getLogger(__name__)
 

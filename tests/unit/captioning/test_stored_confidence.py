@@ -12,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import EvaluationSection
@@ -20,9 +20,9 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_results
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.evaluation.confidence.quality import Quality
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search
+from raycap.pipeline.evaluation.confidence.confidence import Quality
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.mirror import Mirror

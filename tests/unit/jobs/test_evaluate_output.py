@@ -9,8 +9,8 @@ import pytest
 from raycap.jobs.evaluate import _label
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.evaluation.results_folder import ResultsFolder
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, cache_folder, storage_path
-from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import small_config
 
 

@@ -20,8 +20,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.evaluation.captioning.bundle import save_bundle
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, save_bundle
 from raycap.pipeline.evaluation.captioning.on_cluster import caption_on_cluster
 from raycap.pipeline.evaluation.reports.gallery import add_maps, compute_maps
 from raycap.pipeline.evaluation.reports.page import ReportImage

@@ -16,7 +16,7 @@ from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.reports.report import score_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.results_folder import write_captions
-from raycap.pipeline.evaluation.scores import java_metrics
+from raycap.pipeline.evaluation.scores import java
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.run_results import stored_captions
@@ -45,7 +45,7 @@ def scored(folder: Path, *test_splits: str, evaluation: Any = None, captions: An
 
 @pytest.fixture(autouse=True)
 def without_meteor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java_metrics, "meteor", lambda *_: (0.25, [0.25, 0.25]))
+    monkeypatch.setattr(java, "meteor", lambda *_: (0.25, [0.25, 0.25]))
 
 
 def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
         running -= 1
         return [0.2, 0.4], {"Color": 0.5}
 
-    monkeypatch.setattr(java_metrics, "spice", stand_in)
+    monkeypatch.setattr(java, "spice", stand_in)
     monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.why_unavailable", lambda _: None)
     scores = scored(tmp_path, "test", "nocaps")
     assert counts == [1, 1]
@@ -75,9 +75,9 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
 
 def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation ends, and no process is started for SPICE. The same command computes it later."""
-    monkeypatch.setenv(java_metrics.SPICE_MODELS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(java_metrics, "java_command", lambda *_: ["java"])
-    monkeypatch.setattr(java_metrics, "java_process", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setenv(java.SPICE_MODELS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(java, "java_command", lambda *_: ["java"])
+    monkeypatch.setattr(java, "java_process", lambda *_, **__: pytest.fail("a process was started"))
     scores = scored(tmp_path, "test")
     assert set(scores.unavailable) == {"SPICE"} and "make spice" in scores.unavailable["SPICE"]
     assert why_unavailable("SPICE") == scores.unavailable["SPICE"]
@@ -87,7 +87,7 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
 
 
 def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java_metrics, "spice", lambda *_: ([0.5, 0.5], {}))
+    monkeypatch.setattr(java, "spice", lambda *_: ([0.5, 0.5], {}))
     assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
 
 

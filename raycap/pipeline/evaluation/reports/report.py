@@ -8,14 +8,15 @@ import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.reports.gallery import add_maps
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import Score
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 
 
 def report(
