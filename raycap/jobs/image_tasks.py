@@ -34,7 +34,8 @@ class ImageTasks:
     address: str | None
 
     def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
-        return map(HashedFiles.of_batch, self._mapped(numbered_rounds(uris), hash_batch, {"options": options}))
+        settings = {"options": options, "cache_bytes": self.config.features.cache_bytes}
+        return map(HashedFiles.of_batch, self._mapped(numbered_rounds(uris), hash_batch, settings))
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         settings = {"max_pixels": config.data.max_pixels, "options": config.storage.options}

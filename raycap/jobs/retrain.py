@@ -18,7 +18,8 @@ from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, f
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain.retrain import HELD_OUT, Trained
+from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, rollback
+from raycap.pipeline.retrain.decision import retrain as retrain_once
 from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
 from raycap.pipeline.runtime.log import indented
@@ -27,7 +28,7 @@ from raycap.pipeline.storage.path import StoragePath
 
 @dataclass(frozen=True)
 class RayWork:
-    """Trains and captions on a Ray cluster, for `pipeline.retrain.retrain`."""
+    """Trains and captions on a Ray cluster, for `pipeline.retrain.decision`."""
 
     address: str | None
 
@@ -35,14 +36,14 @@ class RayWork:
         """Tasks on the cluster; threads without one."""
         return image_reader(config, self.address)
 
-    def train(self, config: RunConfig) -> Trained:
+    def train(self, config: RunConfig, data: FoundData) -> Trained:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
         from raycap.jobs.run import run
         from raycap.pipeline.runs.run_bundle import local_bundle
 
         with indented():
-            folder = run(config, self.address)
-        return Trained(folder.run_id, local_bundle(folder), folder.metadata.data_fingerprint)
+            folder = run(config, self.address, data)
+        return Trained(folder.run_id, local_bundle(folder))
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""
@@ -67,9 +68,6 @@ def retrain(
 
     Example: raycap retrain retrain_demo
     """
-    from raycap.pipeline.retrain.retrain import retrain as retrain_once
-    from raycap.pipeline.retrain.retrain import rollback
-
     run_config = load_config(config, set_ or ())
     if roll_back:
         check_storage(run_config)

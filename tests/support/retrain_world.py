@@ -25,14 +25,13 @@ from PIL import Image
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
-from raycap.pipeline.retrain.retrain import HELD_OUT, Trained, retrain
+from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, retrain
 from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
@@ -160,8 +159,8 @@ class Colors:
     def __init__(self) -> None:
         self.trained: list[str | None] = []  # what each training started from
 
-    def train(self, config: RunConfig) -> Trained:
-        dataset = find_data(config)[0].readable()
+    def train(self, config: RunConfig, data: FoundData) -> Trained:
+        dataset = data[0].readable()
         fingerprint = dataset.fingerprint()
         run_id = f"world-{hashlib.sha256(f'{config_identity(config)} {fingerprint}'.encode()).hexdigest()[:10]}"
         self.trained.append(config.init_from)
@@ -182,7 +181,7 @@ class Colors:
         (folder / "vocabulary.json").write_text("{}")
         if home is not None:
             Mirror(home, folder).push()
-        return Trained(run_id, folder, fingerprint)
+        return Trained(run_id, folder)
 
     def reader(self, config: RunConfig) -> Reader:
         return Threads()

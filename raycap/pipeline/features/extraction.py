@@ -115,7 +115,7 @@ def hash_and_extract(
 
     def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         if config.features.views or len(uris) <= config.features.max_images_for_tasks:
-            return hash_with_threads(uris, options)
+            return hash_with_threads(uris, options, config.features.cache_bytes)
         extractor = _extractor(config, weights(), start_ray, transform)
         return hashing_extraction(config.storage_place / "features", extractor, start_ray)(uris, options)
 

@@ -18,7 +18,6 @@ from raycap.jobs.run import RunDriver, find_run_data, run, run_log, shares_text,
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.data.content_keys import hash_with_threads
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
@@ -153,7 +152,7 @@ def test_new_images_without_an_extraction_are_read_by_the_cluster(
     find_run_data(config, None)
     tasks, threads = used
     assert tasks.__self__ == ImageTasks(config, "head:6379") and tasks.__name__ == "hash_files"
-    assert threads is hash_with_threads
+    assert threads is None
 
 
 class Folder:

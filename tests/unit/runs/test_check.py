@@ -90,7 +90,7 @@ def test_no_extraction_leaves_out_a_broken_training_image(tmp_path: Path, number
 def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
 
-    def refuse(path: Any) -> bytes:
+    def refuse(path: Any, key: Any = None) -> bytes:
         raise OSError(f"{path}: http://me:secret-word@host/x?X-Amz-Signature=secret-word is refused")
 
     monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", refuse)

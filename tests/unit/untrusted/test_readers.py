@@ -50,7 +50,6 @@ ALLOWED = {
     ("pipeline/features/regions.py", "zlib.decompressobj"): "measures a chunk, up to its limit",
     ("pipeline/features/store/shards.py", "np.load"): OWN,
     ("pipeline/features/store/store.py", "np.load"): OWN,
-    ("pipeline/retrain/champion.py", "json.loads"): "champion.json, after its fields were checked",
     ("pipeline/data/vocabulary.py", "np.load"): OWN,
     ("pipeline/runs/journal.py", "json.loads"): OWN,
     ("pipeline/evaluation/scores/cider.py", "json.loads"): OWN,

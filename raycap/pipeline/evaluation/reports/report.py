@@ -107,7 +107,7 @@ def report_images(
     """
     scores, captions = result.cider_by_image, result.captions
     others = {} if other is None else other.captions
-    rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
+    rows = zip(*(part.column(column) for column in ("image_id", "uri", "key", "captions")), strict=True)
     return [
         ReportImage(
             image_id=image,
@@ -117,7 +117,8 @@ def report_images(
             score=scores.get(image),
             split=result.split,
             alternatives={name: others[image]} if image in others else {},
+            key=key,
         )
-        for image, uri, references in rows
+        for image, uri, key, references in rows
         if image in captions
     ]

@@ -1,25 +1,88 @@
-"""Updates the tracker to champion.json: the aliases of the model registry, and the last decision at its run.
+"""Shows a decision about the champion: on an HTML page, and at the tracker.
 
-Every call compares champion.json with the tracker and sends what is missing. So the first call after an outage of the
-tracker catches up, without a record of earlier calls.
+The page has the reason, and both models' scores and captions. The tracker gets the aliases of the model registry, and
+the decision at its run. Every call compares champion.json with the tracker and sends what is missing. So the first call
+after an outage of the tracker catches up, without a record of earlier calls.
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, FileRecord
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, write_report
+from raycap.pipeline.evaluation.reports.report import report_images
+from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, Decision, FileRecord
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 from raycap.pipeline.tracking.run_tracker import register_run
 
 logger = logging.getLogger(__name__)
 
-
 DECISION_TAG = "raycap.decision"  # its value is the number of the last decision that a run has received completely
+
+
+def decision_page(
+    config: RunConfig,
+    decision: Decision,
+    part: Dataset | None = None,
+    challenger: SplitScores | None = None,
+    champion: SplitScores | None = None,
+) -> str:
+    """The HTML of a decision.
+
+    part: the held-out images, of which the page shows as many as a report does. challenger, champion: their captions
+    and scores on these images. A rollback has none of the three.
+    """
+    settings, images = config.evaluation, list[ReportImage]()
+    if part is not None and challenger is not None:
+        images = report_images(challenger, part, config.storage.options, champion, "champion")
+    report = Report(
+        title=f"{config.name}: {decision.decision}",
+        run_id=f"decision {decision.number} of {decision.time}",
+        protocol=f"{decision.reason}. Beam {settings.beam_size}, at most {settings.max_length} tokens",
+        score_columns=["CIDEr-D"],
+        score_rows=_score_rows(decision),
+        stages=[],
+        images=images,
+        metadata=_metadata(decision),
+        language=config.data.language,
+    )
+    with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
+        path = Path(scratch) / "page.html"
+        write_report(path, report)
+        return path.read_text(encoding="utf-8")
+
+
+def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
+    """The rows (label, cells) with both scores and their difference; none for a rollback."""
+    scores = decision.scores.model_dump() if decision.scores else {}
+    rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
+    if decision.difference is not None:
+        rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
+    return rows
+
+
+def _metadata(decision: Decision) -> dict[str, str]:
+    """The facts that the page lists below the images."""
+    metadata = {"decision": decision.decision, "run": decision.run, "champion": decision.champion.bundle}
+    if decision.champion_before is not None:
+        metadata["champion before"] = decision.champion_before.bundle
+    if (data := decision.data) is not None:
+        metadata["data"] = f"{data.images} images, {data.new_images} of them new; files: {data.files}"
+        metadata["data fingerprint"] = (data.fingerprint or "")[:16]
+    if decision.held_out is not None:
+        metadata["held out"] = f"{decision.held_out.images} images, {decision.held_out.name}"
+    if decision.asked is not None:
+        margin, confidence = decision.asked["margin"], decision.asked["confidence"]
+        metadata["required"] = f"margin {margin:g}, confidence {100 * confidence:g} %"
+    return metadata | {"snapshot": decision.snapshot.name}
 
 
 def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> bool:
