@@ -12,7 +12,8 @@ from raycap.pipeline.evaluation.captioning.bundle import read_bundle_config
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
-from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table, write_summary
+from raycap.pipeline.evaluation.reports.report import write_summary
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
 from raycap.pipeline.runtime.log import Decorations

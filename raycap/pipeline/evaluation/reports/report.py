@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -11,7 +13,8 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.captioning.bundle import bundle_source
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.reports.gallery import add_maps
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
+from raycap.pipeline.evaluation.reports.tables import Rows
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import Score
 from raycap.pipeline.runtime.log import Decorations
@@ -122,3 +125,21 @@ def report_images(
         for image, uri, key, references in rows
         if image in captions
     ]
+
+
+def write_summary(
+    place: StoragePath,
+    content: Mapping[str, Any],
+    columns: list[str],
+    rows: Rows,
+    metadata: Mapping[str, str],
+    decorations: Decorations,
+) -> None:
+    """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
+
+    content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
+    """
+    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
+    with decorations.making("the report of the seeds"):
+        page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
+        (place / "report.html").write_bytes(report_html(page).encode())

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raycap.pipeline.evaluation.reports.page import Report, report_html
 from raycap.pipeline.evaluation.scores.metrics import MetricScores
-from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.path import StoragePath
 
 UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
 MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
@@ -139,24 +135,6 @@ class SeedScores:
         reasons = [entry["unavailable"].get(column) for entry in self.splits[split]]
         reason = next(filter(None, reasons), "not computed")
         return f"{UNAVAILABLE} for {values.count(None)} of {len(values)} models: {reason}"
-
-
-def write_summary(
-    place: StoragePath,
-    content: Mapping[str, Any],
-    columns: list[str],
-    rows: Rows,
-    metadata: Mapping[str, str],
-    decorations: Decorations,
-) -> None:
-    """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
-
-    content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
-    """
-    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
-    with decorations.making("the report of the seeds"):
-        page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
-        (place / "report.html").write_bytes(report_html(page).encode())
 
 
 def single_scores(columns: Sequence[str], values: Sequence[float | None]) -> list[str]:
