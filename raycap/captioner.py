@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption
+from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
 
 if TYPE_CHECKING:
     from raycap.pipeline.data.image_sources import ImageSource

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from raycap.jobs.caption_output import Row, open_output, read_done, review_place, written_precision
-from raycap.jobs.cluster import cluster_address, connect
 from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from raycap.jobs.options import Address
 from raycap.models.config import PLAIN
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
 from raycap.pipeline.data.image_sources import find_images, load_image

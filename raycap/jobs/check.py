@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from raycap.jobs.cluster import check_address
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.reading import planned_data
 from raycap.pipeline.runtime.names import printable

@@ -12,25 +12,29 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.cluster import check_resources
-from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.evaluate import Evaluator, exit_code, feature_store, find_bundles, find_images
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
-from raycap.jobs.systems import EvaluatedModel, compare
+from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.config.shipped import named_config
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
+from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compare
+from raycap.pipeline.evaluation.evaluate import Options, common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
+from raycap.pipeline.evaluation.reports.report import report_images, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
+from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.results_folder import ResultsFolder
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.runs.preflight import check_storage
-from raycap.pipeline.runs.run_report import report_images, score_table
+from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -67,21 +71,25 @@ def compare_models(
         check_output_place("-o", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
     check_storage(run_config)
-    bundles = [_bundle_of(model, run_config.storage.options) for model in models]
-    evaluation = Evaluation(run_config, bundles, features, run_config.evaluation.constraints, None)
+    check_score_inputs(run_config)
+    file = run_config.evaluation.constraints
+    options = Options(constraints=None if file is None else Path(file), features=feature_store(run_config, features))
+    places = [_bundle_of(model, run_config.storage.options) for model in models]
+    bundles = find_bundles("--model", places, run_config, options)
     split = split or run_config.data.test_splits[0]
-    evaluation.find_images([split], run_config, None)
-    if not any(evaluation.images_by_split[split].references().values()):
+    images, training = find_images(run_config, [split])
+    if not any(images[split].references().values()):
         raise UserError(f"--split {split} has no reference captions; name a split with references")
-    name = group_id(run_config.name, [*map(str, evaluation.bundles), split])
-    place = str(run_config.storage_place / f"comparisons/{name}") if out is None else out
-    evaluation.choose_place(place, one_by_one=True)
-
-    def summarize(place: StoragePath, ours: Sequence[EvaluatedModel], _: Sequence[EvaluatedModel]) -> None:
-        write_comparison(place, Comparison(ours, split), evaluation)
-
-    results = evaluation.run_systems(address, (), summarize)
-    return 1 if any(result.unreadable for result in results) else 0
+    settings = common_settings(run_config, bundles)
+    name = group_id(run_config.name, [*map(str, bundles), split])
+    folder = ResultsFolder.of(run_config, "", out or str(run_config.storage_place / f"comparisons/{name}"))
+    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator.check([[bundle] for bundle in bundles])
+    with folder.writing():
+        labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
+        comparison = Comparison(evaluator.evaluate_each(labels, folder), split)
+        write_comparison(folder.place, comparison, images[split], settings)
+    return exit_code([model.scores for model in comparison.models])
 
 
 def _bundle_of(model: str, options: StorageOptions) -> str:
@@ -106,15 +114,15 @@ class Comparison:
     @property
     def names(self) -> list[str]:
         """A short name for each model: its bundle's, with a number where several have the same."""
-        names = [model.evaluation.bundles[0].name for model in self.models]
+        names = [model.scores.bundles[0].name for model in self.models]
         counts = Counter(names)
         return [f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(names, 1)]
 
     @property
-    def results(self) -> dict[str, SplitResult]:
+    def results(self) -> dict[str, SplitScores]:
         """The results by the model's name."""
         pairs = zip(self.names, self.models, strict=True)
-        return {name: replace(model.result(self.split), split=name) for name, model in pairs}
+        return {name: replace(model.scores[self.split], split=name) for name, model in pairs}
 
     def intervals(self) -> dict[str, dict[str, Difference]]:
         """{model: {metric: mean with its interval}} of the metrics that are means over images."""
@@ -177,15 +185,15 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     return costs | {"macs": of_model.beam_search + backbone_macs(backbone.config)}
 
 
-def write_comparison(place: StoragePath, comparison: Comparison, evaluation: Evaluation) -> None:
+def write_comparison(place: StoragePath, comparison: Comparison, images: Dataset, settings: RunConfig) -> None:
     """Logs the comparison, and writes compare.json and, unless that fails, the page compare.html to a folder."""
     results = list(comparison.results.values())
     intervals, differences = comparison.intervals(), comparison.differences()
     costs = {}
     for name, model in zip(comparison.names, comparison.models, strict=True):
-        costs[name] = cost_of(model.evaluation.bundles[0], model.evaluation.config.evaluation)
-        if model.evaluation.seconds_per_image is not None:
-            costs[name]["seconds_per_image"] = model.evaluation.seconds_per_image
+        costs[name] = cost_of(model.scores.bundles[0], model.scores.search)
+        if model.scores.seconds_per_image is not None:
+            costs[name]["seconds_per_image"] = model.scores.seconds_per_image
     columns, rows = score_table(results, with_alignment=True)
     logger.info(f"\n{format_table(columns, rows)}\n")
     cost_columns, cost_rows = cost_table(costs)
@@ -193,7 +201,7 @@ def write_comparison(place: StoragePath, comparison: Comparison, evaluation: Eva
     content = {
         "models": dict(zip(comparison.names, (model.name for model in comparison.models), strict=True)),
         "split": comparison.split,
-        "signature": comparison.models[0].evaluation.protocol.signature,
+        "signature": comparison.models[0].scores.protocol.signature,
         "scores": {name: result.values for name, result in comparison.results.items()},
         "intervals": {
             name: {key: [each.low, each.high] for key, each in row.items()} for name, row in intervals.items()
@@ -212,7 +220,7 @@ def write_comparison(place: StoragePath, comparison: Comparison, evaluation: Eva
             _table("Differences", f"Each model minus {comparison.names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
             Table("Cost", COST_NOTE, *cost_table(costs)),
         ]
-        page = _page(comparison, evaluation, tables, (columns, rows))
+        page = _page(comparison, report_images(results[0], images, settings.storage.options), tables, (columns, rows))
         (place / "compare.html").write_bytes(report_html(page).encode())
     decorations.log_failed()
     logger.info(f"comparison   {place / 'compare.html'}")
@@ -240,25 +248,24 @@ def _table(title: str, note: str, values: Mapping[str, Mapping[str, Difference]]
 
 def _page(
     comparison: Comparison,
-    evaluation: Evaluation,
+    images: Sequence[ReportImage],
     tables: Sequence[Table],
     scores: tuple[list[str], list[tuple[str, list[str]]]],
 ) -> Report:
-    """The content of compare.html."""
-    first, dataset = comparison.models[0].result(comparison.split), evaluation.images_by_split[comparison.split]
-    pictures = comparison.pictures(report_images(first, dataset, evaluation.config.storage.options))
+    """The content of compare.html. images: with the captions of the first model."""
+    first, pictures = comparison.models[0].scores[comparison.split], comparison.pictures(images)
     note = f"The {len(pictures)} of {len(first.captions)} images on which CIDEr-D differs most between the models. "
     name = comparison.names[0]
     return Report(
         title=f"{len(comparison.models)} models on {comparison.split}",
         run_id=" / ".join(comparison.names),
-        protocol=f"{comparison.models[0].evaluation.protocol.signature}, {first.signature}",
+        protocol=f"{comparison.models[0].scores.protocol.signature}, {first.signature}",
         score_columns=scores[0],
         score_rows=scores[1],
         stages=[],
         images=pictures,
         metadata=dict(zip(comparison.names, (model.name for model in comparison.models), strict=True)),
-        language=evaluation.language,
+        language=comparison.models[0].scores.language,
         tables=tables,
         gallery_note=f"{note}The large caption and its score are those of {name}.",
     )

@@ -5,28 +5,39 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from raycap.jobs.cluster import check_resources
-from raycap.jobs.evaluation import Evaluation
-from raycap.jobs.named_files import check_output_place
+from raycap.jobs.named_files import check_output_place, open_bundle
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
-from raycap.jobs.seeds import group_place
+from raycap.jobs.seeds import group_id, group_place, seed_configs
+from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_data
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
+from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, summarize_systems
+from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata
+from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
+from raycap.pipeline.evaluation.inputs import images_by_split
+from raycap.pipeline.evaluation.results import Scores
+from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_results
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
+from raycap.pipeline.runs.prepare import open_run
+from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -91,23 +102,124 @@ def evaluate(
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))
-    constraint_file = constraints or evaluated_config.evaluation.constraints
     check_resources(run_config, address)
-    _check_inputs(evaluated_config, stage, constraint_file)
-    evaluation = Evaluation(evaluated_config, models or (), features, constraint_file, data)
-    others = [evaluation.find_bundle("--compare", bundle) for bundle in compared or ()]
-    evaluation.find_images(splits or (), run_config, stage, seeds)
+    file = constraints or evaluated_config.evaluation.constraints
+    _check_inputs(evaluated_config, stage, file)
+    options = Options(
+        constraints=None if file is None else Path(file),
+        # those of the configuration are for its test splits: validations during training have none
+        unconstrained=() if constraints else (evaluated_config.data.val_split,),
+        features=feature_store(evaluated_config, features),
+    )
+    bundles = find_bundles("--model", models or (), evaluated_config, options)
+    others = find_bundles("--compare", compared or (), evaluated_config, options)
+    labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
+    if not bundles and (planned := planned_data(evaluated_config)) is not None:
+        images_by_split(planned, splits or evaluated_config.data.test_splits)  # before images are drawn
+        if evaluated_config.home("") is None:
+            _require_any_run(run_config, stage)
+    images, training = find_images(evaluated_config, splits or evaluated_config.data.test_splits)
+    if not bundles:
+        configs = seed_configs(run_config, seeds)
+        bundles, kept_config = _run_bundles(configs, stage)
+        labels = [f"seed {each.seed}" for each in configs]
+        evaluated_config = with_kept_precision(evaluated_config, kept_config)
+    settings = common_settings(evaluated_config, bundles, others)
+    options = replace(options, training=training)
     one_by_one = seeds > 1 and not ensemble
-    evaluation.choose_place(out, one_by_one=one_by_one, compared=() if is_one_model else others)
-    if is_one_model:
-        results = evaluation.run(address, others[0] if others else None, server)
-    else:
-        results = evaluation.run_systems(address, others)
-    num_failed = len({image for result in results for image in result.unreadable})
+    label, name = _label(run_config, bundles, () if is_one_model else others, one_by_one=one_by_one)
+    folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
+    systems = [bundles] if not one_by_one else [[bundle] for bundle in bundles]
+    if len(systems) == 1 and len(bundles) > 1:
+        labels = [f"ensemble of {len(bundles)}"]
+    evaluator = Evaluator(settings, images, options, address)
+    evaluator.check([*systems, *([other] for other in others)])
+    with folder.writing():
+        if is_one_model:
+            scores = evaluator.evaluate(bundles)
+            other = evaluator.evaluate(others) if others else None
+            write_results(folder, scores, settings, label=label, compared=other, server=server)
+            every = [scores]
+        else:
+            ours = evaluator.evaluate_each(dict(zip(labels, systems, strict=True)), folder)
+            named = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
+            theirs = evaluator.evaluate_each(named, folder)
+            summarize_systems(folder.place, ours, theirs)
+            every = [each.scores for each in (*ours, *theirs)]
     logger.info(f"finished in {time.monotonic() - begin:.0f} s")
+    return exit_code(every)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates several models on the same images. settings: `common_settings` of all of them."""
+
+    settings: RunConfig
+    images: Mapping[str, Dataset]
+    options: Options
+    address: str | None
+
+    def check(self, systems: Sequence[Sequence[StoragePath]]) -> None:
+        """Logs the models, and raises UserError for constraints that do not fit a vocabulary."""
+        if self.options.constraints is not None:
+            self.settings.evaluation.require_constraints(f"--constraints {self.options.constraints}")
+        for bundles in systems:
+            find_automata(bundles[0], self.images, self.options)
+        logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in systems)}")
+        logger.info(f"data      {', '.join(f'{split} {len(part)}' for split, part in self.images.items())} images")
+
+    def evaluate(self, bundles: Sequence[StoragePath]) -> Scores:
+        """The scores of a bundle or of an ensemble."""
+        return evaluate_bundles(bundles, self.images, self.settings, self.address, self.options)
+
+    def evaluate_each(
+        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder
+    ) -> list[EvaluatedModel]:
+        """The scores of each model. Its results are in a folder of `folder`, which is named by its label."""
+        found = []
+        for label, bundles in systems.items():
+            logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
+            found.append(EvaluatedModel(label, self.evaluate(bundles)))
+            part = folder.part(label.replace(" ", "-"))
+            name = "+".join(bundle.name for bundle in bundles)
+            write_results(part, found[-1].scores, self.settings, label=name)
+        return found
+
+
+def exit_code(every: Sequence[Scores]) -> int:
+    """1 if there are images that cannot be read, whose number the log has; else 0."""
+    num_failed = len({image for scores in every for image in scores.unreadable})
     if num_failed:
         logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
     return 1 if num_failed else 0
+
+
+def feature_store(config: RunConfig, features: str | None) -> StoragePath | None:
+    """The store that the option --features names. Raises UserError for an empty folder."""
+    place = None if features is None else storage_path(features, config.storage.options)
+    if place is not None and next(iter(place.walk()), None) is None:
+        raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
+    return place
+
+
+def find_bundles(option: str, models: Sequence[str], config: RunConfig, options: Options) -> list[StoragePath]:
+    """The bundles that an option names. Raises UserError for one that cannot be loaded or lacks its features."""
+    found = []
+    for model in models:
+        opened = open_bundle(option, model, config.storage.options)
+        if opened.bundle.transform is None and options.features is None and config.has_backbone:
+            raise UserError(
+                f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
+                "regions as features.hdf5"
+            )
+        found.append(opened.location)
+    return found
+
+
+def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
+    """The images of each split, also those without references, and the training images. Raises UserError."""
+    dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
+    return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
 
 
 def evaluate_ensemble(
@@ -118,18 +230,39 @@ def evaluate_ensemble(
     The results are in the folder `ensemble` of the runs' `group_place`. An ensemble is scored again only if a report
     failed, or if a metric was unavailable that this machine can compute.
     """
-    from raycap.pipeline.runs.run_bundle import bundle_place
-
     place = group_place(config, folders) / "ensemble"
     if not _is_scored(place):
-        bundles = [str(bundle_place(folder)) for folder in folders]
-        kept = with_kept_precision(config, folders[0].config)
-        evaluation = Evaluation(kept, bundles, None, config.evaluation.constraints, None)
-        evaluation.find_images((), kept, None)
-        evaluation.choose_place(str(place))
-        evaluation.run(address, None, None)
+        bundles = [bundle_place(folder) for folder in folders]
+        settings = common_settings(with_kept_precision(config, folders[0].config), bundles)
+        images, training = find_images(config, config.data.test_splits)
+        file = config.evaluation.constraints
+        options = Options(training=training, constraints=None if file is None else Path(file))
+        evaluator, folder = Evaluator(settings, images, options, address), ResultsFolder.of(config, "", str(place))
+        evaluator.check([bundles])
+        label, _ = _label(config, bundles, ())
+        with folder.writing():
+            write_results(folder, evaluator.evaluate(bundles), settings, label=label)
     entries: Mapping[str, Mapping[str, Any]] = _scores(place)["splits"]
     return entries
+
+
+def _label(
+    config: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath], *, one_by_one: bool = False
+) -> tuple[str, str]:
+    """A name for the evaluated models, and one for the folder of their results.
+
+    The second one has a hash of the bundles outside of the storage, because these can have equal names. compared: the
+    bundles of another system with several seeds. one_by_one: the bundles do not form an ensemble.
+    """
+    names = [bundle.name for bundle in bundles]
+    label = "+".join(names)
+    if one_by_one or len(label) > 120:  # the label is also a folder's name
+        label = group_id(f"{config.name}-{len(names)}-{'seeds' if one_by_one else 'ensemble'}", names)
+    if compared:
+        label = group_id(f"{label}-compared", [str(bundle) for bundle in compared])
+    storage = join(config.storage_place.uri, "")
+    outside = [str(bundle) for bundle in bundles if not str(bundle).startswith(storage)]
+    return label, group_id(label, outside) if outside else label
 
 
 def _is_scored(place: StoragePath) -> bool:
@@ -151,11 +284,49 @@ def _scores(place: StoragePath) -> dict[str, Any]:
 
 def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:
     """Raises UserError for a storage, a stage or a constraint file that cannot be used, before anything is written."""
-    from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-
     names = [section.name for section in config.stages]
     if stage is not None and stage not in names:
         raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
     check_storage(config)
     if constraint_file is not None:
         read_constraints(Path(constraint_file))
+    check_score_inputs(config)
+
+
+def _require_any_run(config: RunConfig, stage: str | None) -> None:
+    """Raises UserError if the local storage has no run of this name. The data decide which of several it is."""
+    if not any(config.working_path.glob(f"runs/{config.name}-*")):
+        raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
+
+
+def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
+    return UserError(f"{subject} {run} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
+
+
+def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[list[StoragePath], RunConfig]:
+    """The bundles of the configurations' runs, which are written if they do not exist yet, and the first run's values.
+
+    stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
+    or the stage is not finished.
+    """
+    dataset, _ = find_data(configs[0])
+    fingerprint = dataset.readable().fingerprint()
+    folders = [open_run(config, fingerprint) for config in configs]
+    bundles = [_run_bundle(config, folder, stage_name) for config, folder in zip(configs, folders, strict=True)]
+    return bundles, folders[0].config
+
+
+def _run_bundle(config: RunConfig, folder: RunFolder, stage_name: str | None) -> StoragePath:
+    """The bundle of one run. See `_run_bundles`."""
+    if stage_name is None:
+        stage, subject = None, "run"
+        is_finished = (folder.path / "COMPLETE.json").is_file()
+    else:
+        stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
+        is_finished = folder.result(stage_name) is not None
+    if not is_finished or not (folder.path / "run.json").is_file():
+        raise _unfinished(subject, f"{folder.run_id} (seed {config.seed})", config)
+    location = bundle_place(folder, stage)
+    if not (location / "config.yaml").exists():
+        bundle_run(folder, stage)
+    return location

@@ -15,9 +15,8 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.cluster import check_resources, start_ray
 from raycap.jobs.options import Address, Config, Set
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.start import check_resources, start_extraction
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
@@ -112,12 +111,6 @@ def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
             f"{config.features.hdf5} than in the store; remove the store's folder and import them again"
         )
     return not damages and not num_missing and not changed
-
-
-def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
-    """Starts or joins Ray for an extraction. Returns the watch that ends a stalled one."""
-    start_ray(config, address, "features")
-    return StallWatch("extraction", config.workers)
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:

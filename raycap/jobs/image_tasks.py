@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raycap.jobs.cluster import cluster_address, start_ray
 from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.start import cluster_address, start_ray
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.content_keys import HashedFiles, numbered_rounds
 from raycap.pipeline.data.images import hash_batch, measure_batch

@@ -174,6 +174,8 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
     numbers |= {"workers.gpus_per_worker": num_gpus, "features.gpus_per_actor": num_gpus}
     quoted = [f"{key}={json.dumps(str(path.absolute()))}" for key, path in places.items()]
     given = [override for override in overrides if not override.startswith(OF_IMPORT)]
+    if "features.hdf5" not in places:  # the published scores are those of captions of pixels
+        given = ["features.store=never", *given]
     return [*quoted, *(f"{key}={value}" for key, value in numbers.items()), *given]
 
 

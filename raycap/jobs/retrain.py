@@ -8,16 +8,17 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.cluster import check_address, start_ray, with_precision
-from raycap.jobs.cluster_captions import SplitTask, caption_on_cluster
 from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.options import Address, Config, Set
+from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
-from raycap.pipeline.features.extraction import features_for_bundles
-from raycap.pipeline.retrain.decision import FoundData, Trained, rollback
+from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
+from raycap.pipeline.evaluation.evaluate import Options, evaluate
+from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, rollback
 from raycap.pipeline.retrain.decision import retrain as retrain_once
 from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
@@ -44,19 +45,14 @@ class RayWork:
             folder = run(config, self.address, data)
         return Trained(folder.run_id, local_bundle(folder))
 
-    def caption(
-        self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
-    ) -> dict[int, str]:
-        """The best caption of each image by its id, without images that cannot be read or have no usable features.
-
-        Each worker fetches the bundle.
-        """
-        config = with_precision(config, self.address)
-        start_ray(config, self.address, "captions")
-        images, store = features_for_bundles(config, part)
-        models, splits = [StoredBundle(bundle, files)], {"held out": SplitTask(images)}
-        captioned = caption_on_cluster(models, splits, config, store=store, with_alignment=False)["held out"]
-        return {image: best.caption for image, best in captioned.best.items()}
+    def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
+        """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""
+        if bundle_digests(fetched(bundle), tuple(files)) != files:
+            raise OSError(f"{bundle} is not what it was when it was written; restore it from a copy")
+        search = {key: getattr(config.evaluation, key) for key in SEARCH_KEYS}  # also if a bundle records another one
+        settings = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=search)})
+        scores = evaluate([bundle], {HELD_OUT: part}, settings, self.address, Options(metrics=("CIDEr-D",)))
+        return scores[HELD_OUT]
 
 
 def retrain(

@@ -11,38 +11,40 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raycap.jobs.cluster import Stage, check_address, check_resources, start_ray
-from raycap.jobs.cluster_captions import RunModel, SplitTask, caption_on_cluster
 from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.evaluate import evaluate_ensemble
-from raycap.jobs.extract import initial_weights, start_extraction
+from raycap.jobs.extract import initial_weights
 from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.start import Stage, check_address, check_resources, start_extraction, start_ray
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
-from raycap.pipeline.evaluation.comparison.protocol import run_protocol
-from raycap.pipeline.evaluation.confidence.confidence import Confidence, with_fit
+from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
+from raycap.pipeline.evaluation.confidence.confidence import Confidence
+from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
+from raycap.pipeline.evaluation.reports.page import write_report
+from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
+from raycap.pipeline.evaluation.results import Scores
+from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.resolution import with_checkpointing, with_precisions
-from raycap.pipeline.runs.run_scores import RunScores, score_run, split_result, stored_results
+from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
+from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json
@@ -50,9 +52,6 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.mlflow_client import public_uri
 from raycap.pipeline.tracking.run_tracker import Tracker
-
-if TYPE_CHECKING:
-    from raycap.models.decoding.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,6 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     from raycap.pipeline.runs.prepare import prepare
-    from raycap.pipeline.runs.run_bundle import stored_confidences
 
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
@@ -213,7 +211,7 @@ class RunDriver:
             self.tracker.config = config  # served models compute in this precision
 
     def _decide_precisions(self) -> None:
-        self._decide(with_precisions(self.config, self._start_extraction, self._start_captions))
+        self._decide(with_precisions(self.config, self.address))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
@@ -235,31 +233,64 @@ class RunDriver:
             logger.info(f"deliver   {text}")
 
     def evaluate(self) -> None:
-        """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model.
+        """Writes the bundle, evaluates it on all splits, writes report and summary, and registers the model.
 
-        Captions of an earlier attempt are used again.
+        Captions of an earlier attempt are used again if they are those of the same bundle.
         """
-        from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
-
         self._decide_precisions()
         self.folder.write_config()
-        folder, data = self.folder, self.config.data
-        splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
-        store = self._extract(folder.dataset.split(*splits), stage=None)
-        dataset = folder.dataset.without(sorted(self.excluded))
+        folder, decorations = self.folder, Decorations()
+        bundle_run(folder, confidences=self.confidences)
         with self._timed("evaluation"):
-            results = stored_results(folder, dataset, splits) or self._caption(dataset, splits, store)
-            scores = score_run(folder, dataset, results)
-        folder.push("predictions", "scores.json")
-        confidences = self.confidences if scores.confidence is None else with_fit(self.confidences, scores.confidence)
-        bundle, location = bundle_run(folder, scores=scores.flat(), confidences=confidences), bundle_place(folder)
-        decorations = Decorations()
+            by_stage = validation_by_stage(folder)
+            scores = self._score(by_stage)
+            keep_results(scores, {key: round(value, 4) for key, value in scores.flat().items()}, decorations)
         with self._timed("report"), decorations.making("the report"):
-            self._report(dataset, scores, store, StoredBundle(location), decorations)
+            self._start_ray("captions")
+            page = report(
+                scores,
+                self.config,
+                decorations,
+                title=self.config.name,
+                run_id=folder.run_id,
+                pictured=self.config.data.test_splits,
+            )
+            write_report(folder.path / "report.html", run_page(page, folder, by_stage, self.durations))
             folder.push("report.html")
         with self._timed("registration"):
-            registered = self.tracker.finish(scores.flat(), bundle)
-        self._complete(scores, store, location, registered, decorations)
+            registered = self.tracker.finish(scores.flat(), local_bundle(folder))
+        self._complete(scores, by_stage, registered, decorations)
+
+    def _score(self, by_stage: Mapping[str, float]) -> Scores:
+        """The scores of the run's bundle, which are also written to scores.json, with its captions in predictions/.
+
+        by_stage: of `validation_by_stage`. Raises UserError when too many images cannot be captioned.
+        """
+        folder, data = self.folder, self.config.data
+        location, file = bundle_place(folder), self.config.evaluation.constraints
+        images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
+        digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
+        captions = stored_captions(folder, images, digests)
+        options = Options(
+            training=folder.dataset.split(*data.train_splits),
+            constraints=None if file is None else Path(file),
+            unconstrained=(data.val_split,),  # validations during training have none
+            captions=captions,
+        )
+        scores = evaluate([location], images, self.config, self.address, options)
+        num_images, unreadable = sum(map(len, images.values())), scores.unreadable
+        if len(unreadable) > data.max_bad_fraction * num_images:
+            raise UserError(
+                f"{len(unreadable)} of {num_images} images cannot be captioned, more than data.max_bad_fraction = "
+                f"{data.max_bad_fraction} (first: {next(iter(unreadable.values()))})"
+            )
+        if captions is None:
+            for each in scores.splits:
+                write_captions(folder.path / "predictions", each, f"{each.split}.json")
+        content = scores.to_json() | {"digests": digests, "validation_by_stage": by_stage}
+        write_json(folder.path / "scores.json", content)
+        folder.push("predictions", "scores.json")
+        return scores
 
     def _log_plan(self) -> None:
         """Logs the folder, data, model and stages of the run before it starts."""
@@ -316,16 +347,13 @@ class RunDriver:
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
-        import ray
-
         from raycap.pipeline.training.dry_run import dry_run
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
-        task = ray.remote(dry_run).options(num_returns="streaming", **workers.task_options)
         checkpointing = False
         with self._timed("dry run"), watch:
-            for result in watch.results([task.remote(self.folder)]):
+            for result in watch.stream(dry_run, [(self.folder,)], workers.task_options):
                 if result.error is not None:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
                 checkpointing |= result.checkpointing
@@ -382,15 +410,9 @@ class RunDriver:
         self._start_ray("features")
         return StallWatch("extraction", self.config.workers)
 
-    def _start_captions(self) -> StallWatch:
-        self._start_ray("captions")
-        return StallWatch("the measurement of precisions", self.config.workers)
-
-    def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
-        """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
-        weights, folder = None, self.folder
-        if self.config.has_backbone:
-            weights = folder.weights_before(stage, "backbone") if stage else folder.delivered_weights("backbone")
+    def _extract(self, part: Dataset, stage: StageSection) -> StoragePath:
+        """Extracts the features of a part of the data for a stage. Returns the store."""
+        weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
             extracted = extract_features(self.config, part, weights, self._start_extraction)
         extracted.require_enough(len(part), self.config)
@@ -418,66 +440,15 @@ class RunDriver:
             fit(job, self.config, lambda: self._start_ray("training"))
         self.folder.pull("stages")
 
-    def _caption(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> list[SplitResult]:
-        """Captions the splits with the delivered weights, and writes the captions to predictions/."""
-        self._start_ray("captions")
-        logger.info(
-            f"evaluate  {', '.join(splits)} with {run_protocol(self.config, self.folder.delivered()).signature}"
-        )
-        automata = self._load_constraints(dataset)
-        tasks = {
-            # Validations during training had no constraints. Without them here, the scores can be compared.
-            split: SplitTask(dataset.split(split), {} if split == self.config.data.val_split else automata)
-            for split in splits
-        }
-        captioned = caption_on_cluster([RunModel(self.folder)], tasks, self.config, store=store, skip_unreadable=False)
-        results = []
-        for split, task in tasks.items():
-            best = dict(sorted(captioned[split].best.items()))
-            label = f"evaluate  {split}: "
-            several = captioned[split].several
-            result = split_result(split, best, task.constraints, unreadable={}, label=label)
-            results.append(replace(result, several=several))
-            folder = self.folder.path / "predictions"
-            write_predictions(folder / f"{split}.json", result.captions)
-            if several:
-                captioned[split].write_n_best(folder / N_BEST.format(split))
-        return results
-
-    def _report(
-        self, dataset: Dataset, scores: RunScores, store: StoragePath, model: StoredBundle, decorations: Decorations
-    ) -> None:
-        """Writes report.html, with attention and attribution maps unless these fail."""
-        from raycap.jobs.gallery import add_maps
-        from raycap.pipeline.runs.run_report import make_report, report_images
-
-        config, by_split = self.config, {result.split: result for result in scores.splits}
-        images = [
-            image
-            for split in config.data.test_splits
-            for image in report_images(by_split[split], dataset.split(split), config.storage.options)
-        ]
-        with decorations.making("the heat maps"):
-            self._start_ray("captions")
-            images = add_maps(images, model, config, store, dataset, seed=self.folder.run_id)
-        make_report(self.folder, dataset, scores, self.durations, images)
-
     def _complete(
-        self,
-        scores: RunScores,
-        store: StoragePath,
-        bundle: StoragePath,
-        registered: str | None,
-        decorations: Decorations,
+        self, scores: Scores, by_stage: Mapping[str, float], registered: str | None, decorations: Decorations
     ) -> None:
         """Prints the summary and marks the run as complete.
 
         registered: name/version of the registered model; None if the tracker is off or did not accept everything.
         COMPLETE.json records the decorations that failed and the scores that are unavailable, for the next attempt.
         """
-        from raycap.pipeline.runs.run_report import score_table, validation_lines
-
-        folder = self.folder
+        folder, bundle, store = self.folder, scores.bundles[0], scores.inputs.stores[0]
         tracking = "off"
         if self.config.tracking.enabled and registered:
             tracking = f"{public_uri(self.config)}, model {registered}"
@@ -488,13 +459,13 @@ class RunDriver:
             "",
             format_table(*score_table(scores.splits)),
             "",
-            *validation_lines(self.config, scores.validation_by_stage),
+            *validation_lines(self.config, by_stage),
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
             f"model        {bundle}",
             f"tracking     {tracking}",
-            f"features     {store}",
+            f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
         ]
         summary = {
@@ -509,15 +480,6 @@ class RunDriver:
         folder.push("COMPLETE.json")
         logger.info(summary["table"])
         decorations.log_failed()
-
-    def _load_constraints(self, dataset: Dataset) -> dict[int, ConstraintAutomaton]:
-        """Reads the constraints of the test images, by image id; {} if the configuration names no constraint file."""
-        from raycap.pipeline.evaluation.captioning.constraints import load_automata
-
-        if self.config.evaluation.constraints is None:
-            return {}
-        images = dataset.split(*self.config.data.test_splits).column("image_id")
-        return load_automata(Path(self.config.evaluation.constraints), images, self.folder.vocabulary)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

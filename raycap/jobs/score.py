@@ -15,8 +15,9 @@ from raycap.pipeline.config.load import parse_section, read_file
 from raycap.pipeline.config.sections import ScoreInputsSection
 from raycap.pipeline.data.caption_files import ImageId, read_file_names, read_n_best, read_predictions, read_references
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.reports.tables import format_scores
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
-from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
+from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, MetricScores, score_captions
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
@@ -47,7 +48,7 @@ def score(
     java_deadline_s: Annotated[
         float | None, typer.Option("--java-deadline", help="Seconds that METEOR and SPICE may take.")
     ] = None,
-) -> Scores:
+) -> MetricScores:
     """Score a COCO result file.
 
     Neither a model nor Ray is needed. Mistakes in the files are reported before anything is written. In the JSON file,
@@ -104,31 +105,7 @@ def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
     return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}
 
 
-def format_scores(scores: Scores) -> str:
-    """The scores as text: one line per metric, then statistics of the captions, then the signature."""
-    lines, width = [""], max(9, *map(len, scores.by_name))
-    for name, score in scores.by_name.items():
-        value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
-        lines.append(f"  {name:<{width}} {value}")
-    extras = scores.extras
-    if "spice_categories" in extras:
-        parts = (f"{name} {value:.3f}" for name, value in extras["spice_categories"].items() if value is not None)
-        lines.append(f"  {'':<{width}} {', '.join(parts)}")
-    repeated = ", ".join(f"{share:.1%} {n}-grams" for n, share in extras["repeated_ngrams"].items())
-    endings = "" if extras["broken_endings"] is None else f"broken endings {extras['broken_endings']:.1%}, "
-    lines += [
-        "",
-        f"  {len(scores.image_ids)} captions, {extras['mean_length']:.1f} words on average, "
-        f"{extras['distinct_words']} distinct words",
-        f"  {endings}doubled words {extras['doubled_words']:.1%}, captions that repeat: {repeated}",
-    ]
-    if extras["empty"]:
-        empty = round(extras["empty"] * len(scores.image_ids))
-        lines.append(f"  {empty} of the captions have no words: they match nothing and score 0")
-    return "\n".join([*lines, f"  {scores.signature}", ""])
-
-
-def _write_per_image(path: Path, scores: Scores, captions: Sequence[str]) -> None:
+def _write_per_image(path: Path, scores: MetricScores, captions: Sequence[str]) -> None:
     """Writes one row per image: image_id, caption, and a column for every metric with a value per image."""
     import pyarrow as pa
     import pyarrow.csv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from raycap.pipeline.config.sections import Seed
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, run_protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
+from raycap.pipeline.evaluation.reports.report import published_table, write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
@@ -46,26 +46,6 @@ def group_id(name: str, members: Sequence[str]) -> str:
 def group_place(config: RunConfig, folders: Sequence[RunFolder]) -> StoragePath:
     """The folder seeds/NAME-HASH of the storage, for the results of several runs."""
     return config.storage_place / f"seeds/{group_id(config.name, [folder.run_id for folder in folders])}"
-
-
-def write_summary(
-    place: StoragePath,
-    content: Mapping[str, Any],
-    columns: list[str],
-    rows: Rows,
-    metadata: Mapping[str, str],
-    decorations: Decorations,
-) -> None:
-    """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
-
-    content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
-    """
-    from raycap.pipeline.evaluation.reports.page import Report, report_html
-
-    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
-    with decorations.making("the report of the seeds"):
-        page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
-        (place / "report.html").write_bytes(report_html(page).encode())
 
 
 def summarize_runs(
@@ -133,8 +113,6 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
 
     protocol: of all runs. entry: the split in the scores.json of the run in `folder`.
     """
-    from raycap.pipeline.runs.run_report import published_table
-
     part = folder.dataset.split(split)
     scored = entry["per_image_CIDEr-D"]  # by image id, which is a text in JSON
     images = zip(part.column("image_id"), part.column("uri"), strict=True)

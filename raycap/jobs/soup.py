@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from raycap.jobs.cluster import check_resources
-from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.evaluate import feature_store, find_bundles, find_images
 from raycap.jobs.named_files import OpenedBundle, check_output_place, open_bundle
 from raycap.jobs.options import Address, Set
 from raycap.jobs.soup_front import Front
+from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.soup import check_weights, mixed, save_soup
 from raycap.pipeline.evaluation.comparison.front import grid_size, weight_grid
+from raycap.pipeline.evaluation.evaluate import Options, common_settings, language_of
 from raycap.pipeline.evaluation.scores.metrics import TEXT_METRICS, why_unavailable
-from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.digests import file_digest
 from raycap.pipeline.storage.mirror import Mirror
@@ -79,8 +81,13 @@ def soup(
             check_output_place("-o", storage_path(out, run_config.storage.options))
         check_resources(run_config, address)
         check_storage(run_config)
-        evaluation = Evaluation(run_config, bundles, features, None, None)
-        points = Front(evaluation, split or run_config.data.val_split, _metrics(metrics, evaluation.language), out)
+        check_score_inputs(run_config)
+        options = Options(features=feature_store(run_config, features))
+        members = find_bundles("--model", bundles, run_config, options)
+        settings, split = common_settings(run_config, members), split or run_config.data.val_split
+        options = replace(options, metrics=_metrics(metrics, language_of(settings, members)))
+        images, _ = find_images(run_config, [split])
+        points = Front(members, images[split], settings, options, split, out)
         return points.score(weight_grid(len(bundles), front), address)
     if out is None:
         raise UserError("give the folder of the new bundle as -o, or --front N to score many weights")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import raycap.jobs.run
+import raycap.pipeline.evaluation.evaluate
 from raycap.jobs.run import run
-from raycap.pipeline.evaluation.captioning.bundle import store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import store_results
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.run_bundle import bundle_place, stored_confidences
 from raycap.pipeline.runtime.context import LocalContext
@@ -51,30 +51,36 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     trained: RunFolder, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     config, report = trained.config, trained.path / "report.html"
-    monkeypatch.setattr("raycap.pipeline.runs.run_scores.fit_split", lambda result, search, _: make_confidence(search))
+    monkeypatch.setattr(
+        "raycap.pipeline.evaluation.evaluate.fit_split", lambda result, search, _: make_confidence(search)
+    )
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.jobs.gallery.add_maps", broken)
-        failing.setattr("raycap.pipeline.runs.run_report.make_report", broken)
+        failing.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
+        failing.setattr("raycap.jobs.run.write_report", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
         failing.setattr("raycap.pipeline.evaluation.scores.java.meteor", broken)
         run(config)
     reason = "RuntimeError: broken on purpose"
-    assert summary(trained)["missing"] == {"METEOR": reason, "the heat maps": reason, "the report": reason}
+    assert summary(trained)["missing"] == {
+        "METEOR": reason,
+        "the heat maps of test, novel": reason,
+        "the report": reason,
+    }
     assert summary(trained)["tracked"] is False and not report.exists()
     scores = json.loads((trained.path / "scores.json").read_text())["splits"]
     assert scores["test"]["scores"]["CIDEr-D"] is not None and scores["test"]["unavailable"] == {"METEOR": reason}
-    for name in ("heat maps", "report"):
+    for name in ("heat maps of test, novel", "report"):
         assert f"the {name} could not be made ({reason}); the same command makes it again" in log_lines
     assert any("does not accept everything (broken on purpose)" in line for line in log_lines)
     (own,) = stored_confidences(trained)
     evaluated = make_confidence("a search of raycap evaluate")
-    store_confidence(bundle_place(trained), evaluated)
+    store_results(bundle_place(trained), evaluated)
 
-    monkeypatch.setattr(raycap.jobs.run, "caption_on_cluster", broken)  # the captions are there
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", broken)  # the captions are there
     with monkeypatch.context() as failing:
         failing.setattr("raycap.pipeline.tracking.run_tracker.log_plots", broken)
         run(config)
-    assert any("complete except for METEOR, the heat maps, the report" in line for line in log_lines)
+    assert any("complete except for METEOR, the heat maps of test, novel, the report" in line for line in log_lines)
     assert summary(trained)["missing"] == {} and "data-attribution=" in report.read_text()
     repaired = json.loads((trained.path / "scores.json").read_text())["splits"]
     assert repaired["test"]["scores"]["METEOR"] == 0.25 and not repaired["test"]["unavailable"]
@@ -94,8 +100,8 @@ def test_ctrl_c_in_a_decoration_ends_the_run(trained: RunFolder, monkeypatch: py
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raycap.pipeline.runs.run_report.make_report", interrupted)
-    monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
+    monkeypatch.setattr("raycap.jobs.run.write_report", interrupted)
+    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
     with pytest.raises(KeyboardInterrupt):
         run(trained.config)
     assert not (trained.path / "COMPLETE.json").exists() and (trained.path / "scores.json").is_file()

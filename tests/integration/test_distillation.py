@@ -16,13 +16,13 @@ import pyarrow as pa
 import pytest
 
 from raycap.jobs.cli import main
-from raycap.jobs.cluster_captions import NOT_READ, caption_to_store
-from raycap.jobs.distillation import caption_training_images
+from raycap.jobs.distillation import NOT_READ, caption_to_store, caption_training_images
 from raycap.jobs.run import train
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.captioning.bundle import bundle_source
+from raycap.pipeline.evaluation.captioning.on_cluster import TaskModel
 from raycap.pipeline.runs.distillation import caption_store as caption_store_module
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, images_to_caption
 from raycap.pipeline.runs.distillation.teacher import find_teacher
@@ -179,7 +179,7 @@ def test_images_that_cannot_be_decoded_have_no_captions(
     teacher, store, every = find_teacher(config), stored_captions(config), np.ones(12, bool)
     assert teacher is not None
     chunks = store.divide(images_to_caption(config, dataset), ~every, every)
-    arguments = bundle_source(teacher.location, config), chunks, store, teacher.config_of(config), None
+    arguments = TaskModel(bundle_source(teacher.location, config)), chunks, store, teacher.config_of(config)
     assert caption_to_store(*arguments) == {103: NOT_READ}, "a repeated task finds its chunk, and names the image"
 
 

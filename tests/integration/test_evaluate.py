@@ -15,7 +15,6 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from raycap.jobs.cluster_captions import SplitTask, caption_on_cluster
 from raycap.jobs.evaluate import evaluate
 from raycap.models.config import PLAIN
 from raycap.pipeline.config.load import load_config
@@ -23,6 +22,7 @@ from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
+from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, TaskModel, caption_on_cluster
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
@@ -142,7 +142,7 @@ def test_the_file_for_cocos_server_holds_both_splits(
     splits = json.loads((out / "scores.json").read_text())["splits"]
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
     log_lines.clear()
-    monkeypatch.setattr("raycap.jobs.evaluation.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
+    monkeypatch.setattr("raycap.pipeline.evaluation.results_folder.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
     assert evaluate(config, models=[model], data=data, server="raycap") == 0, "to the folder of the storage"
     assert not any("server takes" in line for line in log_lines)
     (folder,) = (tmp_path / "results" / "evaluations").iterdir()
@@ -219,9 +219,9 @@ def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
 
     config, model, out = configuration(tmp_path), str(make_bundle(tmp_path / "a")), tmp_path / "out"
     page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
-    monkeypatch.setattr("raycap.jobs.gallery.add_maps", broken)
+    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.evaluation.reports.page.write_report", broken)
+        failing.setattr("raycap.pipeline.evaluation.results_folder.write_report", broken)
         assert evaluate(config, models=[model], out=str(out)) == 0
     missing = json.loads((out / "scores.json").read_text())["missing"]
     assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()
@@ -282,13 +282,12 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
             )
         }
     )
-    models = [StoredBundle(storage_path(tmp_path / name)) for name in names]
-    captioned = caption_on_cluster(models, {"test": SplitTask(part)}, config, store=storage_path(store))
-    hypotheses, unreadable, _ = captioned["test"]
+    models = [TaskModel(StoredBundle(storage_path(tmp_path / name)), storage_path(store)) for name in names]
+    found = caption_on_cluster(models, {"test": SplitTask(part)}, config).splits["test"]
     expected = recorded["ensemble_beam_3"]
-    assert not unreadable and sorted(hypotheses) == list(range(len(features)))
+    assert sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
-        assert [each.caption for each in hypotheses[image]] == [vocabularies[0].decode(ids) for ids in sequences]
+        assert [each.caption for each in found[image].n_best] == [vocabularies[0].decode(ids) for ids in sequences]
 
 
 @pytest.mark.parametrize(

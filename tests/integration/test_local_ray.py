@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 SCRIPT = """
 import json, os, sys, time
 import psutil, ray
-from raycap.jobs.cluster import connect
+from raycap.pipeline.cluster.start import connect
 
 connect(None)
 sockets = {}

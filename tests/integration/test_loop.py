@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, open_folder
 from raycap.pipeline.runs.journal import Follower, Journal, read_journal
 from raycap.pipeline.runs.run_bundle import bundle_run
@@ -516,7 +516,7 @@ def test_validations_score_captions_as_the_evaluation_does(tmp_path: Path) -> No
         for image, captions in folder.dataset.split(folder.config.data.val_split).references().items():
             ids = vocabulary.encode(vocabulary.tokenize(captions[0]))
             doubled = [ids[0], *(each for each in ids[1:-1] for _ in range(2)), ids[-1], vocabulary.pad, vocabulary.pad]
-            best[image] = Hypothesis(captions[0], 0.0, tokens=tuple(doubled))
+            best[image] = RankedCaption(captions[0], 0.0, ids=tuple(doubled))
         plain = {image: each._replace(tokens=tuple(dict.fromkeys(each.tokens))) for image, each in best.items()}
         scores.append((run._score(best), run._score(plain)))
         run.output.close()

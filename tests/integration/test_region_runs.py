@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raycap.jobs.cli import main
-from raycap.jobs.cluster_captions import Captioned
+from raycap.jobs.retrain import RayWork
 from raycap.models.base import Features
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
@@ -27,6 +27,7 @@ from raycap.pipeline.training.batches import Batches, CaptionTokens
 from raycap.pipeline.training.dry_run import dry_run
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
+from tests.support.captioning import Captioning
 from tests.support.features import positions
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, SMALL_MODEL, prepare_region_run
 
@@ -130,18 +131,15 @@ def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pyt
 
 
 def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raycap.jobs import cluster_captions, retrain
-
-    def here(models: Any, splits: Any, config: Any, *, store: Any, with_alignment: bool) -> dict[str, Captioned]:
-        rows = list(cluster_captions._caption_shard(0, models, splits, config, store, with_alignment, True))
-        return {name: Captioned({i: h for _, found, *_ in rows for i, h in found.items()}, {}) for name in splits}
-
-    monkeypatch.setattr(retrain, "start_ray", lambda *_: None)
-    monkeypatch.setattr(retrain, "caption_on_cluster", here)
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.start_ray", lambda *_: None)
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.caption_on_cluster", Captioning())
     folder, _ = prepare_region_run(tmp_path, MESHED_MEMORY, workers__num_workers=1)
     bundle, part = bundle_run(folder), folder.dataset.split("test")
-    captions = retrain.RayWork(None).caption(storage_path(bundle), bundle_digests(bundle), part, folder.config)
-    assert sorted(captions) == sorted(part.column("image_id")) and all(captions.values())
+    scores = RayWork(None).evaluate(storage_path(bundle), bundle_digests(bundle), part, folder.config)
+    assert sorted(scores.captions) == sorted(part.column("image_id")) and all(scores.captions.values())
+    assert scores.values["CIDEr-D"] is not None
+    with pytest.raises(OSError, match="is not what it was when it was written"):
+        RayWork(None).evaluate(storage_path(bundle), {"model.safetensors": "0"}, part, folder.config)
 
 
 def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:

@@ -145,9 +145,9 @@ def test_the_held_out_split_is_fixed_at_its_first_use(world: World) -> None:
     parts: list[Any] = []
 
     class Watched(Colors):
-        def caption(self, bundle: Any, files: Any, part: Any, config: Any) -> dict[int, str]:
+        def evaluate(self, bundle: Any, files: Any, part: Any, config: Any) -> Any:
             parts.append(part)
-            return super().caption(bundle, files, part, config)
+            return super().evaluate(bundle, files, part, config)
 
     assert "decision  promoted" in world.call(Watched())[1]
     assert len(parts) == 2 and all(part.column("image_id") == ids for part in parts)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from raycap.jobs.cluster import start_ray
 from raycap.pipeline.cluster.stalls import StalledError, StallWatch
+from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import WorkersSection
 from raycap.pipeline.errors import JobFailedError, UserError

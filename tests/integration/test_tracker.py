@@ -103,7 +103,7 @@ def complete(folder: RunFolder, tracker: Tracker) -> str | None:
     write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
     write_json(folder.path / "predictions" / "test.json", [])
     (folder.path / "report.html").write_text("<p>report</p>")
-    registered = tracker.finish(scores, bundle_run(folder, scores=scores))
+    registered = tracker.finish(scores, bundle_run(folder))
     summary = {"scores": scores, "table": "", "durations": {}, "tracked": registered is not None}
     write_json(folder.path / "COMPLETE.json", summary)
     return registered

@@ -13,7 +13,7 @@ from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_results
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, confidence_search
 from raycap.pipeline.storage.path import storage_path
 from tests.support.confidence import make_confidence
@@ -43,7 +43,7 @@ def with_confidence(folder: Path) -> Path:
     """The same bundle with a confidence in the captions of its own search, which differ from image to image."""
     bundle = load_bundle(folder)
     search = confidence_search(bundle.search, bundle.captioner.model.sizes.max_positions)
-    store_confidence(storage_path(folder), make_confidence(search, bias=0.0))
+    store_results(storage_path(folder), make_confidence(search, bias=0.0))
     return folder
 
 

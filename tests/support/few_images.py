@@ -10,7 +10,7 @@ import torch
 from raycap.models.base import Features
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.search import caption_batches
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.runtime.context import LocalContext
 
@@ -37,9 +37,9 @@ class FewImages(Images):
         return Features(self.features[rows])
 
 
-def caption_split(*arguments: Any) -> tuple[dict[int, list[Hypothesis]], dict[int, str]]:
+def caption_split(*arguments: Any) -> tuple[dict[int, list[RankedCaption]], dict[int, str]]:
     """The captions and unreadable images of all batches."""
-    hypotheses: dict[int, list[Hypothesis]] = {}
+    hypotheses: dict[int, list[RankedCaption]] = {}
     unreadable: dict[int, str] = {}
     for captions, reasons in caption_batches(*arguments):
         hypotheses |= captions

@@ -27,8 +27,11 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
+from raycap.pipeline.evaluation.evaluate import caption_scores
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
-from raycap.pipeline.retrain.decision import FoundData, Trained, retrain
+from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, retrain
 from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
@@ -183,9 +186,7 @@ class Colors:
     def reader(self, config: RunConfig) -> Reader:
         return Threads()
 
-    def caption(
-        self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
-    ) -> dict[int, str]:
+    def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         folder = fetched(bundle)
         assert bundle_digests(folder, tuple(files)) == files
         learned = json.loads((folder / "model.safetensors").read_text())
@@ -193,7 +194,13 @@ class Colors:
         for image, uri in zip(part.column("image_id"), part.column("uri"), strict=True):
             color = color_in(StoragePath(uri, config.storage.options).read_bytes())
             captions[image] = learned.get(str(color), "Something unknown.")
-        return captions
+        return scored(captions, part, config)
+
+
+def scored(captions: Mapping[int, str], part: Dataset, config: RunConfig) -> SplitScores:
+    """CIDEr-D of these captions of the held-out images."""
+    images = {image: ImageCaption((RankedCaption(text, 0.0),)) for image, text in captions.items()}
+    return SplitScores(HELD_OUT, images, scores=caption_scores(captions, part, ("CIDEr-D",), config))
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ import pyarrow as pa
 import typer
 
 from raycap.jobs.bench.measuring import in_new_process, noise_jpegs
-from raycap.jobs.cluster import start_ray
 from raycap.jobs.options import Threads
+from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, compute

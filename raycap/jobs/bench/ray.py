@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from raycap.jobs.bench.measuring import in_new_process, percent_changes, print_times
-from raycap.jobs.cluster import start_ray
+from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, open_folder

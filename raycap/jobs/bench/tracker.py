@@ -20,8 +20,8 @@ import typer
 
 from raycap.jobs.bench.measuring import percent_changes, print_times
 from raycap.jobs.bench.ray import random_store, synthetic_settings
-from raycap.jobs.cluster import start_ray
 from raycap.jobs.options import Threads
+from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.tracking.run_tracker import Tracker

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.cluster import cluster_address, connect, stage_bundles
 from raycap.jobs.doctor.cluster_checks import check_cluster, jobs_server, listed_nodes
 from raycap.jobs.doctor.cluster_facts import cluster_facts
 from raycap.jobs.doctor.damage import find_damaged_files
@@ -25,6 +24,7 @@ from raycap.jobs.options import Set
 from raycap.jobs.submit import Job, start
 from raycap.pipeline.cluster.capacity import Resources
 from raycap.pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
+from raycap.pipeline.cluster.start import cluster_address, connect, stage_bundles
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig

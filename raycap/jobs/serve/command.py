@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from raycap.jobs.cluster import check_address, cluster_address, connect
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Address
 from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparison_path, named_models, server_token
+from raycap.pipeline.cluster.start import check_address, cluster_address, connect
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.runtime.stopping import keeping_handlers

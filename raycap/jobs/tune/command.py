@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.cluster import check_address, connect, require_others
 from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
@@ -24,6 +23,7 @@ from raycap.jobs.tune.adapter import run_trials
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.start import check_address, connect, require_others
 from raycap.pipeline.config.shipped import named_search
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError

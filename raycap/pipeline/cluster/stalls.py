@@ -68,6 +68,13 @@ class StallWatch:
     def progressed(self) -> None:
         self._progress_at = time.monotonic()
 
+    def stream(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], options: Any) -> Iterator[Any]:
+        """The values that calls of a function yield, as `results`. Each call is a Ray task with these options."""
+        import ray
+
+        task = ray.remote(function).options(num_returns="streaming", **options)
+        return self.results([task.remote(*arguments) for arguments in calls])
+
     def results(self, tasks: Sequence[Any]) -> Iterator[Any]:
         """The values that Ray tasks with `num_returns="streaming"` yield, as they come. Each value is progress.
 

@@ -87,42 +87,49 @@ def extract_features(
     weights: Path | None,
     start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
+    transform: ImageTransform | None = None,
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
     With `features.views`, an image of a training split has features of its views, and of the image itself only if its
     split is used otherwise, too. weights: the file of the backbone's weights; None without a backbone. start_ray: see
-    `extract`. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
+    `extract`. unreadable: {URI: reason} of images without a content key, which the quarantine lists. transform: that a
+    bundle records, in place of the backbone's.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
     assert weights is not None
-    rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray)
+    rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray, transform)
     return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
 
 
-def hash_and_extract(config: RunConfig, weights: Callable[[], Path], start_ray: StartRay) -> HashFiles:
+def hash_and_extract(
+    config: RunConfig, weights: Callable[[], Path], start_ray: StartRay, transform: ImageTransform | None = None
+) -> HashFiles:
     """What reads new files for `find_data`: an extraction on Ray if there are many, else threads.
 
     Threads also read the files if the configuration has `features.views`, whose keys contain the content keys. weights:
     gives the file of the backbone's weights. weights and start_ray (see `extract`) are called only for an extraction.
+    transform: see `extract_features`.
     """
 
     def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         if config.features.views or len(uris) <= config.features.max_images_for_tasks:
             return hash_with_threads(uris, options, config.features.cache_bytes)
-        extractor = _extractor(config, weights(), start_ray)
+        extractor = _extractor(config, weights(), start_ray, transform)
         return hashing_extraction(config.storage_place / "features", extractor, start_ray)(uris, options)
 
     return hash_files
 
 
-def _extractor(config: RunConfig, weights: Path, start_ray: StartRay) -> Extractor:
+def _extractor(
+    config: RunConfig, weights: Path, start_ray: StartRay, transform: ImageTransform | None = None
+) -> Extractor:
     """The extractor of a configuration with a backbone. The arguments are those of `extract_features`."""
     backbone = replace(config.backbone, weights="none")
     dtype = extraction_precision(backbone, config.features, config.storage_place / "precision", start_ray)
     settings = config.features.model_copy(update={"compute_dtype": dtype})
-    return Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options)
+    return Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options, transform)
 
 
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
@@ -180,10 +187,13 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
+    recorded: ImageTransform | None = None  # by a bundle: another timm may have other statistics
 
     @property
     def transform(self) -> ImageTransform:
         """The transform that belongs to the backbone. It imports torch; tasks that decode images are sent the value."""
+        if self.recorded is not None:
+            return self.recorded
         from raycap.models.encoders.backbone import image_transform
 
         return image_transform(self.backbone)

@@ -25,7 +25,7 @@ from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
-from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
 from raycap.pipeline.retrain.listing import (
     LISTING,
@@ -49,6 +49,7 @@ from raycap.pipeline.storage.tables import from_bytes, to_bytes
 logger = logging.getLogger(__name__)
 
 MAX_FINDINGS_SHOWN = 5
+HELD_OUT = "held out"  # the name of the split on which models are compared
 
 
 class Trained(NamedTuple):
@@ -70,20 +71,16 @@ class Work(Protocol):
     def train(self, config: RunConfig, data: FoundData) -> Trained:
         """Trains a configuration on these data, or resumes the run when it exists."""
 
-    def caption(
-        self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
-    ) -> dict[int, str]:
-        """Captions by image id, from a bundle; `files` gives the digests that its files must have."""
+    def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
+        """CIDEr-D of a bundle on the images HELD_OUT; `files` gives the digests that its files must have."""
 
 
 class HeldOutScores(NamedTuple):
     """Captions and CIDEr-D of both models on the same images; `champion` and `difference` may be None."""
 
-    captions: Mapping[str, dict[int, str]]  # by model (champion, challenger) and image id
-    champion: float | None
-    challenger: float
+    challenger: SplitScores
+    champion: SplitScores | None
     difference: Difference | None
-    per_image: dict[int, float]  # the challenger's score by image id
 
 
 def retrain(config: RunConfig, work: Work) -> int:
@@ -167,11 +164,11 @@ class _Retraining:
         name = trained.bundle.relative_to(self.config.working_path).as_posix()
         challenger = BundleRecord(bundle=name, files=bundle_digests(trained.bundle), run_id=trained.run_id)
         models = {"challenger": challenger} | ({"champion": state.champion} if state.champion else {})
-        captions = {
-            model: work.caption(self.config.storage_place / record.bundle, record.files, held.part, self.config)
+        found = {
+            model: work.evaluate(self.config.storage_place / record.bundle, record.files, held.part, self.config)
             for model, record in models.items()
         }
-        scores = compare_captions(self.config, held.part, captions)
+        scores = compare_scores(self.config, found["challenger"], found.get("champion"))
         self.lease.check()
         logger.info("step 5/5  decision")
         return self._decide(data, held, trained.bundle, challenger, scores)
@@ -266,7 +263,10 @@ class _Retraining:
             "challenger": challenger,
             "data": data.record,
             "held_out": split.model_dump() | {"images": len(held.part), "missing": held.missing},
-            "scores": {"champion": scores.champion, "challenger": scores.challenger},
+            "scores": {
+                "champion": None if scores.champion is None else _cider(scores.champion),
+                "challenger": _cider(scores.challenger),
+            },
             "difference": scores.difference,
             "asked": self.config.retrain.model_dump() | {"resamples": RESAMPLES},
         }
@@ -278,16 +278,16 @@ class _Retraining:
             "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
-        return self._commit(decision, after, held.part, scores.captions, scores.per_image)
+        return self._commit(decision, after, held.part, scores.challenger, scores.champion)
 
     def _verdict(self, scores: HeldOutScores) -> tuple[Verdict, str]:
         """The verdict and its reason in one sentence."""
-        required, difference = self.config.retrain, scores.difference
-        if difference is None:
-            return "first", f"there was no champion; the first model, CIDEr-D {scores.challenger:.4f}, becomes it"
+        required, difference, value = self.config.retrain, scores.difference, _cider(scores.challenger)
+        if difference is None or scores.champion is None:
+            return "first", f"there was no champion; the first model, CIDEr-D {value:.4f}, becomes it"
         interval = f"{100 * required.confidence:g} % interval [{difference.low:+.4f}, {difference.high:+.4f}]"
         numbers = (
-            f"CIDEr-D {scores.challenger:.4f} against the champion's {scores.champion or 0:.4f}: "
+            f"CIDEr-D {value:.4f} against the champion's {_cider(scores.champion):.4f}: "
             f"{difference.mean:+.4f}, {interval}"
         )
         if difference.low > required.margin:
@@ -341,25 +341,17 @@ class _Retraining:
         return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id})
 
 
-def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> HeldOutScores:
-    """CIDEr-D of both models on the same images, and its paired difference; `captions` are by model and image id.
-
-    Raises OSError when the models captioned different images.
-    """
-    images = captions["challenger"].keys()
-    if not images or any(texts.keys() != images for texts in captions.values()):
+def compare_scores(config: RunConfig, challenger: SplitScores, champion: SplitScores | None) -> HeldOutScores:
+    """The paired difference in CIDEr-D of both models. Raises OSError when the models captioned different images."""
+    ours, theirs = (each.cider_by_image if each is not None else {} for each in (challenger, champion))
+    if not ours or (champion is not None and ours.keys() != theirs.keys()):
         raise OSError("some held-out images could be read for one model and not for the other; call again")
-    references = {image: texts for image, texts in part.references().items() if image in images}
-    results = {
-        model: score_captions(references, texts, metrics=("CIDEr-D",), language=config.data.language).by_name["CIDEr-D"]
-        for model, texts in captions.items()
-    }
-    values = {model: float(result.value or 0) for model, result in results.items()}
-    per_image = {model: list(result.per_image or []) for model, result in results.items()}
     difference = None
-    if "champion" in captions:
-        difference = paired_difference(
-            per_image["challenger"], per_image["champion"], confidence=config.retrain.confidence, seed=config.seed
-        )
-    by_image = dict(zip(references, per_image["challenger"], strict=True))
-    return HeldOutScores(captions, values.get("champion"), values["challenger"], difference, by_image)
+    if champion is not None:
+        required = config.retrain.confidence
+        difference = paired_difference([*ours.values()], [*theirs.values()], confidence=required, seed=config.seed)
+    return HeldOutScores(challenger, champion, difference)
+
+
+def _cider(scores: SplitScores) -> float:
+    return float(scores.values["CIDEr-D"] or 0)

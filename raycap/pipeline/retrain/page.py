@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from typing import Any
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, write_report
+from raycap.pipeline.evaluation.reports.report import report_images
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, Decision, FileRecord
 from raycap.pipeline.runs.folder import open_folder, stored_config
-from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 from raycap.pipeline.tracking.run_tracker import register_run
 
@@ -32,15 +32,17 @@ def decision_page(
     config: RunConfig,
     decision: Decision,
     part: Dataset | None = None,
-    captions: Mapping[str, dict[int, str]] | None = None,
-    scores: Mapping[int, float] | None = None,
+    challenger: SplitScores | None = None,
+    champion: SplitScores | None = None,
 ) -> str:
     """The HTML of a decision.
 
-    part: the held-out images, of which the page shows as many as a report does. captions: by model (champion,
-    challenger) and image id. scores: the challenger's CIDEr-D by image id. A rollback has none of the three.
+    part: the held-out images, of which the page shows as many as a report does. challenger, champion: their captions
+    and scores on these images. A rollback has none of the three.
     """
-    settings = config.evaluation
+    settings, images = config.evaluation, list[ReportImage]()
+    if part is not None and challenger is not None:
+        images = report_images(challenger, part, config.storage.options, champion, "champion")
     report = Report(
         title=f"{config.name}: {decision.decision}",
         run_id=f"decision {decision.number} of {decision.time}",
@@ -48,7 +50,7 @@ def decision_page(
         score_columns=["CIDEr-D"],
         score_rows=_score_rows(decision),
         stages=[],
-        images=[] if part is None else _images(config, part, captions or {}, scores or {}),
+        images=images,
         metadata=_metadata(decision),
         language=config.data.language,
     )
@@ -81,28 +83,6 @@ def _metadata(decision: Decision) -> dict[str, str]:
         margin, confidence = decision.asked["margin"], decision.asked["confidence"]
         metadata["required"] = f"margin {margin:g}, confidence {100 * confidence:g} %"
     return metadata | {"snapshot": decision.snapshot.name}
-
-
-def _images(
-    config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]], scores: Mapping[int, float]
-) -> list[ReportImage]:
-    """The gallery of captioned images. Only the images that the page shows are read."""
-    challenger, champion = captions["challenger"], captions.get("champion", {})
-    columns = [part.column(name) for name in ("image_id", "uri", "key", "captions")]
-    return [
-        ReportImage(
-            image_id=image,
-            path=StoragePath(uri, config.storage.options),
-            caption=challenger[image],
-            references=references,
-            score=scores.get(image),
-            split="held out",
-            alternatives={"champion": champion[image]} if image in champion else {},
-            key=key,
-        )
-        for image, uri, key, references in zip(*columns, strict=True)
-        if image in challenger
-    ]
 
 
 def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,11 @@ def stored_confidences(folder: RunFolder) -> tuple[Confidence, ...]:
 def bundle_run(
     folder: RunFolder,
     stage: StageSection | None = None,
-    scores: Mapping[str, float] | None = None,
     confidences: Sequence[Confidence] = (),
 ) -> Path:
     """Writes the bundle and returns its local folder.
 
     stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
-    scores: values by name for the bundle's info, rounded to four digits.
     """
     config = folder.config
     backbone = Backbone(config.backbone, with_weights=False) if config.has_backbone else None
@@ -76,7 +74,6 @@ def bundle_run(
         info["stage"] = stage.name
     if folder.metadata.distilled is not None:
         info["teacher"] = str(folder.metadata.distilled)
-    info |= {key: round(value, 4) for key, value in (scores or {}).items()}
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
     protocol = run_protocol(config, stage or folder.delivered())
     about: dict[str, Any] = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}

@@ -28,8 +28,7 @@ from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
-from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.runs.distilled import with_distilled_captions
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
@@ -378,11 +377,8 @@ def _scores(
     images: Dataset, captions: Mapping[ImageId, str], metrics: Sequence[str], config: RunConfig
 ) -> dict[str, float]:
     """The scores by metric, without those that cannot be computed here."""
-    language = config.data.language
-    options = config.storage.options
-    inputs = score_inputs(config.evaluation.inputs, language, config.data, uris=images.uris(), options=options)
-    scores = score_captions(images.references(), captions, metrics=metrics, language=language, inputs=inputs).by_name
-    return {name: score.value for name, score in scores.items() if score.value is not None}
+    scores = caption_scores(captions, images, metrics, config)
+    return {} if scores is None else {name: value for name, value in scores.values.items() if value is not None}
 
 
 def split_captions(run: RunFolder, split: str, excluded: Sequence[str]) -> dict[ImageId, str] | None:

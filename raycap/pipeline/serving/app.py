@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 
 from raycap.pipeline.data.image_sources import UriRoots
-from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption
+from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
 from raycap.pipeline.serving.bodies import Options, Source, parse_body, read_body
 from raycap.pipeline.serving.forms import (
     CaptionAnswer,

@@ -12,7 +12,7 @@ import torch
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.confidence.image_caption import ImageCaption
+from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.guard import FAILED

@@ -18,7 +18,7 @@ import numpy as np
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatError
-from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption
+from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line, quoted
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.comparison import ComparisonLog

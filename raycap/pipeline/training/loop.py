@@ -29,7 +29,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.search import caption_images
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store.store import open_store
@@ -393,9 +393,9 @@ class StageRun:
         output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
-    def _score(self, best: dict[int, Hypothesis]) -> float:
+    def _score(self, best: dict[int, RankedCaption]) -> float:
         """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
-        rows = [torch.tensor(hypothesis.tokens) for hypothesis in best.values()]
+        rows = [torch.tensor(hypothesis.ids) for hypothesis in best.values()]
         if self.folder.config.evaluation.collapse_repeats:
             rows = [torch.unique_consecutive(row) for row in rows]
         tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)

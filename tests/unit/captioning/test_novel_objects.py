@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ from raycap.pipeline.evaluation.captioning.constraints import (
     write_constraints,
 )
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
-from raycap.pipeline.evaluation.scores.split_result import ConstraintCounts, SplitResult
-from raycap.pipeline.runs.run_scores import split_result
+from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
+from raycap.pipeline.evaluation.evaluate import count_constraints
+from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half
-from tests.support.logs import on_message
 from tests.support.models import follow
 
 TREE = {
@@ -196,6 +197,12 @@ def test_the_command_writes_constraints_of_words_in_the_vocabulary(
     assert read_constraints(out)[1] == ImageConstraints((("animal",), ("cat",)), 1)
 
 
+def entry_of(found: dict[int, list[RankedCaption]], automata: dict[int, Any]) -> dict[str, Any]:
+    """The entry of these captions in scores.json."""
+    images = {image: ImageCaption(tuple(ranked)) for image, ranked in found.items()}
+    return SplitScores("test", images, count_constraints(images, automata)).to_json()
+
+
 def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: Path) -> None:
     bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
     torch.manual_seed(3)
@@ -213,13 +220,8 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     assert all("red cat" in own.caption or "sits" in own.caption for own in found[2])
     assert all(own.num_satisfied == 1 and "the" in own.caption.split() for own in found[5])
     assert all(own[0].alignment is not None and own[1].alignment is None for own in found.values())
-    said: list[str] = []
-    best = {image: own[0] for image, own in found.items()}
-    with on_message(said.append):
-        entry = split_result("test", best, automata, {}, "search  ").to_json()
+    entry = entry_of(found, automata)
     assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
-    assert said[1:] == ["search  2 of 2 captions hold the required constraints, 0 fewer, 0 none"]
-    assert said[0] == f"search  alignment of words and patches {entry['alignment']:.3f}"
     aligned = [own[0].alignment for own in found.values()]
     assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
     # too short for all of them: as many as fit
@@ -227,15 +229,12 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     three = (("mat",), ("sits",), ("the",))
     automata |= build_automata({2: ImageConstraints(three)}, WORDS, "c")
     cut, _ = caption_split([bundle.captioner], [images], CaptionSearch(short, WORDS), WHOLE, automata)
-    with on_message(said.append):
-        best = {image: own[0] for image, own in cut.items()}
-        entry = split_result("test", best, automata, {}, "").to_json()
+    entry = entry_of(cut, automata)
     assert entry["constraints"]["not_held"] == [2] and entry["constraints"]["some"] == 1
     automata |= build_automata({2: ImageConstraints(three, at_least=2)}, WORDS, "c")
     two, _ = caption_split([bundle.captioner], [images], search, WHOLE, automata)
     assert two[2][0].num_satisfied is not None and two[2][0].num_satisfied >= 2
-    best = {image: own[0]._replace(num_satisfied=2) for image, own in two.items()}
-    entry = split_result("test", best, automata, {}, "").to_json()
+    entry = entry_of({image: [replace(own[0], num_satisfied=2)] for image, own in two.items()}, automata)
     assert entry["constraints"]["not_held"] == [], "2 of 3 are as many as required"
 
 
@@ -294,6 +293,7 @@ def test_images_are_not_skipped_while_storage_fails(tmp_path: Path, is_replaced:
 
 
 def test_a_split_without_references_has_no_scores() -> None:
-    result = SplitResult("test", {1: "a cat"}, {2: "empty file"}, alignment=0.5)
-    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None, "signals": {}}
+    of_image = ImageCaption((RankedCaption("a cat", -1.0, alignment=0.5),))
+    result = SplitScores("test", {1: of_image, 2: ImageCaption(error="empty file")})
+    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None, "published": []}
     assert result.to_json() == expected and result.flat() == {"test_alignment": 0.5}

@@ -18,6 +18,7 @@ from raycap.models.config import PLAIN, Decoding, ExpansionNetConfig
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, StoredBundle, load_bundle
+from raycap.pipeline.evaluation.captioning.on_cluster import TaskModel
 from raycap.pipeline.evaluation.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.storage.path import storage_path
@@ -205,7 +206,7 @@ def test_a_source_joins_what_it_loads(folders: list[Path], members: list[Bundle]
     sources = [StoredBundle(storage_path(folder)) for folder in folders[:2]]
     expected = weights_of(mixed(members[:2], [0.5, 0.5]))
     assert_equal(weights_of(Soup(sources, [0.5, 0.5]).load()), expected)
-    alone = Soup(sources, [0.5, 0.5], without_backbone=True).load()
+    alone = TaskModel(Soup(sources, [0.5, 0.5]), storage_path("store")).load()
     assert alone.captioner.backbone is None and alone.transform is None
     assert_equal(
         weights_of(alone), {name: tensor for name, tensor in expected.items() if not name.startswith("backbone.")}

@@ -39,8 +39,9 @@ from raycap.pipeline.evaluation.confidence.confidence import (
     risk_coverage,
     with_fit,
 )
-from raycap.pipeline.evaluation.scores.metrics import Score, Scores
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.scores.metrics import MetricScores, Score
+from tests.support.captioning import captions_of
 from tests.support.confidence import make_confidence
 
 WIDTH = len(SIGNALS)
@@ -194,13 +195,13 @@ def test_the_risk_of_ranked_captions_is_monotone_and_that_of_another_order_is_no
     assert flat.is_monotone and str(flat).startswith(f"mean {ranked[0].mean:.3f}, calibration error ")
 
 
-def split(ciderd: np.ndarray, signals: np.ndarray, hits: dict[int, bool] | None = None) -> SplitResult:
+def split(ciderd: np.ndarray, signals: np.ndarray, hits: dict[int, bool] | None = None) -> SplitScores:
     """A scored split with the image ids 0, 1, ..."""
     images = range(len(ciderd))
-    scores = Scores({"CIDEr-D": Score(float(ciderd.mean()), per_image=list(ciderd))}, list(images), "", {})
+    scores = MetricScores({"CIDEr-D": Score(float(ciderd.mean()), per_image=list(ciderd))}, list(images), "", {})
     table = {image: tuple(signals[image].tolist()) for image in images}
-    captions = dict.fromkeys(images, "a cat")
-    return SplitResult("val", captions, scores=scores, signals=table, main_object_hits=hits or {})
+    captions = captions_of(dict.fromkeys(images, "a cat"), table)
+    return SplitScores("val", captions, scores=scores, main_object_hits=hits or {})
 
 
 def test_good_means_the_main_object_where_that_is_known_else_cider_d() -> None:
@@ -234,7 +235,7 @@ def test_too_few_images_give_no_confidence(count: int, num_good: int, reason: st
     ciderd = np.where(np.arange(count) < num_good, 2.0, 0.5)
     assert fit_split(split(ciderd, signals), "a", good_ciderd=1.0) is None
     assert len(log_lines) == 1 and reason in log_lines[0]
-    assert fit_split(SplitResult("val", {}), "a", good_ciderd=1.0) is None
+    assert fit_split(SplitScores("val", {}), "a", good_ciderd=1.0) is None
     assert fit_split(split(np.where(np.arange(80) < 79, 2.0, 0.5), drawn(80)[0]), "a", good_ciderd=1.0) is not None
 
 

@@ -30,7 +30,7 @@ from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
 from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle, save_bundle, store_confidence
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle, save_bundle, store_results
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.comparison.protocol import confidence_search
@@ -290,7 +290,7 @@ def test_a_confidence_in_drawn_captions_belongs_to_their_number(
     beams: dict[str, Any] = {"beam_size": 3}
     for search in (drawn, beams):
         settings = load_bundle(folder).changed_search(search).model_copy(update={"num_results": 3})
-        store_confidence(storage_path(folder), make_confidence(confidence_search(settings, 12)))
+        store_results(storage_path(folder), make_confidence(confidence_search(settings, 12)))
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for search, is_judged in ((drawn, False), (beams, True)):
         service = CaptionService(load_bundle(folder), search=search)

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from raycap.jobs.cluster import check_address, check_resources, cluster_address, connect, require_others, stage_bundles
 from raycap.jobs.train import _trainer
 from raycap.pipeline.cluster.capacity import readable
+from raycap.pipeline.cluster.start import (
+    check_address,
+    check_resources,
+    cluster_address,
+    connect,
+    require_others,
+    stage_bundles,
+)
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import WorkersSection
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -122,7 +129,7 @@ def test_an_address_where_nothing_answers_is_not_left_to_ray(monkeypatch: pytest
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
-    monkeypatch.setattr("raycap.jobs.cluster.JOIN_WAIT_S", 0.1)
+    monkeypatch.setattr("raycap.pipeline.cluster.start.JOIN_WAIT_S", 0.1)
     with pytest.raises(
         JobFailedError, match=rf"joined at {re.escape(address)}: nothing answered .*; check --address or RAY_ADDRESS$"
     ):

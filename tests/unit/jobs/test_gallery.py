@@ -14,8 +14,6 @@ import yaml
 from PIL import Image
 from ray import cloudpickle
 
-from raycap.jobs.cluster_captions import caption_on_cluster
-from raycap.jobs.gallery import add_maps, compute_maps
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.registry import build_model
@@ -23,6 +21,8 @@ from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, save_bundle
+from raycap.pipeline.evaluation.captioning.on_cluster import caption_on_cluster
+from raycap.pipeline.evaluation.reports.gallery import add_maps, compute_maps
 from raycap.pipeline.evaluation.reports.page import ReportImage
 from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path

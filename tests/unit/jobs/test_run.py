@@ -18,12 +18,10 @@ from raycap.jobs.run import RunDriver, find_run_data, run, run_log, shares_text,
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_run, stored_confidences
-from raycap.pipeline.runs.run_scores import stored_results
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
@@ -93,17 +91,6 @@ def test_a_damaged_bundle_has_no_confidences_to_keep(tmp_path: Path, log_lines: 
     (bundle / "confidence.json").write_bytes(content.replace(b"100", b"101"))
     assert stored_confidences(folder) == ()
     assert len(log_lines) == 1 and log_lines[0].startswith(f"damaged   {bundle / 'confidence.json'} does not have the")
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"splits": {"test": 3}}'])
-def test_damaged_scores_are_computed_again(tmp_path: Path, content: str, log_lines: list[str]) -> None:
-    (tmp_path / "scores.json").write_text(content)
-    (tmp_path / "predictions").mkdir()
-    (tmp_path / "predictions" / "test.json").write_text("[]")
-    dataset = Dataset(SCHEMA.empty_table())
-    assert stored_results(empty_run(tmp_path), dataset, ["test"]) == []
-    (line,) = log_lines
-    assert f"{tmp_path}/" in line and line.endswith("; the images are captioned again")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"http://tracker": 3}'])

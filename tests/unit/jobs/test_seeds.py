@@ -11,25 +11,25 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raycap.jobs.evaluation import Evaluation
 from raycap.jobs.run import command, run_seeds
 from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from raycap.jobs.submit import parse_arguments
-from raycap.jobs.systems import EvaluatedModel, compare, summarize_systems
 from raycap.pipeline.config.load import dump_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection, TrackingSection
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
-from raycap.pipeline.evaluation.scores.metrics import Score, Scores
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compare, summarize_systems
+from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.scores.metrics import MetricScores, Score
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import run_identity
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.tracking.mlflow_client import public_uri
 from tests.conftest import ROOT, small_config
+from tests.support.captioning import captions_of
 
 
 def test_the_configurations_differ_only_in_the_seed(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_seeds_run_in_order_on_data_that_are_read_once(tmp_path: Path, monkeypat
     assert calls[-1] == ("summary", ([4], {}))
 
 
-def result(per_image: np.ndarray, images: Sequence[int]) -> SplitResult:
+def result(per_image: np.ndarray, images: Sequence[int]) -> SplitScores:
     by_name = {"BLEU-4": Score(0.3), "CIDEr-D": Score(float(per_image.mean()), per_image.tolist())}
-    scores = Scores(by_name, list(images), "signature", {})
-    return SplitResult("test", dict.fromkeys(images, "a cat"), scores=scores)
+    scores = MetricScores(by_name, list(images), "signature", {})
+    return SplitScores("test", captions_of(dict.fromkeys(images, "a cat")), scores=scores)
 
 
 def test_systems_are_compared_over_images_and_seeds(log_lines: list[str]) -> None:
@@ -176,8 +176,10 @@ def test_of_some_metrics_less_is_better(log_lines: list[str]) -> None:
     names = ("CIDEr-D", "CHAIR-s", "mBLEU-4")
     sides = [
         [
-            SplitResult(
-                "test", {}, scores=Scores({name: Score(value, [value] * 4) for name in names}, [*range(4)], "", {})
+            SplitScores(
+                "test",
+                {},
+                scores=MetricScores({name: Score(value, [value] * 4) for name in names}, [*range(4)], "", {}),
             )
         ]
         for value in (0.2, 0.6)
@@ -188,6 +190,13 @@ def test_of_some_metrics_less_is_better(log_lines: list[str]) -> None:
     assert [line.rpartition("better in ")[2] for line in log_lines[1:]] == [
         f"{share} of resamples" for share in ("0.0%", "100.0%", "100.0%")
     ]
+
+
+class Namespace(SimpleNamespace):
+    """The scores of a model on one split."""
+
+    def __getitem__(self, _: str) -> SplitScores:
+        return self.split
 
 
 @pytest.mark.parametrize(
@@ -207,14 +216,15 @@ def test_models_of_the_same_runs_are_paired(
     scores = {
         run: generator.normal(number, 0.2, 20) for number, run in enumerate(sorted({*runs, *other_runs}, key=str))
     }
-    monkeypatch.setattr(EvaluatedModel, "run", property(lambda model: model.evaluation.run_id))
+    monkeypatch.setattr(EvaluatedModel, "run", property(lambda model: model.scores.run_id))
 
     def models(names: list[str | None], shift: float) -> list[EvaluatedModel]:
-        config = parse_config(small_config(tmp_path))
-        evaluations = [SimpleNamespace(config=config, bundles=[run], run_id=run, protocol=Protocol()) for run in names]
-        results = [[result(scores[run] + shift, images)] for run in names]
-        numbered = enumerate(zip(evaluations, results, strict=True))
-        return [EvaluatedModel(f"model {n}", cast(Evaluation, each), found) for n, (each, found) in numbered]
+        found = []
+        for number, run in enumerate(names):
+            split = result(scores[run] + shift, images)
+            of_model: Any = Namespace(bundles=[run], run_id=run, protocol=Protocol(), splits=[split], split=split)
+            found.append(EvaluatedModel(f"model {number}", of_model))
+        return found
 
     place = storage_path(tmp_path / "out")
     summarize_systems(place, models(runs, 0.5), models(other_runs, 0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-import raycap.jobs.evaluation
-import raycap.jobs.gallery
+import raycap.pipeline.evaluation.evaluate
+import raycap.pipeline.evaluation.reports.report
 from raycap.jobs.compare import compare_models
 from raycap.jobs.evaluate import evaluate
 from raycap.jobs.soup import soup
@@ -53,6 +52,7 @@ def config(tmp_path: Path) -> Path:
     values["data"] = {"root": str(tmp_path / "data"), "annotations": "dataset.json", "images": ".", "min_count": 1}
     values["data"] |= {"train_splits": ["train"], "val_split": "val", "test_splits": ["test"]}
     values["evaluation"] = {"beam_size": 2, "max_length": 9, "batch_size": 2}
+    values["features"] = {"store": "never"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "run.yaml"
 
@@ -60,11 +60,14 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither Ray nor Java."""
-    scored = functools.partial(score_captions, metrics=("BLEU-4", "ROUGE-L", "CIDEr-D"))
-    monkeypatch.setattr(raycap.jobs.evaluation, "score_captions", scored)
-    monkeypatch.setattr(raycap.jobs.evaluation, "caption_on_cluster", Captioning())
-    monkeypatch.setattr(raycap.jobs.evaluation, "start_ray", lambda *_: None)
-    monkeypatch.setattr(raycap.jobs.gallery, "add_maps", lambda images, *_, **__: list(images))
+
+    def scored(*given: Any, **options: Any) -> Any:
+        return score_captions(*given, **options | {"metrics": ("BLEU-4", "ROUGE-L", "CIDEr-D")})
+
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "score_captions", scored)
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", Captioning())
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "start_ray", lambda *_: None)
+    monkeypatch.setattr(raycap.pipeline.evaluation.reports.report, "add_maps", lambda images, *_, **__: list(images))
 
 
 def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: Path, log_lines: list[str]) -> None:
@@ -139,7 +142,7 @@ def test_files_for_metrics_are_checked_before_any_caption(
     words: str,
 ) -> None:
     captions: Any = lambda *_, **__: pytest.fail("images are captioned")  # noqa: E731
-    monkeypatch.setattr(raycap.jobs.evaluation, "caption_on_cluster", captions)
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", captions)
     objects = tmp_path / "objects.txt"
     if content is not None:
         objects.write_bytes(content)

@@ -13,17 +13,18 @@ import yaml
 from PIL import Image
 
 import raycap.jobs.soup_front
+import raycap.pipeline.evaluation.evaluate
+import raycap.pipeline.evaluation.inputs
 from raycap.jobs.cli import main
-from raycap.jobs.cluster_captions import SplitTask
-from raycap.jobs.evaluation import Evaluation
+from raycap.jobs.evaluate import find_images
 from raycap.jobs.soup import soup
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import bundle_source, load_bundle, save_bundle
-from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.features.extraction import Extracted
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.store.store import write_shard
@@ -58,8 +59,8 @@ def config(tmp_path: Path) -> Path:
 def captioning(monkeypatch: pytest.MonkeyPatch) -> Captioning:
     """Replaces Ray."""
     captioning = Captioning()
-    monkeypatch.setattr(raycap.jobs.soup_front, "caption_on_cluster", captioning)
-    monkeypatch.setattr(raycap.jobs.soup_front, "start_ray", lambda *_: None)
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", captioning)
+    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "start_ray", lambda *_: None)
     return captioning
 
 
@@ -166,14 +167,10 @@ def test_the_ends_of_a_front_are_the_members(
     points = content(tmp_path / "out")["points"]
     assert [point["weights"] for point in points] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert points[0]["scores"] == points[2]["scores"] != points[1]["scores"]
-    evaluation = Evaluation(load_config(config), [bundles[1]], None, None, None)
-    evaluation.find_images(["val"], evaluation.config, None)
-    task = {"val": SplitTask(evaluation.images_by_split["val"])}
-    model = bundle_source(evaluation.bundles[0], evaluation.config)
-    best = captioning([model], task, evaluation.config, store=None, with_alignment=False)["val"].best
-    captions = {image: each.caption for image, each in best.items()}
-    scores = score_captions(task["val"].images.references(), captions, metrics=("CIDEr-D", "BLEU-1"))
-    assert points[1]["scores"] == scores.values
+    settings = load_config(config, ["features.store=never"])
+    images, _ = find_images(settings, ["val"])
+    alone = evaluate([storage_path(bundles[1])], images, settings, None, Options(metrics=("CIDEr-D", "BLEU-1")))
+    assert points[1]["scores"] == alone["val"].values
 
 
 def test_one_extraction_serves_bundles_with_the_same_backbone(
@@ -198,7 +195,7 @@ def test_one_extraction_serves_bundles_with_the_same_backbone(
         return Extracted(store, {})
 
     options: dict[str, Any] = {"front": 1, "config": config, "metrics": "cider,bleu1"}
-    monkeypatch.setattr(raycap.jobs.soup_front, "extract_features", extracted)
+    monkeypatch.setattr(raycap.pipeline.evaluation.inputs, "extract_features", extracted)
     assert soup([bundles[0], str(tmp_path / "twin")], out=str(tmp_path / "shared"), **options) == 0
     assert len(calls) == 1
     monkeypatch.setattr(raycap.jobs.soup_front, "have_one_backbone", lambda _: False)

@@ -1,39 +1,46 @@
-"""The final evaluation of a run: which metrics it computes on which splits."""
+"""The evaluation of captions: which metrics it computes on which splits, and captions that a run has stored."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
+from raycap.pipeline.data.caption_files import N_BEST
+from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.evaluate import Options, evaluate
+from raycap.pipeline.evaluation.reports.report import score_table
+from raycap.pipeline.evaluation.results import Scores, SplitScores
+from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores import java
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.runs.run_report import score_table
-from raycap.pipeline.runs.run_scores import RunScores, score_run, stored_results
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.run_results import stored_captions
 from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
+from tests.support.bundles import make_bundle
+from tests.support.captioning import captions_of, images_of
 
 CAPTIONS = {1: "a dog runs on the grass", 2: "two red cars are parked"}
 REFERENCES = {1: ["a brown dog runs", "a dog on grass"], 2: ["two cars in a street", "red cars parked"]}
+SIGNALS = (-1.0, 9.0, -0.9, -0.1, 0.0, 0.0, -0.2, -8.0)  # after the first one
 
 
-def scored(folder: Path, *test_splits: str, evaluation: Any = None, several: Any = None) -> RunScores:
-    """The scores of a run with these test splits and the validation split "val"."""
+def scored(folder: Path, *test_splits: str, evaluation: Any = None, captions: Any = None) -> Scores:
+    """The scores of captions of these test splits and of the validation split "val"."""
     values = small_config(folder)
     values["data"] |= {"test_splits": list(test_splits), "synthetic": None, "root": str(folder)}
+    values["features"] = {"store": "never"}
     config = parse_config(values | {"evaluation": values.get("evaluation", {}) | (evaluation or {})})
-    dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES, uris=dict))
-    results = [SplitResult(split, CAPTIONS, several=several or {}) for split in dict.fromkeys((*test_splits, "val"))]
-    return score_run(
-        SimpleNamespace(config=config, path=folder, delivered=lambda: None, stage=folder.joinpath), dataset, results
-    )  # type: ignore[arg-type]
+    images = {split: images_of(REFERENCES, split) for split in dict.fromkeys((*test_splits, "val"))}
+    given = dict.fromkeys(images, captions_of(captions or CAPTIONS))
+    bundle = storage_path(make_bundle(folder / "bundle"))
+    return evaluate([bundle], images, config, None, Options(captions=given))
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +61,12 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
         return [0.2, 0.4], {"Color": 0.5}
 
     monkeypatch.setattr(java, "spice", stand_in)
-    monkeypatch.setattr("raycap.pipeline.runs.run_scores.why_unavailable", lambda _: None)
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.why_unavailable", lambda _: None)
     scores = scored(tmp_path, "test", "nocaps")
     assert counts == [1, 1]
     assert scores.flat()["test_SPICE"] == scores.flat()["nocaps_SPICE"] == pytest.approx(0.3)
     assert "val_SPICE" not in scores.flat() and scores.flat()["val_METEOR"] == 0.25
-    stored = json.loads((tmp_path / "scores.json").read_text())["splits"]
+    stored = scores.to_json()["splits"]
     assert stored["test"]["extras"]["spice_categories"] == {"Color": 0.5} and "SPICE" not in stored["val"]["scores"]
     columns, rows = score_table(scores.splits)
     assert [cells[columns.index("SPICE")] for _, cells in rows] == ["0.300", "0.300", ""]
@@ -67,7 +74,7 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
 
 
 def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is complete, and no process is started for SPICE. The same command computes it later."""
+    """The evaluation ends, and no process is started for SPICE. The same command computes it later."""
     monkeypatch.setenv(java.SPICE_MODELS_VARIABLE, str(tmp_path))
     monkeypatch.setattr(java, "java_command", lambda *_: ["java"])
     monkeypatch.setattr(java, "java_process", lambda *_, **__: pytest.fail("a process was started"))
@@ -77,44 +84,11 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
     columns, rows = score_table(scores.splits)
     cells = [cells[columns.index("SPICE")] for _, cells in rows]
     assert cells[0].startswith("unavailable: ") and cells[1] == ""
-    assert json.loads((tmp_path / "scores.json").read_text())["splits"]["test"]["unavailable"] == scores.unavailable
 
 
 def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java, "spice", lambda *_: ([0.5, 0.5], {}))
     assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
-
-
-def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(tmp_path: Path) -> None:
-    """Half of the captions are wrong, and their log-probabilities are low. A later attempt reads the signals again."""
-    config = parse_config(small_config(tmp_path, evaluation={"good_ciderd": 0.3}))
-    names = ["red", "blue", "green", "black", "white"]
-    references = {image: [f"a {names[image % 5]} cat sits on mat number {image}"] for image in range(60)}
-    captions = {image: texts[0] if image % 2 else "two dogs" for image, texts in references.items()}
-    dataset: Any = SimpleNamespace(
-        split=lambda *_: SimpleNamespace(
-            references=lambda: references, column=lambda _: list(references), uris=lambda: dict.fromkeys(references)
-        )
-    )
-    signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0, -0.2, -8.0) for image in references}
-    results = [SplitResult(split, captions, signals=signals) for split in ("test", "val")]
-    folder: Any = SimpleNamespace(config=config, path=tmp_path, delivered=lambda: None, stage=tmp_path.joinpath)
-    folder.sizes = SimpleNamespace(max_positions=10)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("raycap.pipeline.runs.run_scores.metrics_of_split", lambda *_, **__: ("CIDEr-D",))
-        patched.setattr("raycap.pipeline.runs.run_scores.main_object_hits", lambda captions, *_: {})
-        scores = score_run(folder, dataset, results)
-    assert scores.confidence is not None and scores.confidence.good_ciderd == 0.3
-    assert json.loads(scores.confidence.search)["max_length"] == 10, "of the model's positions"
-    assert scores.quality.keys() == {"test"} and scores.quality["test"].auroc == 1.0
-    stored = json.loads((tmp_path / "scores.json").read_text())["splits"]
-    assert stored["test"]["confidence"]["risks"][9]["risk"] == 0 and "confidence" not in stored["val"]
-    for split in ("test", "val"):
-        write_predictions(tmp_path / "predictions" / f"{split}.json", captions)
-    assert [result.signals for result in stored_results(folder, dataset, ("test", "val"))] == [signals, signals]
-    stored["val"]["signals"]["3"] = [1.0]
-    (tmp_path / "scores.json").write_text(json.dumps({"splits": stored}))
-    assert stored_results(folder, dataset, ("test", "val")) == []
 
 
 @pytest.mark.skipif(why_unavailable("SPICE") is not None, reason=why_unavailable("SPICE") or "")
@@ -123,32 +97,40 @@ def test_spice_itself(tmp_path: Path) -> None:
     assert 0 < scores.flat()["test_SPICE"] < 1 and not scores.unavailable
 
 
-def test_a_run_computes_the_metrics_that_its_configuration_names(tmp_path: Path) -> None:
+def test_the_metrics_that_a_configuration_names(tmp_path: Path) -> None:
     """Their inputs come from `evaluation.inputs` and from several captions per image."""
     names = tmp_path / "names.txt"
     names.write_text("dog\ncar, bus\n")
     evaluation = {"metrics": ["CIDEr-R", "CHAIR-i", "Div-1", "CLIPScore"], "inputs": {"objects": str(names)}}
     several = {1: [CAPTIONS[1], "a dog"], 2: [CAPTIONS[2], "cars"]}
-    scores = scored(tmp_path, "test", evaluation=evaluation, several=several)
+    scores = scored(tmp_path, "test", evaluation=evaluation, captions=several)
     values = scores.flat()
     assert values["test_CHAIR-i"] == 0.0 and values["test_Div-1"] == pytest.approx((6 / 8 + 5 / 6) / 2)
     assert values["test_CIDEr-R"] > 0 and "val_CIDEr-R" in values
-    stored = json.loads((tmp_path / "scores.json").read_text())["splits"]["test"]
+    stored = scores.to_json()["splits"]["test"]
     assert stored["scores"]["CLIPScore"] is None and "evaluation.inputs.clip" in stored["unavailable"]["CLIPScore"]
     assert "CLIPScore" not in scores.unavailable  # the same command would not find it
 
 
-def test_stored_results_have_all_captions(tmp_path: Path) -> None:
-    """An attempt that scores the captions of an earlier one finds the same inputs."""
-    several = {1: ["a dog", "dogs"], 2: ["a cat", "cats"]}
-    write_predictions(tmp_path / "predictions" / "test.json", {image: texts[0] for image, texts in several.items()})
+def test_stored_captions_are_those_of_the_same_bundle_and_images(tmp_path: Path, log_lines: list[str]) -> None:
+    """Only then does another attempt score them again."""
+    folder, digests, images = RunFolder(tmp_path), {"model.safetensors": "a"}, {"test": images_of(REFERENCES | {3: []})}
+    signals = {image: (-0.25, *SIGNALS) for image in REFERENCES}
+    captions = captions_of({1: ["a dog", "dogs"], 2: ["a cat", "cats"]}, signals) | {3: ImageCaption(error="empty")}
+    assert stored_captions(folder, images, digests) is None
+    result = SplitScores("test", captions)
+    write_captions(tmp_path / "predictions", result, "test.json")
+    write_json(tmp_path / "scores.json", {"digests": digests, "splits": {"test": result.to_json()}})
+    assert stored_captions(folder, images, digests) == {"test": captions}
+    assert stored_captions(folder, images, {"model.safetensors": "b"}) is None
+    assert stored_captions(folder, {"test": images_of(REFERENCES)}, digests) is None
+    assert log_lines == []
     path = tmp_path / "predictions" / N_BEST.format("test")
-    write_n_best(path, {image: [{"caption": text} for text in texts] for image, texts in several.items()})
-    write_json(tmp_path / "scores.json", {"splits": {"test": {"alignment": None, "constraints": None}}})
-    folder: Any = SimpleNamespace(path=tmp_path)
-    dataset: Any = SimpleNamespace(split=lambda _: SimpleNamespace(column=lambda _: [1, 2]))
-    assert [result.several for result in stored_results(folder, dataset, ["test"])] == [several]
-    path.write_text("{")
-    assert stored_results(folder, dataset, ["test"]) == []
-    path.unlink()
-    assert [result.several for result in stored_results(folder, dataset, ["test"])] == [{}]
+    row = {"image_id": 1, "n_best": [{"caption": "a dog", "log_prob": -1.0, "signals": [1.0]}]}
+    for text in ("{", "[]\n", json.dumps({"image_id": 1}), json.dumps(row)):
+        path.write_text(text)
+        assert stored_captions(folder, images, digests) is None
+        assert log_lines.pop().endswith("; the images are captioned again")
+    for text in ("", "[]", '{"splits": {"test": 3}}'):
+        (tmp_path / "scores.json").write_text(text)
+        assert stored_captions(folder, images, digests) is None

@@ -132,13 +132,13 @@ def test_ray_does_not_replace_the_handlers(monkeypatch: pytest.MonkeyPatch) -> N
     """`ray.init` sets a handler that ends the process with a dump of the native stack."""
     import ray
 
-    from raycap.jobs.cluster import connect
+    from raycap.pipeline.cluster.start import connect
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "cluster_resources", dict)
     monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     ours = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("raycap.jobs.cluster._require_answer", lambda address: None)
+    monkeypatch.setattr("raycap.pipeline.cluster.start._require_answer", lambda address: None)
     assert connect("127.0.0.1:6379") and signal.getsignal(signal.SIGTERM) is ours
 
 

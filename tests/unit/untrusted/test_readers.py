@@ -24,7 +24,7 @@ PARSERS = re.compile(
 OWN = "raycap wrote the file"
 BUNDLE = "a bundle's weights, which are checked against its configuration"
 ALLOWED = {
-    ("jobs/evaluation.py", "zipfile.ZipFile"): "writes an archive",
+    ("pipeline/evaluation/results_folder.py", "zipfile.ZipFile"): "writes an archive",
     ("jobs/tune/workers.py", "json.loads"): OWN,
     ("pipeline/data/language/subwords.py", "json.loads"): "a model that the package tokenizers has just trained",
     ("models/convert/tensor_files.py", "load_file"): "a checkpoint: safetensors holds numbers only",

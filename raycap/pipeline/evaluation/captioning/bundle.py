@@ -80,6 +80,7 @@ MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_REGIONS = 1000
 MAX_MODELS = 1000  # of the ensemble that a protocol names
+TABLE_HEAD = "\n| | |\n|---|---|\n"  # of card.md
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
@@ -152,13 +153,11 @@ def save_bundle(
             "protocol": asdict(protocol),
             "info": dict(info),
         }
-        # YAML's safe dumper accepts no tuples, which JSON turns into lists.
-        text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
-        (temporary / "config.yaml").write_text(text, encoding="utf-8")
+        (temporary / "config.yaml").write_text(_yaml(config), encoding="utf-8")
         vocabulary.save(temporary / "vocabulary.json")
         transform = None if backbone is None else image_transform(backbone.config).describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
-        (temporary / "card.md").write_text(_card(name, captioner, info), encoding="utf-8")
+        (temporary / "card.md").write_text(_card(name, captioner) + _table(info), encoding="utf-8")
         if confidences:
             (temporary / CONFIDENCE).write_text(dump_confidences(confidences), encoding="utf-8")
         seal(temporary)
@@ -249,9 +248,10 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
     return fits
 
 
-def store_confidence(bundle: StoragePath, confidence: Confidence) -> None:
-    """Adds a confidence to a bundle, in place of that of the same search. The local folder is replaced as a whole.
+def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, Any] = {}) -> None:
+    """Adds the results of an evaluation to a bundle, whose local folder is replaced as a whole.
 
+    confidence: takes the place of that of the same search; None for none. info: further values of the bundle's info.
     Raises UserError for a damaged bundle, for one with a signature that cannot be replaced, and for one with links or
     special files: a copy of a stranger's bundle must not read or write what they lead to.
     """
@@ -264,10 +264,17 @@ def store_confidence(bundle: StoragePath, confidence: Confidence) -> None:
                 f"{quoted(path)} is a link or a special file, and a confidence is stored in bundles of plain files "
                 "only; copy the files"
             )
-    fits = with_fit(read_confidences(folder), confidence)
+    config = read_bundle_config(folder)
     with atomic_folder(folder) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)
-        (temporary / CONFIDENCE).write_text(dump_confidences(fits), encoding="utf-8")
+        if confidence is not None:
+            fits = with_fit(read_confidences(folder), confidence)
+            (temporary / CONFIDENCE).write_text(dump_confidences(fits), encoding="utf-8")
+        if info:
+            config["info"] |= info
+            (temporary / "config.yaml").write_text(_yaml(config), encoding="utf-8")
+            head = (folder / "card.md").read_text(encoding="utf-8").partition(TABLE_HEAD)[0]
+            (temporary / "card.md").write_text(head + _table(config["info"]), encoding="utf-8")
         seal(temporary)
     if bundle.is_remote:
         Mirror(bundle, folder).push()
@@ -363,8 +370,18 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
         raise UserError(f"{path} cannot be read: {one_line(error).replace(str(path), 'it', 1)}") from error
 
 
-def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
-    """The text of card.md."""
+def _yaml(config: Mapping[str, Any]) -> str:
+    """The text of config.yaml. YAML's safe dumper accepts no tuples, which JSON turns into lists."""
+    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
+
+
+def _table(info: Mapping[str, Any]) -> str:
+    """The info of a bundle as the table of card.md."""
+    return TABLE_HEAD + "".join(f"| {key} | {value} |\n" for key, value in info.items()) if info else ""
+
+
+def _card(name: str, captioner: Captioner) -> str:
+    """The text of card.md before its table."""
     from raycap.models.encoders.backbone import backbone_macs
 
     model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
@@ -376,11 +393,9 @@ def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
             f"({backbone.num_tokens} tokens of width {backbone.width}, "
             f"{backbone_macs(backbone.config) / 1e9:.3g} billion multiply-accumulates per image)."
         )
-    table = "".join(f"| {key} | {value} |\n" for key, value in info.items())
     return (
         f"# {name}\n\nA raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "
         f"{sizes.vocabulary_size:,} words, captions up to {sizes.max_positions} tokens.\n\n{inputs}\n"
-        + (f"\n| | |\n|---|---|\n{table}" if info else "")
     )
 
 

@@ -30,8 +30,8 @@ from raycap.models.explain.measures import alignment_scores, caption_energies
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
+from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.confidence.confidence import NUM_FIRST, caption_signals
-from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.context import Context, gather_objects
@@ -39,7 +39,7 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import StorageError
 
-Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first
+Hypotheses = dict[int, list[RankedCaption]]  # by image id, best first
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def caption_images(
     settings: EvaluationSection,
     context: Context,
     report: Callable[[float], object] = lambda _: None,
-) -> dict[int, Hypothesis]:
+) -> dict[int, RankedCaption]:
     """The best caption of every image by image id, on every rank, without its signals.
 
     This is a collective operation: every rank must call it, and captions its shard. After each batch, `report` is
@@ -75,7 +75,7 @@ def caption_images(
     """
     was_training = captioner.training
     shard_size = len(_shard(images, context))
-    best: dict[int, Hypothesis] = {}
+    best: dict[int, RankedCaption] = {}
     search = CaptionSearch(settings, vocabulary, with_signals=False)
     for hypotheses, _ in caption_batches([captioner], [images], search, context):
         best |= {image: ranked[0] for image, ranked in hypotheses.items()}
@@ -176,7 +176,7 @@ def _caption_batch(
                 if search.settings.collapse_repeats:
                     caption = collapsed(caption)
                 of_best = () if rank else signals[row]
-                found = Hypothesis(caption, log_prob, best_alignment, count, tuple(tokens), of_best)
+                found = RankedCaption(caption, log_prob, (), tuple(tokens), best_alignment, count, of_best)
                 hypotheses[image].append(found)
     return hypotheses
 

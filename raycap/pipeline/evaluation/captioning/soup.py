@@ -27,23 +27,14 @@ TOLERANCE = 1e-6  # by which the sum of the weights may differ from 1, because 1
 
 @dataclass(frozen=True)
 class Soup:
-    """A model source that loads its members and joins them. Ray's workers need no file of the result.
-
-    without_backbone: for features that all members' equal backbones have computed.
-    """
+    """A model source that loads its members and joins them. Ray's workers need no file of the result."""
 
     members: Sequence[ModelSource]
     weights: Sequence[float]
-    without_backbone: bool = False
 
     def load(self) -> Bundle:
         """The joined model, on the CPU. Raises UserError for members that cannot be joined."""
-        from raycap.models.captioner import Captioner
-
-        bundle = mixed([member.load() for member in self.members], self.weights)
-        if self.without_backbone:
-            return replace(bundle, captioner=Captioner(bundle.captioner.model), transform=None)
-        return bundle
+        return mixed([member.load() for member in self.members], self.weights)
 
 
 def mixed(bundles: Sequence[Bundle], weights: Sequence[float], names: Sequence[str] = ()) -> Bundle:

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from raycap.models.values import NUMBER
 from raycap.pipeline.config.load import parse_section
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 FORMAT = 1
@@ -175,7 +175,7 @@ def _log_other_signals(name: str) -> None:
     logger.info(f"{name} is not used: it was fitted with other signals than {', '.join(SIGNALS)}")
 
 
-def good_by_image(result: SplitResult, good_ciderd: float | None) -> dict[int, bool]:
+def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[int, bool]:
     """Whether the caption of each scored image with signals is good; {} if that is not defined or not computed.
 
     good_ciderd: as in `Confidence`.
@@ -185,7 +185,7 @@ def good_by_image(result: SplitResult, good_ciderd: float | None) -> dict[int, b
     return {image: score >= good_ciderd for image, score in result.cider_by_image.items() if image in result.signals}
 
 
-def fit_split(result: SplitResult, search: str, good_ciderd: float) -> Confidence | None:
+def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidence | None:
     """The confidence that fits the captions of a split; None, with the reason in the log, if it cannot be fitted.
 
     search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on, except in the
@@ -289,7 +289,7 @@ class Quality:
         return asdict(self) | lists | {"is_monotone": self.is_monotone}
 
 
-def judged_quality(result: SplitResult, confidence: Confidence) -> Quality | None:
+def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | None:
     """The quality of a confidence on a split; None if no image has both signals and a score."""
     good = good_by_image(result, confidence.good_ciderd)
     judgements = [confidence.judge(result.signals[image]) for image in good]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raycap.pipeline.evaluation.scores.metrics import MetricScores
+
 UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
 MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
 Rows = list[tuple[str, list[str]]]
@@ -57,7 +59,7 @@ class SeedScores:
     """The scores of several models.
 
     labels: a name for each model, such as "seed 0". splits: for each split, one entry per model as scores.json contains
-    it (`SplitResult.to_json`).
+    it (`SplitScores.to_json`).
     """
 
     labels: tuple[str, ...]
@@ -145,3 +147,27 @@ def _values(entry: Mapping[str, Any]) -> dict[str, float | None]:
     """Score by column of a split's entry in scores.json."""
     share = entry.get("main_object")
     return dict(entry["scores"]) | ({} if share is None else {MAIN_OBJECT: share})
+
+
+def format_scores(scores: MetricScores) -> str:
+    """The scores as text: one line per metric, then statistics of the captions, then the signature."""
+    lines, width = [""], max(9, *map(len, scores.by_name))
+    for name, score in scores.by_name.items():
+        value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
+        lines.append(f"  {name:<{width}} {value}")
+    extras = scores.extras
+    if "spice_categories" in extras:
+        parts = (f"{name} {value:.3f}" for name, value in extras["spice_categories"].items() if value is not None)
+        lines.append(f"  {'':<{width}} {', '.join(parts)}")
+    repeated = ", ".join(f"{share:.1%} {n}-grams" for n, share in extras["repeated_ngrams"].items())
+    endings = "" if extras["broken_endings"] is None else f"broken endings {extras['broken_endings']:.1%}, "
+    lines += [
+        "",
+        f"  {len(scores.image_ids)} captions, {extras['mean_length']:.1f} words on average, "
+        f"{extras['distinct_words']} distinct words",
+        f"  {endings}doubled words {extras['doubled_words']:.1%}, captions that repeat: {repeated}",
+    ]
+    if extras["empty"]:
+        empty = round(extras["empty"] * len(scores.image_ids))
+        lines.append(f"  {empty} of the captions have no words: they match nothing and score 0")
+    return "\n".join([*lines, f"  {scores.signature}", ""])

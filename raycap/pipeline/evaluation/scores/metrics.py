@@ -266,7 +266,7 @@ def metrics_of_split(further: Iterable[str], *, is_test: bool) -> tuple[str, ...
 
 
 @dataclass(frozen=True)
-class Scores:
+class MetricScores:
     """The result of `score_captions`. Lists of scores per image have the order of `image_ids`.
 
     extras: the number of references without a prediction, SPICE's sub-categories, and the values of `caption_stats`.
@@ -298,7 +298,7 @@ def score_captions(
     training_captions: Iterable[str] | None = None,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
-) -> Scores:
+) -> MetricScores:
     """Scores of one raw caption per image against that image's raw reference captions.
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
@@ -324,7 +324,7 @@ def score_captions(
         extras["spice_categories"] = by_name["SPICE"].categories
     extras |= caption_stats(predicted, training_captions, language)
     signature = _signature(by_name, captions, language)
-    return Scores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
+    return MetricScores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
 
 
 def _words_by_image(captions: Sequence[Sequence[str]], language: str) -> list[list[list[str]]]:

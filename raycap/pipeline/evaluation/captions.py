@@ -1,12 +1,12 @@
-"""The captions of one image with the confidence in the best one, and what explains its words.
+"""The captions of one image with their values, the confidence in the best one, and what explains its words.
 
-Every way to caption images (the command, the Python API, `raycap serve`, MLflow) gives these classes. This module
-imports neither torch nor numpy, so that `import raycap` is quick.
+Every way to caption images (evaluations, `raycap caption`, the Python API, `raycap serve`, MLflow) gives these classes.
+This module imports neither torch nor numpy, so that `import raycap` is quick.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,15 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankedCaption:
-    """One caption that a search found.
+    """One caption that a search found, with the values that were computed.
 
     log_prob: the sum of the log-probabilities of its tokens in nats, EOS included. tokens: the texts of its tokens,
-    words or pieces of words, without EOS.
+    words or pieces of words, without EOS. ids: the ids of its tokens with padding, and with EOS unless the length limit
+    cut the caption off. alignment: the agreement of words and image tokens (`explain.alignment`), only for the best
+    caption of a single model. num_satisfied: the number of its image's constraints that it satisfies; None for an image
+    without constraints. signals: the numbers from which the confidence follows (`evaluation.confidence`), only for the
+    best caption.
     """
 
     caption: str
     log_prob: float
     tokens: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+    alignment: float | None = None
+    num_satisfied: int | None = None
+    signals: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of an n-best file, without its tokens and without values that were not computed."""
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tokens", "ids")
+        }
+        return {key: value for key, value in values.items() if value is not None and value != ()}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.measured_precision import with_search_precision
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.stopping import keeping_handlers
 
@@ -50,14 +49,10 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     require_others(config.workers, len(stage_bundles(config, "training")))
 
 
-def with_precision(config: RunConfig, address: str | None) -> RunConfig:
-    """The configuration with the precision of its searches. Ray is needed if `auto` has not been measured yet."""
-
-    def start() -> StallWatch:
-        start_ray(config, address, "captions")
-        return StallWatch("the measurement of precisions", config.workers)
-
-    return with_search_precision(config, start)
+def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
+    """Starts or joins Ray for an extraction. Returns the watch that ends a stalled one."""
+    start_ray(config, address, "features")
+    return StallWatch("extraction", config.workers)
 
 
 def require_others(workers: WorkersSection, count: int) -> None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raycap.jobs.seeds import write_summary
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.evaluation.captioning.bundle import read_bundle_config
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
+from raycap.pipeline.evaluation.reports.report import write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
+from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
-from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
-
-if TYPE_CHECKING:
-    from raycap.jobs.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +26,15 @@ OTHER_IMAGES = "some images could be read for one model and not for another; run
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model, or an ensemble, with its results. label: such as "seed 0"."""
+    """A model, or an ensemble, with its scores. label: such as "seed 0"."""
 
     label: str
-    evaluation: Evaluation
-    results: Sequence[SplitResult]
-
-    def result(self, split: str) -> SplitResult:
-        return next(result for result in self.results if result.split == split)
+    scores: Scores
 
     @property
     def name(self) -> str:
         """The bundles."""
-        return " + ".join(map(str, self.evaluation.bundles))
+        return " + ".join(map(str, self.scores.bundles))
 
     @property
     def run(self) -> str | None:
@@ -49,9 +42,9 @@ class EvaluatedModel:
 
         Bundles after different stages of a run have the same.
         """
-        if len(self.evaluation.bundles) != 1:
+        if len(self.scores.bundles) != 1:
             return None
-        info = read_bundle_config(fetched(self.evaluation.bundles[0])).get("info")
+        info = read_bundle_config(fetched(self.scores.bundles[0])).get("info")
         run = info.get("run") if isinstance(info, dict) else None
         return run if isinstance(run, str) else None
 
@@ -62,7 +55,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
     ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
     """
     paired = _paired(ours, others)
-    scores, protocol = _seed_scores(ours), common_protocol([model.evaluation.protocol for model in ours])
+    scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     content: dict[str, Any] = {
         "models": {model.label: model.name for model in ours},
@@ -77,7 +70,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
         metadata["compared with"] = ", ".join(model.name for model in others)
         content["compared"] = {"models": {model.label: model.name for model in others}, "same_runs": paired is not None}
         content["compared"]["splits"] = sides[1][1].to_json()
-        for theirs, our in differences(common_protocol([model.evaluation.protocol for model in others]), protocol):
+        for theirs, our in differences(common_protocol([model.scores.protocol for model in others]), protocol):
             logger.info(f"protocol  other: {theirs}, this: {our}")
     for split in scores.splits:
         for prefix, side in sides:
@@ -87,7 +80,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
         logger.info(f"\n{format_table(columns, rows)}\n")
     for split in scores.splits if others else ():
         logger.info(split)
-        results = [[model.result(split) for model in side] for side in (ours, paired or others)]
+        results = [[model.scores[split] for model in side] for side in (ours, paired or others)]
         gaps = compare(*results, same_runs=paired is not None)
         content["compared"]["splits"][split]["differences"] = {key: asdict(each) for key, each in gaps.items()}
         page_rows.append((f"{split}, difference", [str(gaps.get(column, "")) for column in columns]))
@@ -98,7 +91,9 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
 
 
 def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:
-    return SeedScores.of({model.label: {each.split: each.to_json() for each in model.results} for model in models})
+    return SeedScores.of(
+        {model.label: {each.split: each.to_json() for each in model.scores.splits} for model in models}
+    )
 
 
 def _paired(ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> list[EvaluatedModel] | None:
@@ -111,7 +106,7 @@ def _paired(ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) ->
 
 
 def compare(
-    results: Sequence[SplitResult], others: Sequence[SplitResult], *, same_runs: bool = False
+    results: Sequence[SplitScores], others: Sequence[SplitScores], *, same_runs: bool = False
 ) -> dict[str, Difference]:
     """Logs the scores of two systems on a split side by side. Returns their differences by metric.
 

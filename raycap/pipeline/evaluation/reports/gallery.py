@@ -49,16 +49,13 @@ def add_maps(
     maps are computed for files that cannot be read, nor for models whose image tokens are neither a square grid nor
     regions with boxes.
     """
-    import ray
-
     shown, _ = choose_images(images, MAX_IMAGES, seed=seed)
     attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTED_IMAGES, seed=seed)[0]}
     attributed_first = sorted(shown, key=lambda image: _key(image) not in attributed)
     workers, watch = config.workers, StallWatch("the report's maps", config.workers)
-    task = ray.remote(compute_maps).options(num_returns="streaming", **workers.task_options)
     arguments = (attributed_first, attributed, model, config.without_tracker(), store, dataset)
     with watch:
-        maps = dict(watch.results([task.remote(*arguments)]))
+        maps = dict(watch.stream(compute_maps, [arguments], workers.task_options))
     return [replace(image, **maps.get(_key(image), {})) for image in images]
 
 

@@ -1,0 +1,157 @@
+"""Captions whole splits on the cluster with one Ray task per worker. Each task captions one shard of the images.
+
+Ray sends the tasks the list of images and the constraints. The tasks read models and features from the storage, so that
+the nodes need no common disk if the storage is on S3. A task yields its captions batch by batch. Ray repeats it on
+another node if its node is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
+from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.storage.path import StoragePath
+
+if TYPE_CHECKING:
+    from raycap.models.decoding.constraints import ConstraintAutomaton
+    from raycap.pipeline.evaluation.captioning.bundle import Bundle
+    from raycap.pipeline.features.model_inputs import Images
+
+logger = logging.getLogger(__name__)
+
+
+class SplitTask(NamedTuple):
+    """The images of a split. constraints: by image id, the words that the caption must contain, for images with any."""
+
+    images: Dataset
+    constraints: Mapping[int, ConstraintAutomaton] = {}
+
+
+class TaskModel(NamedTuple):
+    """A model that tasks load. store: the features that it captions; None for a bundle that captions pixels.
+
+    With a store, the bundle's backbone is not used.
+    """
+
+    source: ModelSource
+    store: StoragePath | None = None
+
+    def load(self) -> Bundle:
+        """The bundle, with a backbone only if it captions pixels. Raises UserError for one that has none."""
+        from raycap.models.captioner import Captioner
+
+        bundle = self.source.load()
+        if self.store is not None:
+            return replace(bundle, captioner=Captioner(bundle.captioner.model), transform=None)
+        if bundle.transform is None:
+            raise UserError("a bundle without a backbone captions stored features, and none are given")
+        return bundle
+
+
+class Captioned(NamedTuple):
+    """The captions of each split by image id. seconds: that the workers took together, without loading models."""
+
+    splits: dict[str, dict[int, ImageCaption]]
+    seconds: float
+
+
+def caption_on_cluster(
+    models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_values: bool = True
+) -> Captioned:
+    """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
+
+    with_values: also compute the alignment and the signals of each best caption. An image that cannot
+    be read has the reason in place of captions. Raises StalledError after `workers.max_stall_minutes` without a
+    caption.
+    """
+    import ray
+
+    workers, watch = config.workers, StallWatch("captioning", config.workers)
+    begin, computing = time.monotonic(), 0.0
+    found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
+    shared_splits = ray.put(splits)  # once for all workers
+    with watch, progress("captions  ", sum(len(split.images) for split in splits.values())) as advance:
+        arguments = (models, shared_splits, config.without_tracker(), with_values)
+        calls = [(rank, *arguments) for rank in range(workers.num_workers)]
+        for name, captions, seconds in watch.stream(_caption_shard, calls, workers.task_options):
+            computing += seconds
+            found[name] |= captions
+            advance(len(captions))
+    captioned = {}
+    for name, split in splits.items():
+        order = split.images.column("image_id")
+        if num_missing := len(set(order) - found[name].keys()):
+            raise RuntimeError(f"{num_missing} of {len(order)} images of {name} have no caption; run the command again")
+        captioned[name] = {image: found[name][image] for image in order}
+    seconds, count = time.monotonic() - begin, sum(map(len, captioned.values()))
+    logger.info(f"captions  {count} images in {seconds:.0f} s, {count / seconds:.1f} images/s")
+    return Captioned(captioned, computing)
+
+
+def _caption_shard(
+    rank: int, models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, with_values: bool
+) -> Iterator[tuple[str, dict[int, ImageCaption], float]]:
+    """Captions the part of the images that belongs to worker number `rank`, batch by batch.
+
+    Yields (split, captions by image id, seconds that they took).
+    """
+    from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
+
+    captioner = TaskCaptioner(models, config)
+    search = CaptionSearch(config.evaluation, captioner.vocabulary, with_values, True, with_values)
+    context = captioner.context
+    context.world_rank, context.world_size = rank, config.workers.num_workers
+    for name, (images, constraints) in splits.items():
+        inputs = captioner.inputs(images)
+        begin = time.monotonic()
+        for hypotheses, unreadable in caption_batches(captioner.models, inputs, search, context, constraints):
+            captions = {image: ImageCaption(tuple(ranked)) for image, ranked in hypotheses.items()}
+            captions |= {image: ImageCaption(error=reason) for image, reason in unreadable.items()}
+            yield name, captions, time.monotonic() - begin
+            begin = time.monotonic()
+
+
+class TaskCaptioner:
+    """The models of a task in its process, with what their inputs are read from."""
+
+    def __init__(self, models: Sequence[TaskModel], config: RunConfig) -> None:
+        """Raises UserError for models of different vocabularies."""
+        from raycap.pipeline.runtime.context import LocalContext
+        from raycap.pipeline.runtime.processor import device_for, prepare_processor
+
+        workers = config.workers
+        self.context = LocalContext(device_for(workers.gpus_per_worker))
+        prepare_processor(workers.threads_per_worker)
+        self.bundles = [model.load() for model in models]
+        self.vocabulary = self.bundles[0].vocabulary
+        if any(bundle.vocabulary != self.vocabulary for bundle in self.bundles):
+            raise UserError(
+                "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
+            )
+        for bundle in self.bundles:
+            bundle.captioner.to(self.context.device)
+        self.models = [bundle.captioner for bundle in self.bundles]
+        self.stores = [None if model.store is None else open_store(model.store, config.features) for model in models]
+        self.reading: dict[str, Any] = {
+            "max_pixels": config.data.max_pixels,
+            "threads": workers.threads_per_worker,
+            "options": config.storage.options,
+        }
+
+    def inputs(self, images: Dataset) -> list[Images]:
+        """Each model's inputs of these images."""
+        from raycap.pipeline.features.model_inputs import Images
+
+        pairs = zip(self.stores, self.bundles, strict=True)
+        return [Images(images, store, bundle.transform, **self.reading) for store, bundle in pairs]

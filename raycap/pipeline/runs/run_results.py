@@ -1,0 +1,127 @@
+"""What a run has besides the scores of its bundle: scores of its stages, facts for the page, and stored captions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from raycap.pipeline.config.languages import metric_tokenizer
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.caption_files import N_BEST, read_predictions
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.evaluate import caption_scores
+from raycap.pipeline.evaluation.reports.page import Report, ReportStage
+from raycap.pipeline.evaluation.results_folder import read_captions
+from raycap.pipeline.features.extraction import describe_features
+from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.storage.atomic import read_json
+
+logger = logging.getLogger(__name__)
+
+CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
+    ("train", "loss"): "loss",
+    ("train", "reward"): "reward",
+    ("train", "length"): "sampled length",
+    ("train", "lr"): "learning rate",
+    ("train", "images_per_s"): "images/s",
+    ("validation", "CIDEr-D"): "validation CIDEr-D",
+}
+
+
+def stored_captions(
+    folder: RunFolder, images: Mapping[str, Dataset], digests: Mapping[str, str]
+) -> dict[str, dict[int, ImageCaption]] | None:
+    """The captions of an earlier attempt, by split and image id; None unless they are those of this bundle and images.
+
+    digests: of the bundle, which scores.json records. Damaged files are named in the log, and the result is None.
+    """
+    path = folder.path / "scores.json"
+    try:
+        content = read_json(path) if path.is_file() else {}
+        if content.get("digests") != digests:
+            return None
+        found = {}
+        for split, part in images.items():
+            captions = read_captions(folder.path / "predictions" / N_BEST.format(split))
+            reasons = content["splits"][split]["unreadable"]
+            captions |= {int(image): ImageCaption(error=str(reason)) for image, reason in reasons.items()}
+            order = part.column("image_id")
+            if captions.keys() != set(order):
+                return None
+            found[split] = {image: captions[image] for image in order}
+        return found
+    except (DamagedError, UserError, OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = error if isinstance(error, DamagedError | UserError) else f"{path} or its captions are damaged"
+        logger.warning(f"damaged   {str(reason).partition(';')[0]}; the images are captioned again")
+        return None
+
+
+def validation_by_stage(folder: RunFolder) -> dict[str, float]:
+    """CIDEr-D on the validation split after each stage, from the captions of its best weights, by stage name."""
+    config, values = folder.config, {}
+    part = folder.dataset.split(config.data.val_split)
+    for stage in config.stages:
+        path = folder.stage(stage.name) / "predictions-val.json"
+        if path.is_file():
+            scores = caption_scores(read_predictions(path), part, ("CIDEr-D",), config)
+            if scores is not None and (value := scores.values["CIDEr-D"]) is not None:
+                values[stage.name] = value
+    return values
+
+
+def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
+    """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy.
+
+    These scores use the metrics' words, like the score table. During training, validation uses the vocabulary's tokens.
+    """
+    label = f"validation CIDEr-D ({metric_tokenizer(config.data.language)} tokens)  "
+    yield label + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+    objectives = {stage.name: stage.objective for stage in config.stages}
+    ascending = sorted(by_stage.items(), key=lambda item: item[1])
+    # The highest value of each objective: in ascending order, a later value replaces an earlier one.
+    best = {objectives[name]: value for name, value in ascending}
+    if best.keys() == {"cross_entropy", "scst"}:
+        gain = best["scst"] - best["cross_entropy"]
+        yield f"{'':{len(label)}}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
+
+
+def run_page(page: Report, folder: RunFolder, by_stage: Mapping[str, float], durations: Mapping[str, float]) -> Report:
+    """The page of an evaluation (`evaluation.reports.report`) with the stages and the facts of its run.
+
+    by_stage: of `validation_by_stage`. durations: of the run's steps, in seconds.
+    """
+    config, metadata = folder.config, folder.metadata
+    distilled = metadata.distilled
+    facts = {
+        "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
+        "seed": f"{config.seed}; the scores are of this seed only",
+        "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
+        "features": describe_features(config, metadata.num_tokens, metadata.parameters["backbone"]),
+        **({} if distilled is None else {"teacher": f"{distilled}, of {distilled.model}"}),
+        "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
+        "commit": metadata.commit,
+        "data fingerprint": metadata.data_fingerprint[:16],
+        "versions": ", ".join(f"{name} {version}" for name, version in metadata.versions.items()),
+    }
+    return replace(
+        page, stages=[_report_stage(folder, stage.name, by_stage) for stage in config.stages], metadata=facts
+    )
+
+
+def _report_stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
+    """The curves and the results of one stage for the report. validation: CIDEr-D by stage name."""
+    entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
+    curves = {
+        label: [(entry["step"], entry[key]) for entry in entries if entry["kind"] == kind and key in entry]
+        for (kind, key), label in CURVE_LABELS.items()
+    }
+    curves = {label: points for label, points in curves.items() if points}
+    result = folder.result(name)
+    summary = {} if result is None else {"steps": str(result.steps), "best at step": str(result.best_step)}
+    if name in validation:
+        summary["validation CIDEr-D"] = f"{validation[name]:.4f}"
+    return ReportStage(name, curves, summary)
