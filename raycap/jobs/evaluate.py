@@ -23,7 +23,6 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
 from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, summarize_systems
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
@@ -34,6 +33,7 @@ from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavaila
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
+from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json
@@ -123,7 +123,7 @@ def evaluate(
         configs = seed_configs(run_config, seeds)
         bundles, kept_config = _run_bundles(configs, stage)
         labels = [f"seed {each.seed}" for each in configs]
-        evaluated_config = with_kept_precision(evaluated_config, kept_config)
+        evaluated_config = with_decisions_of(evaluated_config, kept_config)
     settings = common_settings(evaluated_config, bundles, others)
     options = replace(options, training=training)
     one_by_one = seeds > 1 and not ensemble
@@ -233,7 +233,7 @@ def evaluate_ensemble(
     place = group_place(config, folders) / "ensemble"
     if not _is_scored(place):
         bundles = [bundle_place(folder) for folder in folders]
-        settings = common_settings(with_kept_precision(config, folders[0].config), bundles)
+        settings = common_settings(with_decisions_of(config, folders[0].config), bundles)
         images, training = find_images(config, config.data.test_splits)
         file = config.evaluation.constraints
         options = Options(training=training, constraints=None if file is None else Path(file))

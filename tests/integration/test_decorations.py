@@ -87,7 +87,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     repaired["test"]["scores"]["METEOR"] = None
     assert repaired["test"]["scores"] == scores["test"]["scores"], "the other scores are the same"
     assert summary(trained)["tracked"] is False, "the plots are missing"
-    assert stored_confidences(trained) == (evaluated, own), "the bundle was written again"
+    assert stored_confidences(trained) == (own, evaluated), "the bundle was written again"
 
     page = report.stat().st_mtime_ns
     run(config)
