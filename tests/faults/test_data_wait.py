@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS, reads, s3_server

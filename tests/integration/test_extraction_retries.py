@@ -18,13 +18,14 @@ from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features import extraction, interruptions
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
 from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
-from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import write_karpathy
 from tests.support.logs import on_message

@@ -26,12 +26,12 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
-from raycap.pipeline.data.dataset import read_dataset
 from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.check import check_data
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
 from tests.support.damage import flip_any

@@ -25,12 +25,13 @@ from raycap.jobs.tune.features import extract_once, find_backbone, require_backb
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.shipped import named_search
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.runs.identity import code_digest
 from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
 from raycap.pipeline.search.tracking import SearchTracker
@@ -59,7 +60,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from raycap.pipeline.data.loading import find_data
     from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)

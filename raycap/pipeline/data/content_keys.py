@@ -27,12 +27,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
-from raycap.pipeline.data.formats.location import PARTS, ImageLocation, forget_pages
-from raycap.pipeline.data.images import MAX_BYTES, UNREADABLE, hash_batch, reason_of
+from raycap.pipeline.data.images import (
+    MAX_BYTES,
+    PARTS,
+    UNREADABLE,
+    ImageLocation,
+    forget_pages,
+    hash_batch,
+    reason_of,
+)
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
-from raycap.pipeline.runtime.progress import progress
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from raycap.pipeline.storage.s3 import REMOTE, Entry
+from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import REMOTE, Entry, StorageOptions, is_remote
 from raycap.pipeline.storage.tables import TableSpill, spilled, spilled_zeros
 
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
@@ -477,8 +484,11 @@ def _stat(path: StoragePath) -> Entry | None:
 def hash_with_threads(
     uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files with threads of this process (`HashFiles`). cache_bytes: see `hash_batch`."""
+    """Reads and hashes files with threads of this process (`HashFiles`), which release the interpreter's lock.
+
+    cache_bytes: see `hash_batch`.
+    """
     for start in range(0, len(uris), _URIS_PER_SLICE):
-        part = uris.slice(start, _URIS_PER_SLICE).to_numpy(zero_copy_only=False)
+        part = np.array(uris.slice(start, _URIS_PER_SLICE).to_pylist(), object)
         batch = {"uri": part, "number": np.arange(start, start + len(part))}
         yield HashedFiles.of_batch(hash_batch(batch, options, cache_bytes, _NUM_THREADS))

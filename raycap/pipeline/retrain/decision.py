@@ -21,7 +21,7 @@ import pyarrow as pa
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import data_root
+from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
@@ -41,7 +41,7 @@ from raycap.pipeline.retrain.listing import (
 )
 from raycap.pipeline.retrain.page import decision_page, update_tracker
 from raycap.pipeline.runs.check import Reader, check_data
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, try_rights
 from raycap.pipeline.storage.tables import from_bytes, to_bytes

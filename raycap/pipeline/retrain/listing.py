@@ -21,7 +21,8 @@ from raycap.pipeline.config.sections import Section
 from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import Entry, StoragePath, is_remote, join
+from raycap.pipeline.storage.path import StoragePath, join
+from raycap.pipeline.storage.s3 import Entry, is_remote
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 # the files of a listing, and the content keys of the images found in them, which are rows without a file

@@ -17,8 +17,9 @@ import pytest
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data import dataset as module
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from raycap.pipeline.data.language.english import tokenize
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.language.tokenizers import tokenize
+from raycap.pipeline.data.reading import build_vocabulary, longest_caption, read_dataset
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.path import StoragePath
@@ -258,7 +259,7 @@ def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
     for name, value in (("content_keys._URIS_PER_SLICE", 2), ("content_keys._WRITE_EVERY_S", 0)):
         monkeypatch.setattr(f"raycap.pipeline.data.{name}", value)
     monkeypatch.setattr("raycap.pipeline.data.content_keys._WRITE_SHARE", 1e9)
-    monkeypatch.setattr("raycap.pipeline.runtime.progress.LINE_EVERY_S", -1)
+    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
     read: list[str] = []
 
     def read_until(path: StoragePath, last: str = "5.png") -> bytes:

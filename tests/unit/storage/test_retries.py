@@ -15,7 +15,8 @@ from botocore.exceptions import EndpointConnectionError
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.storage import s3
-from raycap.pipeline.storage.path import StorageError, StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import small_config
 from tests.support.s3_server import CREDENTIALS
 
@@ -60,7 +61,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     clock = SimpleNamespace(monotonic=lambda: server.seconds, sleep=server.sleep, time=lambda: server.seconds)
-    for module in ("raycap.pipeline.storage.s3", "raycap.pipeline.storage.retries", "botocore.endpoint"):
+    for module in ("raycap.pipeline.storage.s3", "raycap.pipeline.storage.s3", "botocore.endpoint"):
         monkeypatch.setattr(f"{module}.time", clock)
     s3._client.cache_clear()
     for options in (StorageOptions(URL), StorageOptions(URL).hasty):
