@@ -8,15 +8,13 @@ after an outage of the tracker catches up, without a record of earlier calls.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, write_report
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, Decision, FileRecord
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.path import StoragePath
@@ -41,21 +39,19 @@ def decision_page(
     challenger) and image id. scores: the challenger's CIDEr-D by image id. A rollback has none of the three.
     """
     settings = config.evaluation
-    report = Report(
-        title=f"{config.name}: {decision.decision}",
-        run_id=f"decision {decision.number} of {decision.time}",
-        protocol=f"{decision.reason}. Beam {settings.beam_size}, at most {settings.max_length} tokens",
-        score_columns=["CIDEr-D"],
-        score_rows=_score_rows(decision),
-        stages=[],
-        images=[] if part is None else _images(config, part, captions or {}, scores or {}),
-        metadata=_metadata(decision),
-        language=config.data.language,
+    return report_html(
+        Report(
+            title=f"{config.name}: {decision.decision}",
+            run_id=f"decision {decision.number} of {decision.time}",
+            protocol=f"{decision.reason}. Beam {settings.beam_size}, at most {settings.max_length} tokens",
+            score_columns=["CIDEr-D"],
+            score_rows=_score_rows(decision),
+            stages=[],
+            images=[] if part is None else _images(config, part, captions or {}, scores or {}),
+            metadata=_metadata(decision),
+            language=config.data.language,
+        )
     )
-    with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
-        path = Path(scratch) / "page.html"
-        write_report(path, report)
-        return path.read_text(encoding="utf-8")
 
 
 def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
