@@ -82,7 +82,7 @@ class Captioned(NamedTuple):
 
 @dataclass(frozen=True)
 class RunModel:
-    """A run's model with its final weights. It has no backbone and captions stored features."""
+    """A run's model with the weights that it delivers. It has no backbone and captions stored features."""
 
     folder: RunFolder
 
@@ -92,7 +92,7 @@ class RunModel:
 
         folder = self.folder.on_worker()
         model = build_model(folder.config.model, folder.sizes)
-        load_weights(model, folder.weights_before(stage=None, part="model"))  # without a stage: the final weights
+        load_weights(model, folder.delivered_weights("model"))
         return Bundle(Captioner(model), folder.vocabulary, transform=None, config={})
 
 

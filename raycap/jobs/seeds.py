@@ -79,7 +79,7 @@ def summarize_runs(
     place = group_place(configs[0], folders)
     stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
     scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
-    protocol = common_protocol([run_protocol(folder.config, folder.last_kept()) for folder in folders])
+    protocol = common_protocol([run_protocol(folder.config, folder.delivered()) for folder in folders])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
         own = scores.rows(split, columns)

@@ -32,7 +32,6 @@ class Identity(Enum):
     """How a configuration key enters a run's identity (`pipeline.runs.identity`). Unmarked keys enter by value."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
-    UNLESS_DEFAULT = "by its value where that is not the default: older versions had no such key"
     WITH_BACKBONE = "by its value where features come from a backbone"
     WITH_REGIONS = "by its value where features come from a detector"
     FILE = "by the content of the file that it names"
@@ -326,10 +325,10 @@ class BackboneConfig:
     drop_path: Decimal = 0.0
     # compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
-    patch_size: Annotated[Pixels | None, Identity.UNLESS_DEFAULT] = None
-    prefix_tokens: Annotated[Literal["drop", "keep"], Identity.UNLESS_DEFAULT] = "drop"
-    pool: Annotated[Count, Identity.UNLESS_DEFAULT] = 1
-    transform: Annotated[Literal["auto", "squash", "reference"], Identity.UNLESS_DEFAULT] = "auto"
+    patch_size: Pixels | None = None
+    prefix_tokens: Literal["drop", "keep"] = "drop"
+    pool: Count = 1
+    transform: Literal["auto", "squash", "reference"] = "auto"
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -383,17 +382,8 @@ class BackboneConfig:
         return self.name.startswith(SWIN_PREFIX)
 
     def feature_settings(self, *ignored: str) -> dict[str, Any]:
-        """The keys and values, without those in `ignored` and without defaults of keys that older versions lacked.
-
-        Descriptions of stored results contain them, so that these do not change when a key is added.
-        """
-        hints = get_type_hints(type(self), include_extras=True)
-        recent = {field.name for field in fields(self) if Identity.UNLESS_DEFAULT in get_args(hints[field.name])}
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ignored and not (field.name in recent and getattr(self, field.name) == field.default)
-        }
+        """The keys and values, without those in `ignored`. Descriptions of stored results contain them."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
 
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "seed")

@@ -195,4 +195,4 @@ def test_an_abandoned_driver_on_another_machine_writes_nothing(
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     with pytest.raises(RuntimeError, match="another driver"):
         train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, (), old))
-    assert not [name for name in RunFolder(folder.path, folder.home).root.list() if name.startswith("stages/")]
+    assert not [name for name in folder.root.list() if name.startswith("stages/")]

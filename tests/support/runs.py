@@ -46,6 +46,11 @@ class Killed(Exception):
     """Raised by a test in place of a kill -9."""
 
 
+def empty_run(path: Path, home: StoragePath | None = None) -> RunFolder:
+    """The folder of a small run, without any file."""
+    return RunFolder(path, parse_config(small_config(path)), home)
+
+
 def prepare_run(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
     """A small run's folder and a store with the features of its initial backbone, computed without Ray."""
     return with_features(parse_config(small_config(storage, **changes)))

@@ -29,7 +29,7 @@ from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.runs.identity import code_digest
+from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
@@ -68,7 +68,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         logger.warning(f"{len(unreadable)} images cannot be read and are left out")
     source = find_backbone(search, dataset, address)
     digest = "" if source is None else weights_file_digest(source.weights)
-    name = search.identity(dataset.fingerprint(), code_digest(), digest)
+    name = search.identity(dataset.fingerprint(), str(RESULTS_VERSION), digest)
     folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
     folder.path.mkdir(parents=True, exist_ok=True)
 

@@ -88,8 +88,10 @@ class Restriction:
 def word_mask(words: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
     """(V,) True for the words."""
     mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-    for word in words:  # a list as an index would be copied to the GPU, which a CUDA graph cannot capture
-        mask[word] = True
+    # A list as an index is copied to the GPU, and so is True in `mask[word] = True` with some versions of torch. A CUDA
+    # graph cannot capture either.
+    for word in words:
+        mask[word].fill_(True)
     return mask
 
 

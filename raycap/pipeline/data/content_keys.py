@@ -484,11 +484,8 @@ def _stat(path: StoragePath) -> Entry | None:
 def hash_with_threads(
     uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files with threads of this process (`HashFiles`), which release the interpreter's lock.
-
-    cache_bytes: see `hash_batch`.
-    """
+    """Reads and hashes files with threads of this process (`HashFiles`). cache_bytes: see `hash_batch`."""
     for start in range(0, len(uris), _URIS_PER_SLICE):
-        part = np.array(uris.slice(start, _URIS_PER_SLICE).to_pylist(), object)
+        part = uris.slice(start, _URIS_PER_SLICE).to_numpy(zero_copy_only=False)
         batch = {"uri": part, "number": np.arange(start, start + len(part))}
         yield HashedFiles.of_batch(hash_batch(batch, options, cache_bytes, _NUM_THREADS))

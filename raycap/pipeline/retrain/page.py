@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, Decision, FileRecord
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.folder import open_folder, stored_config
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 from raycap.pipeline.tracking.run_tracker import register_run
@@ -144,13 +144,13 @@ def _run_of(client: Any, experiment: str, run_id: str) -> Any:
 def _send_run(config: RunConfig, run_id: str) -> bool:
     """Sends a complete run to the tracker; False when the run is not in the storage or sending fails."""
     name = f"runs/{run_id}"
-    folder = RunFolder(config.working_path / name, config.home(name))
-    folder.pull()
+    folder = open_folder(config.working_path / name, config.home(name), config)
     if not (folder.path / "COMPLETE.json").is_file():
         return False
     # the present tracker and storage, which may differ from those in the run's stored configuration
     update = {"tracking": config.tracking, "storage": config.storage}
-    return register_run(folder, folder.config.model_copy(update=update)) is not None
+    folder = replace(folder, config=stored_config(folder.path).model_copy(update=update))
+    return register_run(folder, folder.config) is not None
 
 
 def _set_alias(client: Any, name: str, alias: str, version: str | None) -> None:

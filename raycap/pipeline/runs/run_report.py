@@ -111,7 +111,7 @@ def make_report(
     """Writes report.html of a finished run."""
     config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
-    ours = run_protocol(config, folder.last_kept())
+    ours = run_protocol(config, folder.delivered())
     distilled = metadata.distilled
     by_split = {result.split: result for result in scores.splits}
     for split in config.data.test_splits:

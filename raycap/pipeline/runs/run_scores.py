@@ -156,7 +156,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
     splits = {result.split: result.to_json() for result in run_scores.splits}
     for split, each in quality.items():
         splits[split]["confidence"] = each.to_json()
-    protocol = run_protocol(folder.config, folder.last_kept())
+    protocol = run_protocol(folder.config, folder.delivered())
     content = {"protocol": asdict(protocol), "signature": protocol.signature, "splits": splits}
     write_json(folder.path / "scores.json", content | {"validation_by_stage": run_scores.validation_by_stage})
     return run_scores

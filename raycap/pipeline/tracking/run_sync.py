@@ -145,7 +145,7 @@ def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> 
     """The id of MLflow's run for a raycap run, which is created if it does not exist."""
     metadata = folder.metadata
     match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
-    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit, "raycap.code": metadata.code}
+    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
     tags["raycap.data_fingerprint"] = metadata.data_fingerprint
     return get_or_create_run(client, experiment_of(client, config), match, tags)
 

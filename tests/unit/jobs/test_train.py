@@ -17,8 +17,8 @@ from raycap.jobs import train
 from raycap.jobs.train import FailureBudget, StageFailedError, fit
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import DamagedError, JobFailedError
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.training.loop import StageJob
+from tests.support.runs import empty_run
 
 MINUTE, DAY = 60, 24 * 3600
 
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_training_with_a_sentence(
 
     monkeypatch.setattr(train, "train_stages", fail)
     monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
-    job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
+    job = StageJob(empty_run(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(OSError):
         train._run_worker({"job": job})
     file = train.failure_file(job)
@@ -129,7 +129,7 @@ def test_damage_ends_training_with_a_sentence(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(train, "train_stages", fail)
     monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
-    job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
+    job = StageJob(empty_run(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(DamagedError):
         train._run_worker({"job": job})
     assert train.failure_file(job).read_bytes().startswith(b"a.npy is missing")

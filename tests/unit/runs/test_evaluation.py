@@ -32,7 +32,7 @@ def scored(folder: Path, *test_splits: str, evaluation: Any = None, several: Any
     dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES, uris=dict))
     results = [SplitResult(split, CAPTIONS, several=several or {}) for split in dict.fromkeys((*test_splits, "val"))]
     return score_run(
-        SimpleNamespace(config=config, path=folder, last_kept=lambda: None, stage=folder.joinpath), dataset, results
+        SimpleNamespace(config=config, path=folder, delivered=lambda: None, stage=folder.joinpath), dataset, results
     )  # type: ignore[arg-type]
 
 
@@ -98,7 +98,7 @@ def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(t
     )
     signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0, -0.2, -8.0) for image in references}
     results = [SplitResult(split, captions, signals=signals) for split in ("test", "val")]
-    folder: Any = SimpleNamespace(config=config, path=tmp_path, last_kept=lambda: None, stage=tmp_path.joinpath)
+    folder: Any = SimpleNamespace(config=config, path=tmp_path, delivered=lambda: None, stage=tmp_path.joinpath)
     folder.sizes = SimpleNamespace(max_positions=10)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("raycap.pipeline.runs.run_scores.metrics_of_split", lambda *_, **__: ("CIDEr-D",))

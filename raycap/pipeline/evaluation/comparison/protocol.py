@@ -39,7 +39,7 @@ class Protocol:
     A model bundle, every result and every printed row has one. None: not recorded, or not stated in paper or code.
 
     system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
-    objective: of the last stage whose weights were kept. eos_in_reward: whether SCST rewarded EOS; None for cross
+    objective: of the stage whose weights the model has. eos_in_reward: whether SCST rewarded EOS; None for cross
     entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to decoding: the keys of the section
     `evaluation`; where no `decoding` is recorded, it is plain, because there was no other one. constrained: whether
     captions must contain words. language: of the captions. tokenizer: of the metrics. document_frequencies: the
@@ -128,7 +128,7 @@ def model_protocol(model: ModelConfig, *, regions: bool) -> Protocol:
 
 
 def run_protocol(config: RunConfig, stage: StageSection | None) -> Protocol:
-    """The protocol of a run's model. stage: the last one whose weights were kept; None if there is none."""
+    """The protocol of a run's model. stage: the one whose weights the model has; None if there is none."""
     protocol = model_protocol(config.model, regions=not config.has_backbone)
     if stage is not None:
         eos_in_reward = stage.sampling.eos_in_reward if stage.objective == "scst" else None
