@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycap.jobs.bench.gpu.estimate import cost_of, counted_step
-from raycap.jobs.bench.gpu.parts import PAPER, REHEARSAL
-from raycap.jobs.bench.gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
+from raycap.jobs.bench_gpu.estimate import cost_of, counted_step
+from raycap.jobs.bench_gpu.parts import PAPER, REHEARSAL
+from raycap.jobs.bench_gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
 from raycap.jobs.cli import main
 from raycap.pipeline.config.sections import OptimizerSection, ScstSection, StageSection
 from tests.conftest import ROOT
@@ -30,7 +30,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 from pathlib import Path
-from raycap.jobs.bench.gpu.command import bench_gpu
+from raycap.jobs.bench_gpu.command import bench_gpu
 bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], None, True)
 """
 
