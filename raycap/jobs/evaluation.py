@@ -22,7 +22,7 @@ from raycap.jobs.systems import OTHER_IMAGES, EvaluatedModel, compare, summarize
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations, snapshot_of
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -148,8 +148,6 @@ class Evaluation:
 
         run_config: identifies the run. The other parameters are options of `raycap evaluate`.
         """
-        from raycap.pipeline.data.reading import data_root, planned_data, snapshot_of
-
         config, splits = self.config, splits or self.config.data.test_splits
         if (planned := planned_data(config)) is not None:
             _images_by_split(planned, splits)  # refuses a wrong split before images are drawn
@@ -620,7 +618,6 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
     stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
     or the stage is not finished.
     """
-    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import open_run
 
     dataset, _ = find_data(configs[0])

@@ -12,9 +12,11 @@ import numpy as np
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, ReportImage, choose_images
 from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
@@ -85,8 +87,6 @@ def compute_maps(
     from raycap.models.explain.cluster_groups import find_clusters
     from raycap.pipeline.evaluation.reports.cluster_pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device
-    from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.processor import prepare_processor
 
     prepare_processor(config.workers.threads_per_worker)
     bundle = model.load()
@@ -146,7 +146,6 @@ def _load_inputs(
     import torch
 
     from raycap.models.base import Features
-    from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
     from raycap.pipeline.features.model_inputs import Images, on_device
 
     max_pixels, options = config.data.max_pixels, config.storage.options

@@ -17,6 +17,7 @@ from raycap.jobs.seeds import group_id
 from raycap.jobs.systems import OTHER_IMAGES
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import snapshot_of
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
@@ -112,8 +113,6 @@ class Front:
 
     def _share_features(self, address: str | None) -> None:
         """Computes the images' features that the storage lacks, if all members have the same backbone."""
-        from raycap.pipeline.data.reading import snapshot_of
-
         evaluation, backbone = self.evaluation, self.members[0].captioner.backbone
         if evaluation.store is not None or not evaluation.config.has_backbone or not have_one_backbone(self.members):
             return

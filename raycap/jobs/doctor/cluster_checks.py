@@ -12,6 +12,7 @@ from raycap.pipeline.cluster.capacity import Resources, counted, readable
 from raycap.pipeline.cluster.jobs_api import JobsServer, UnreachableError
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.processor import computes_on_cpus
 
 CLOCK_S = 3.0  # differences of clocks below this are normal
 # The oldest driver for each major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility)
@@ -60,8 +61,6 @@ def check_cluster(
     requests: the resources of each process, by the name of the stage. scores_on_nodes: whether not only the driver
     computes METEOR and SPICE, as in a search.
     """
-    from raycap.pipeline.runtime.context import computes_on_cpus
-
     yield nodes(facts)
     for stage, bundles in requests.items():
         yield stage_fits(facts, stage, bundles)

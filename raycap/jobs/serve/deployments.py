@@ -27,6 +27,7 @@ from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
 from raycap.pipeline.runtime.batcher import Batcher
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, weights_digest
 from raycap.pipeline.serving.comparison import ComparisonLog
 from raycap.pipeline.serving.limits import RefusedError
@@ -46,8 +47,6 @@ class CaptionerDeployment:
     """One process with one model."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
-        from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.processor import computing_thread
         from raycap.pipeline.serving.host import ModelHost
         from raycap.pipeline.serving.loading import LoadedModel, load_source
         from raycap.pipeline.serving.watcher import ChampionWatcher

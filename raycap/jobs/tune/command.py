@@ -25,6 +25,7 @@ from raycap.jobs.tune.features import extract_once, find_backbone, require_backb
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.shipped import named_search
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
@@ -59,7 +60,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)

@@ -50,6 +50,7 @@ from raycap.pipeline.features.store.store import (
     write_shard,
 )
 from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
@@ -402,8 +403,6 @@ class ShardWriter:
         import ray
 
         from raycap.pipeline.features.model_inputs import FeatureComputer
-        from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.processor import computing_thread
 
         self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)

@@ -21,6 +21,7 @@ from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.features.regions import open_regions, region_file
 from raycap.pipeline.runs.distillation.teacher import check_teacher
 from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.storage.path import storage_path
@@ -91,8 +92,6 @@ def check_files(config: RunConfig) -> None:
     if model.word_vectors is not None and model.word_vector_width is not None:
         check_word_vectors(Path(model.word_vectors).expanduser(), model.word_vector_width)
     if features.hdf5 not in (None, SYNTHETIC):
-        from raycap.pipeline.features.regions import open_regions, region_file
-
         with open_regions(region_file(config)):
             pass
     if config.has_backbone and config.backbone.weights not in ("none", "pretrained"):

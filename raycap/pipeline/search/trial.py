@@ -35,7 +35,8 @@ from raycap.pipeline.runs.distilled import with_distilled_captions
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runtime.context import Context, LocalContext, device_for
+from raycap.pipeline.runtime.context import Context, LocalContext
+from raycap.pipeline.runtime.processor import device_for
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome

@@ -18,9 +18,8 @@ from raycap.models.encoders.backbone import image_transform
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runtime.context import device_for
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.runtime.processor import float32_products, memory_mb, prepare_processor
+from raycap.pipeline.runtime.processor import device_for, float32_products, memory_mb, prepare_processor
 from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
 from raycap.pipeline.training.objectives import check_reward, make_objective

@@ -111,7 +111,7 @@ def test_a_full_disk_ends_training_with_a_sentence(
         raise OSError(number, os.strerror(number), "state.pt")
 
     monkeypatch.setattr(train, "train_stages", fail)
-    monkeypatch.setattr("raycap.pipeline.runtime.context.RayContext", lambda *_: None)
+    monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
     job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(OSError):
         train._run_worker({"job": job})
@@ -128,7 +128,7 @@ def test_damage_ends_training_with_a_sentence(tmp_path: Path, monkeypatch: pytes
         raise DamagedError("a.npy is missing; the same command computes its features again")
 
     monkeypatch.setattr(train, "train_stages", fail)
-    monkeypatch.setattr("raycap.pipeline.runtime.context.RayContext", lambda *_: None)
+    monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
     job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(DamagedError):
         train._run_worker({"job": job})

@@ -19,8 +19,8 @@ from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.data.language.subwords import ClipTokenizer
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import UnavailableError
-from raycap.pipeline.runtime.context import computes_on_cpus
 from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
 from raycap.pipeline.storage.weights import weights_file_digest
 

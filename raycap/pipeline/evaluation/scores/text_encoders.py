@@ -18,8 +18,8 @@ from raycap.pipeline.data.language.bert_tokenizer import BertTokenizer
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.grounding import Ids
 from raycap.pipeline.evaluation.scores.metrics import UnavailableError
-from raycap.pipeline.runtime.context import computes_on_cpus
 from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 from raycap.pipeline.storage.weights import weights_file_digest
 

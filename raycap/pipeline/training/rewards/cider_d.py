@@ -28,6 +28,7 @@ from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.evaluation.scores.cider import CiderD
 from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.runs.identity import code_digest
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
 from raycap.pipeline.storage.cache import REWARD_INDEXES
 from raycap.pipeline.storage.digests import require_whole, write_digests
@@ -165,8 +166,6 @@ class CiderDReward:
             folder = cache_folder()
             scorer = build(None, folder if os.access(folder, os.W_OK) else None)
         else:
-            from raycap.pipeline.runs.identity import code_digest
-
             content = [code_digest(), eos, documents.captions, language, vocabulary.to_json()]
             digest = hashlib.sha256(json.dumps(content).encode())
             digest.update(b"all" if documents.images is None else documents.images.tobytes())
