@@ -106,7 +106,7 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
     Otherwise tasks on a cluster read the new images, or threads without one.
     """
-    reads_images = config.stages[0].train_backbone or config.features.store != "always"  # `fits` is decided later
+    reads_images = config.stages[0].train_backbone or config.features.store == "never"
     if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
         return find_data(config, image_reader(config, address).hash_files)
     with TemporaryDirectory(prefix="raycap-") as scratch:
@@ -296,7 +296,7 @@ class RunDriver:
         elif stage.captions_per_image > 1:
             per_sample = f" x {stage.captions_per_image} captions"
         features = "end to end" if stage.train_backbone else "frozen features"
-        if not stage.train_backbone and not self.folder.metadata.stores_features:
+        if not stage.train_backbone and self.config.features.store == "never":
             features += " computed at each step"
         what = f"{stage.name}: {stage.objective}, {features}"
         if stage.ema is not None:
@@ -361,7 +361,7 @@ class RunDriver:
             # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
             trains = [stage.train_backbone for stage in pending]
             num_stores = int(not trains[0]) + sum(trains)
-            if metadata.stores_features:
+            if self.config.features.store == "always":
                 num_training = self.config.num_training_stores(pending)
         train = self.folder.dataset.split(*self.config.data.train_splits)
         num_rows = num_stores * (len(self.folder.dataset) - len(train))
@@ -413,7 +413,7 @@ class RunDriver:
         store, data = None, self.config.data
         frozen = [stage for stage in group if not stage.train_backbone]
         if frozen:
-            stored = data.train_splits if self.folder.metadata.stores_features else ()
+            stored = data.train_splits if self.config.features.store == "always" else ()
             store = self._extract(self.folder.dataset.split(*stored, data.val_split), frozen[0])
         self._start_ray("training")
         names = tuple(stage.name for stage in group)

@@ -40,7 +40,7 @@ def extract(folder: RunFolder, stage: str) -> StoragePath:
     weights = folder.weights_before(config.stage(stage), "backbone")
     extractor = Extractor(config.backbone, weights, config.features, data.max_pixels)
     store = config.storage_place / "features" / feature_key(extractor.describe())
-    stored = data.train_splits if folder.metadata.stores_features else ()
+    stored = data.train_splits if folder.config.features.store == "always" else ()
     rows: Dataset = with_views(folder.dataset.split(*stored, data.val_split), config)
     batch = {name: rows.table[name].to_numpy() for name in ("key", "uri")}
     pixels = decode_batch(batch, extractor.transform, data.max_pixels, augmentation=config.features.augmentation)

@@ -29,19 +29,19 @@ CREDENTIALS = {
 }
 
 
-OUTAGE, READS = "/.outage", "/.reads"  # the paths of `plan_outage` and `num_reads`
+OUTAGE = "/.outage"  # the path of `plan_outage`
 
 
 class BadDay:
     """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle.
 
     During an outage, all requests are refused. `planned` holds the seconds of the next outages, and for each the text
-    in a request's path with which it begins. Each answer is `delay_s` late. `read` has the paths of all GET requests.
+    in a request's path with which it begins. Each answer is `delay_s` late.
     """
 
     def __init__(self, application: Any, share: float, delay_s: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
-        self.delay_s, self.read = delay_s, list[str]()
+        self.delay_s = delay_s
         self.planned: list[tuple[float, str]] = []
         self.outage_until = 0.0
         self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not
@@ -60,12 +60,6 @@ class BadDay:
             self.planned.append((float(query["seconds"][0]), query["at"][0]))
             start_response("200 OK", [])
             return []
-        if environ["PATH_INFO"] == READS:
-            text = urllib.parse.parse_qs(environ["QUERY_STRING"])["with"][0]
-            start_response("200 OK", [("Content-Type", "text/plain")])
-            return [str(sum(text in path for path in self.read)).encode()]
-        if environ["REQUEST_METHOD"] == "GET":
-            self.read.append(environ["PATH_INFO"])
         time.sleep(self.delay_s)
         if self.planned and self.planned[0][1] in environ["PATH_INFO"]:
             self.outage_until = time.monotonic() + self.planned.pop(0)[0]
@@ -108,12 +102,6 @@ def plan_outage(url: str, seconds: float, at: str = "") -> None:
     """
     with urllib.request.urlopen(f"{url}{OUTAGE}?{urllib.parse.urlencode({'seconds': seconds, 'at': at})}"):
         pass
-
-
-def num_reads(url: str, text: str) -> int:
-    """The number of GET requests so far whose path contains a text."""
-    with urllib.request.urlopen(f"{url}{READS}?{urllib.parse.urlencode({'with': text})}") as answer:
-        return int(answer.read())
 
 
 @contextmanager

@@ -271,5 +271,5 @@ def test_the_pages_build_without_warnings_load_nothing_and_can_be_searched(tmp_p
         assert not loaded, f"{page.name} loads {loaded}"
     for sheet in pages.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", text_of(sheet)), sheet.name
-    assert "shuffle_buffer" in text_of(pages / "docs" / "keys.html")
+    assert "cache_gib" in text_of(pages / "docs" / "keys.html")
     assert "attribution" in text_of(pages / "docs" / "api.html")

@@ -297,12 +297,8 @@ def _check_images(
 
 
 def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusable: dict[str, str]) -> None:
-    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}.
-
-    With `fits` each run decides whether its extraction reads them, so that they get a warning.
-    """
-    store = config.features.store
-    if store == "always":
+    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}."""
+    if config.features.store == "always":
         return
     training = dataset.split(*config.data.train_splits)
     uris = _selected(training, _has_keys(training, pa.array(list(unusable), pa.string()))).column("uri")
@@ -310,10 +306,7 @@ def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusab
         return
     text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
     examples = _examples([shown(uri) for uri in uris])
-    if store == "never":
-        result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
-    else:
-        result.warn(f"{text}with features.store = fits they end a run that does not store features: {examples}")
+    result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:

@@ -362,8 +362,6 @@ class Search:
         """
         if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
             raise UserError(ONE_PRECISION)
-        if self.base.features.store == "fits":
-            raise UserError("features.store is fits, which each run decides; set it to always or never for all trials")
         for key in self.space.keys:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):

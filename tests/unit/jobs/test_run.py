@@ -142,10 +142,11 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     folder, driver = prepare(config), RunDriver.__new__(RunDriver)
     sizes, gib = replace(folder.sizes, feature_width=2**17), 2**30
     monkeypatch.setattr("raycap.jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
+    metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes)
     for stores in (True, False):
-        metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes, stores_features=stores)
         content = {"path": folder.path, "home": None, "dataset": folder.dataset, "result": lambda _: None}
-        driver.config, driver.folder = config, cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
+        driver.config = parse_config(small_config(tmp_path, features={"store": "always" if stores else "never"}))
+        driver.folder = cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
         if stores:
             with pytest.raises(UserError, match=r"features \(33\.0 GiB\).*, or features\.store to never"):
                 driver._check_disk()
@@ -154,7 +155,7 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
 
 
-@pytest.mark.parametrize("features", [{"store": "never"}, {"store": "fits"}, {"views": 2}])
+@pytest.mark.parametrize("features", [{"store": "never"}, {"views": 2}])
 def test_new_images_without_an_extraction_are_read_by_the_cluster(
     tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
