@@ -142,10 +142,12 @@ def test_the_test_sees_wrong_commands(line: str) -> None:
 
 
 @pytest.mark.parametrize("document", INSTRUCTIONS, ids=place)
-def test_configurations_and_make_targets_that_are_named_exist(document: Path) -> None:
+def test_configurations_scripts_and_make_targets_that_are_named_exist(document: Path) -> None:
     text = text_of(document)
     for name in re.findall(r"\b(?:raycap/)?configs/[\w/]+\.yaml", text):
         assert ROOT / name in CONFIGS, f"{name} does not exist"
+    for name in re.findall(r"\bpython (benchmarks/\w+\.py)", text):
+        assert (ROOT / name).is_file(), f"{name} does not exist"
     targets = set(re.findall(r"^([a-z]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
     assert set(re.findall(r"`?\bmake ([a-z]+)`", text)) <= targets
 
