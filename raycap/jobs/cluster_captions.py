@@ -22,8 +22,7 @@ from raycap.pipeline.data.caption_files import write_n_best
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, ImageChunks

@@ -28,25 +28,23 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import (
     bundle_protocol,
+    bundle_source,
     read_bundle_config,
     read_confidences,
     store_confidence,
 )
 from raycap.pipeline.evaluation.captioning.bundle_files import CONFIDENCE, fetched
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
-from raycap.pipeline.evaluation.captioning.protocols import (
+from raycap.pipeline.evaluation.comparison.protocol import (
+    Protocol,
     confidence_search,
     ensemble_protocol,
     in_language,
     search_settings,
     searched,
 )
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.comparison.published import FinalRow, published_rows
-from raycap.pipeline.evaluation.confidence.confidence import Confidence, find_fit
-from raycap.pipeline.evaluation.confidence.fit import fit_split
-from raycap.pipeline.evaluation.confidence.quality import Quality
+from raycap.pipeline.evaluation.confidence.confidence import Confidence, Quality, find_fit, fit_split
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
 from raycap.pipeline.evaluation.scores.split_result import SplitResult

@@ -16,7 +16,7 @@ from raycap.pipeline.data.content_keys import HashedFiles, numbered_rounds
 from raycap.pipeline.data.images import hash_batch, measure_batch
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.runs.check import Reader, Threads
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 IMAGES_PER_TASK = 500
 

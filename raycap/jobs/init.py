@@ -16,9 +16,9 @@ from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.config.variables import variable_names
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.survey.configuration import Facts, Language, config_name, config_text, detect_language
 from raycap.pipeline.data.survey.survey import Survey, survey
-from raycap.pipeline.data.vocabulary import TOKENIZERS
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
 from raycap.pipeline.storage.atomic import write_bytes

@@ -15,7 +15,7 @@ from raycap.jobs.options import Address, Config, Set
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.features.extraction import features_for_bundles
 from raycap.pipeline.retrain.retrain import Trained
 from raycap.pipeline.runs.check import Reader

@@ -31,11 +31,11 @@ from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.confidence.confidence import Confidence, with_fit
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract

@@ -14,11 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Seed
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.protocols import common_protocol, run_protocol
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, run_protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spread
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json

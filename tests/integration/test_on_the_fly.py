@@ -13,8 +13,8 @@ from raycap.jobs.cli import main
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
-from raycap.pipeline.features.extraction import Extractor, ShardWriter, feature_key, with_views
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, with_views
+from raycap.pipeline.features.store.store import FeatureStore, feature_key
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext

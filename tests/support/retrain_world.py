@@ -33,7 +33,8 @@ from raycap.pipeline.retrain.retrain import Trained, retrain
 from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 from tests.support.champion_check import decisions, errors_of
 from tests.support.logs import on_message

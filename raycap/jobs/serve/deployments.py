@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.runtime.batcher import Batcher
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown

@@ -31,7 +31,8 @@ from raycap.pipeline.config.sections import (
     long_storage,
 )
 from raycap.pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
-from raycap.pipeline.storage.path import StoragePath, cache_folder, is_remote, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
+from raycap.pipeline.storage.s3 import is_remote
 
 
 class RunConfig(Section):

@@ -19,8 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Identity, ModelConfig
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig
 from raycap.models.encoders.views import Augmentation, Views
 from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
@@ -29,8 +28,7 @@ from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import split_userinfo
 from raycap.pipeline.storage.lease import MAX_LEASE_S
-from raycap.pipeline.storage.path import StorageOptions
-from raycap.pipeline.storage.s3 import RETRY_MINUTES
+from raycap.pipeline.storage.s3 import RETRY_MINUTES, StorageOptions
 
 # A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
 _MAY_HOLD_PASSWORD = re.compile(
@@ -611,7 +609,7 @@ class EvaluationSection(Section):
     max_length: Tokens = 20
     num_results: Beams = 1  # captions per image, at most beam_size without decoding.sampling
     # of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
-    # with this alpha (`models.decoding.rules.length_divisor`)
+    # with this alpha (`models.decoding.search.length_divisor`)
     ranking: Ranking = "mean"
     decoding: Annotated[Decoding, Identity.UNLESS_DEFAULT] = Decoding()
     # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions

@@ -38,8 +38,8 @@ from raycap.pipeline.data.images import (
 )
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
 from raycap.pipeline.runtime.log import progress
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from raycap.pipeline.storage.s3 import REMOTE, Entry
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import REMOTE, Entry, StorageOptions, is_remote
 from raycap.pipeline.storage.tables import TableSpill, spilled, spilled_zeros
 
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task

@@ -42,8 +42,8 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote
-from raycap.pipeline.storage.s3 import REMOTE, StorageError
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import REMOTE, StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_pages import (
     MAX_PAGE_BYTES,
     PageValue,

@@ -43,7 +43,8 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)

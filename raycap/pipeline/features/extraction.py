@@ -51,7 +51,8 @@ from raycap.pipeline.features.store.store import (
 )
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.processor import computing_thread, device_for
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
 

@@ -29,7 +29,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, decode_image, has_remote_image, pixels_of
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.cache import ImageCache, image_cache
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import load_weights
 
 T = TypeVar("T")

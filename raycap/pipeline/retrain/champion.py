@@ -29,7 +29,8 @@ from raycap.pipeline.evaluation.comparison.bootstrap import Difference
 from raycap.pipeline.retrain.data_listing import Change
 from raycap.pipeline.runtime.names import relative_name, shown
 from raycap.pipeline.storage.lease import Lease, LostLeaseError
-from raycap.pipeline.storage.path import ConflictError, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import ConflictError
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]

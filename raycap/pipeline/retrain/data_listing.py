@@ -16,7 +16,8 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Section
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import PARTS
-from raycap.pipeline.storage.path import Entry, StoragePath, is_remote, join
+from raycap.pipeline.storage.path import Entry, StoragePath, join
+from raycap.pipeline.storage.s3 import is_remote
 
 LISTING = pa.schema(
     [

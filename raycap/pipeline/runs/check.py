@@ -31,7 +31,7 @@ from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shown
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
 

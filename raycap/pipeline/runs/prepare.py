@@ -17,8 +17,8 @@ import torch
 from raycap.models.base import CaptionModel
 from raycap.models.config import ModelSizes
 from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.layers import fill_word_vectors
 from raycap.models.registry import build_model
-from raycap.models.token_embeddings import fill_word_vectors
 from raycap.pipeline.config.load import dump_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.comparison.published import FinalRow, published_rows
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
 from raycap.pipeline.evaluation.scores.metrics import Score
@@ -16,7 +16,8 @@ from raycap.pipeline.features.extraction import describe_features
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.run_scores import RunScores
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 
 CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
     ("train", "loss"): "loss",

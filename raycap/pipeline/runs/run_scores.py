@@ -17,10 +17,8 @@ from raycap.pipeline.data.caption_files import N_BEST, read_n_best, read_predict
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search, run_protocol
-from raycap.pipeline.evaluation.confidence.confidence import SIGNALS, Confidence
-from raycap.pipeline.evaluation.confidence.fit import fit_split
-from raycap.pipeline.evaluation.confidence.quality import Quality, judged_quality
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search, run_protocol
+from raycap.pipeline.evaluation.confidence.confidence import SIGNALS, Confidence, Quality, fit_split, judged_quality
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import (
     JAVA_METRICS,

@@ -22,8 +22,7 @@ import torch
 
 from raycap.models.base import Features
 from raycap.models.decoding.search import beam_search
-from raycap.models.macs import TABLE_6_CAPTION_TOKENS, cost
-from raycap.models.registry import build_model
+from raycap.models.registry import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset

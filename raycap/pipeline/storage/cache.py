@@ -29,7 +29,8 @@ from typing import Protocol
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.storage.atomic import file_lock, write_bytes
 from raycap.pipeline.storage.digests import has_digest
-from raycap.pipeline.storage.path import StorageError, StoragePath, cache_folder
+from raycap.pipeline.storage.path import StoragePath, cache_folder
+from raycap.pipeline.storage.s3 import StorageError
 
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"

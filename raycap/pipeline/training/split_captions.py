@@ -12,8 +12,8 @@ from raycap.models.captioner import Captioner
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import write_predictions
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
 from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.features.model_inputs import model_inputs
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder

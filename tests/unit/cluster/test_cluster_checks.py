@@ -23,7 +23,8 @@ from raycap.jobs.doctor.node_facts import NodeFacts, Probe, collect, look
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port
 

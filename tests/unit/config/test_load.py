@@ -11,9 +11,8 @@ import torch
 import yaml
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.base import ModelSizes
 from raycap.models.captioner import Captioner
-from raycap.models.config import MODEL_CONFIGS, ExpansionNetConfig
+from raycap.models.config import MODEL_CONFIGS, ExpansionNetConfig, ModelSizes
 from raycap.models.registry import build_model
 from raycap.pipeline.config.load import (
     load_config,

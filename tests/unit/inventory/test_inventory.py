@@ -16,7 +16,8 @@ from raycap.jobs.runs.folders import folders
 from raycap.jobs.runs.prune import Plan, plan_removals, remove
 from raycap.pipeline.runs.folder import try_lock
 from raycap.pipeline.storage.lease import Lease, take_lease
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.runs import Killed
 from tests.support.storages import FakeStorage
 

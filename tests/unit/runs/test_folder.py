@@ -8,7 +8,8 @@ import pytest
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 
 
 @pytest.mark.parametrize("token", ["../../victim", "/victim", "..", "a/b", "a\nb"])

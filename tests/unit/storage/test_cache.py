@@ -14,7 +14,8 @@ import pytest
 
 from raycap.pipeline.storage import cache, digests
 from raycap.pipeline.storage.cache import ShardCache, image_cache, shard_cache
-from raycap.pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
 
 DISK = 10_000  # bytes; a tenth is the reserve
 Disk = Callable[[int], None]

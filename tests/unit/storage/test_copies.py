@@ -15,7 +15,8 @@ import pytest
 from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.storage.atomic import file_lock
 from raycap.pipeline.storage.mirror import UNUSED_FOR_S, Mirror, prune_copies
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 
 Make = Callable[..., Mirror]
 

@@ -16,7 +16,8 @@ from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage import digests
 from raycap.pipeline.storage.atomic import read_json
 from raycap.pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.damage import flip
 
 

@@ -14,7 +14,8 @@ import pytest
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.training import stage_output
 from raycap.pipeline.training.loop import StageJob, train_stages
 from raycap.pipeline.training.stage_output import AbandonedError, StageOutput

@@ -55,7 +55,7 @@ ALLOWED = {
     ("pipeline/runs/journal.py", "json.loads"): OWN,
     ("pipeline/evaluation/scores/cider.py", "json.loads"): OWN,
     ("pipeline/evaluation/scores/cider.py", "safe_open"): OWN,
-    ("pipeline/evaluation/scores/java_metrics.py", "json.loads"): "the output of SPICE, which raycap runs",
+    ("pipeline/evaluation/scores/java.py", "json.loads"): "the output of SPICE, which raycap runs",
     ("pipeline/evaluation/comparison/published.py", "yaml.safe_load"): "part of raycap",
     ("pipeline/storage/atomic.py", "json.loads"): OWN,
     ("pipeline/storage/mirror.py", "json.loads"): OWN,

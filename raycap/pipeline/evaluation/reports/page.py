@@ -19,12 +19,18 @@ from PIL import Image
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
-from raycap.pipeline.evaluation.confidence.quality import Quality
-from raycap.pipeline.evaluation.reports.charts import Histogram, Plot, make_histogram, make_plot
-from raycap.pipeline.evaluation.reports.cluster_pictures import COLORS, LayerColors, text_color
-from raycap.pipeline.evaluation.reports.confidence_charts import reliability_plot, risk_plot
-from raycap.pipeline.evaluation.reports.text_table import UNAVAILABLE
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.confidence.confidence import Quality
+from raycap.pipeline.evaluation.reports.charts import (
+    Histogram,
+    Plot,
+    make_histogram,
+    make_plot,
+    reliability_plot,
+    risk_plot,
+)
+from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors, text_color
+from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
 

@@ -27,7 +27,7 @@ from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.evaluation.scores.cider import CiderD
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.runs.identity import code_digest
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
 from raycap.pipeline.storage.cache import REWARD_INDEXES
