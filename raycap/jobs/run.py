@@ -104,7 +104,7 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
     Otherwise tasks on a cluster read the new images, or threads without one.
     """
-    reads_images = config.stages[0].train_backbone or config.features.store != "always"
+    reads_images = config.stages[0].train_backbone or config.features.store == "never"
     if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
         return find_data(config, image_reader(config, address).hash_files)
     with TemporaryDirectory(prefix="raycap-") as scratch:
