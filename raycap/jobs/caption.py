@@ -22,17 +22,15 @@ from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
-from raycap.pipeline.data.formats.image_paths import find_images
+from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.features.interruptions import one_sentence
-from raycap.pipeline.runtime.decorations import Decorations
-from raycap.pipeline.runtime.log import log_to_stderr
+from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
-from raycap.pipeline.runtime.progress import progress
 from raycap.pipeline.storage.digests import file_digest
 from raycap.pipeline.storage.path import storage_path
 
@@ -253,7 +251,7 @@ def _caption_in_process(
     pictures: None for no pictures. A picture that fails is recorded in `decorations`.
     """
     from raycap.pipeline.evaluation.captioning.service import CaptionService
-    from raycap.pipeline.runtime.cpu import prepare_processor
+    from raycap.pipeline.runtime.processor import prepare_processor
 
     prepare_processor()
     service = CaptionService(bundle, **options.search)

@@ -32,7 +32,7 @@ def check(
     Example: raycap check coco_subset --set data.root=/path/to/folder
     """
     from raycap.jobs.image_tasks import image_reader
-    from raycap.pipeline.data.loading import planned_data
+    from raycap.pipeline.data.reading import planned_data
     from raycap.pipeline.runs.check import check_data
     from raycap.pipeline.runs.preflight import check_distill, check_storage
 

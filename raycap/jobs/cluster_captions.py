@@ -28,7 +28,7 @@ from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, ImageChunks
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 
@@ -233,7 +233,7 @@ class _TaskCaptioner:
     def __init__(self, models: Sequence[ModelSource], config: RunConfig, store: StoragePath | None) -> None:
         """store: the features for models without a backbone. Raises UserError for models of different vocabularies."""
         from raycap.pipeline.runtime.context import LocalContext, device_for
-        from raycap.pipeline.runtime.cpu import prepare_processor
+        from raycap.pipeline.runtime.processor import prepare_processor
 
         workers = config.workers
         self.context = LocalContext(device_for(workers.gpus_per_worker))

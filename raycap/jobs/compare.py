@@ -31,7 +31,7 @@ from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runs.run_report import report_images, score_table
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from raycap.pipeline.data.caption_files import shorten
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.detections import (
@@ -18,8 +17,8 @@ from raycap.pipeline.evaluation.captioning.detections import (
     read_detections,
     read_hierarchy,
 )
-from raycap.pipeline.runtime.names import quoted
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.runtime.names import quoted, shorten
+from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
 

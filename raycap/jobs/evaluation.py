@@ -21,7 +21,8 @@ from raycap.jobs.seeds import group_id, seed_configs
 from raycap.jobs.systems import OTHER_IMAGES, EvaluatedModel, compare, summarize_systems
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.caption_files import N_BEST, write_predictions
-from raycap.pipeline.data.dataset import Dataset, read_annotations
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -49,15 +50,14 @@ from raycap.pipeline.evaluation.confidence.quality import Quality
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.features.extraction import features_for_bundles
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.preflight import check_score_inputs
 from raycap.pipeline.runs.run_scores import judged_splits, split_result
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import atomic_path, write_json
-from raycap.pipeline.storage.cache import cache_folder
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, join, storage_path
 
 if TYPE_CHECKING:
     from raycap.models.decoding.constraints import ConstraintAutomaton
@@ -148,7 +148,7 @@ class Evaluation:
 
         run_config: identifies the run. The other parameters are options of `raycap evaluate`.
         """
-        from raycap.pipeline.data.loading import data_root, planned_data, snapshot_of
+        from raycap.pipeline.data.reading import data_root, planned_data, snapshot_of
 
         config, splits = self.config, splits or self.config.data.test_splits
         if (planned := planned_data(config)) is not None:
@@ -620,7 +620,7 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
     stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
     or the stage is not finished.
     """
-    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import open_run
 
     dataset, _ = find_data(configs[0])

@@ -22,8 +22,8 @@ from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.regions import changed_images
-from raycap.pipeline.features.source import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.storage.atomic import atomic_path
@@ -48,7 +48,7 @@ def extract(
 
     Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
     """
-    from raycap.pipeline.data.loading import read_data, snapshot_of
+    from raycap.pipeline.data.reading import read_data, snapshot_of
 
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())

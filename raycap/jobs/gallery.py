@@ -86,7 +86,7 @@ def compute_maps(
     from raycap.pipeline.evaluation.reports.cluster_pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device
     from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.cpu import prepare_processor
+    from raycap.pipeline.runtime.processor import prepare_processor
 
     prepare_processor(config.workers.threads_per_worker)
     bundle = model.load()

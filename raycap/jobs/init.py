@@ -15,8 +15,7 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.survey.configuration import Facts, config_name, config_text
-from raycap.pipeline.data.survey.language import Language, detect_language
+from raycap.pipeline.data.survey.configuration import Facts, Language, config_name, config_text, detect_language
 from raycap.pipeline.data.survey.survey import Survey, survey
 from raycap.pipeline.data.vocabulary import TOKENIZERS
 from raycap.pipeline.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
-from raycap.pipeline.runtime.progress import ProgressBar
+from raycap.pipeline.runtime.log import ProgressBar
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
-from raycap.pipeline.features.source import features_for_bundles
+from raycap.pipeline.features.extraction import features_for_bundles
 from raycap.pipeline.retrain.retrain import Trained
 from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage

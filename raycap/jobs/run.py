@@ -29,7 +29,7 @@ from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
 from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
@@ -38,13 +38,12 @@ from raycap.pipeline.evaluation.confidence.confidence import Confidence, with_fi
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.features.source import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.run_scores import RunScores, score_run, split_result, stored_results
-from raycap.pipeline.runtime.decorations import Decorations
-from raycap.pipeline.runtime.log import log_file
+from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.path import StoragePath

@@ -13,18 +13,11 @@ from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.languages import ENGLISH, code_problem
 from raycap.pipeline.config.load import parse_section, read_file
 from raycap.pipeline.config.sections import ScoreInputsSection
-from raycap.pipeline.data.caption_files import (
-    ImageId,
-    read_file_names,
-    read_n_best,
-    read_predictions,
-    read_references,
-    shorten,
-)
+from raycap.pipeline.data.caption_files import ImageId, read_file_names, read_n_best, read_predictions, read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, Scores, score_captions
-from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
 

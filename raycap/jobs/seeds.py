@@ -20,7 +20,7 @@ from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spread
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import BoundedClient, tracking_client

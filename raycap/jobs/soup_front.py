@@ -26,8 +26,8 @@ from raycap.pipeline.evaluation.comparison.front import Point, chord, ends, pare
 from raycap.pipeline.evaluation.reports.front_plot import draw_front
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.features.source import extract_features
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.features.extraction import extract_features
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
@@ -112,7 +112,7 @@ class Front:
 
     def _share_features(self, address: str | None) -> None:
         """Computes the images' features that the storage lacks, if all members have the same backbone."""
-        from raycap.pipeline.data.loading import snapshot_of
+        from raycap.pipeline.data.reading import snapshot_of
 
         evaluation, backbone = self.evaluation, self.members[0].captioner.backbone
         if evaluation.store is not None or not evaluation.config.has_backbone or not have_one_backbone(self.members):

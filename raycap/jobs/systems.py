@@ -18,7 +18,7 @@ from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spr
 from raycap.pipeline.evaluation.reports.text_table import format_table
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
 from raycap.pipeline.storage.atomic import is_disk_full
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.training.finite import DivergedError
 from raycap.pipeline.training.loop import StageJob, train_stages
 from raycap.pipeline.training.stage_output import AbandonedError
+from raycap.pipeline.training.step_metrics import DivergedError
 
 logger = logging.getLogger(__name__)
 

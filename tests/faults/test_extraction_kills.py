@@ -19,7 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from raycap.pipeline.features.store.manifests import read_manifests
+from raycap.pipeline.features.store.index import read_manifests
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from tests.conftest import ROOT, small_config

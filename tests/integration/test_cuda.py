@@ -36,11 +36,11 @@ from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext, any_rank
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
-from raycap.pipeline.training.finite import DivergedError
 from raycap.pipeline.training.loop import StageJob, StageRun, data_parallel, train_stages
+from raycap.pipeline.training.step_metrics import DivergedError
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, write_images
 from tests.support.golden import EXPANSIONNET as GOLDEN

@@ -23,8 +23,8 @@ from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.atomic import read_json, write_json
-from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.cache import REWARD_INDEXES
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.loop import StageJob, StageRun, stage_captioner, train_stages
 from raycap.pipeline.training.objectives import make_objective

@@ -21,7 +21,7 @@ from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.run import train
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
 from raycap.pipeline.runs.distillation import caption_store as caption_store_module
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, images_to_caption

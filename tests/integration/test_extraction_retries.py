@@ -18,8 +18,9 @@ from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features import extraction, interruptions
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
 from raycap.pipeline.features.store.store import FeatureStore

@@ -26,8 +26,8 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
-from raycap.pipeline.data.dataset import read_dataset
 from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.check import check_data

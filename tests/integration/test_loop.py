@@ -24,9 +24,9 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.dry_run import dry_run
-from raycap.pipeline.training.finite import DivergedError
 from raycap.pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, stage_captioner, train_stages
 from raycap.pipeline.training.stage_output import StageOutput
+from raycap.pipeline.training.step_metrics import DivergedError
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
 

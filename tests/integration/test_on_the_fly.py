@@ -13,8 +13,7 @@ from raycap.jobs.cli import main
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
-from raycap.pipeline.features.extraction import Extractor, ShardWriter, feature_key
-from raycap.pipeline.features.source import with_views
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, feature_key, with_views
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
@@ -179,6 +178,6 @@ def test_a_dry_run_needs_the_memory_of_the_backbone(tmp_path: Path, monkeypatch:
         raise torch.OutOfMemoryError("no memory for features")
 
     folder = prepare_run(tmp_path, store="never")
-    monkeypatch.setattr("raycap.pipeline.features.computation.FeatureComputer.features", without_memory)
+    monkeypatch.setattr("raycap.pipeline.features.model_inputs.FeatureComputer.features", without_memory)
     errors = {result.stage: result.error for result in dry_run(folder)}
     assert errors == {stage: "no memory for features" if stage in FROZEN_STAGES else None for stage in STAGES}

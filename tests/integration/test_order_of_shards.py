@@ -11,14 +11,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raycap.pipeline.features.store.manifests import read_manifests
+from raycap.pipeline.features.store.index import read_manifests
 from raycap.pipeline.features.store.shards import _Shard
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder, used_bytes
-from raycap.pipeline.storage.file_cache import ShardCache
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.cache import REWARD_INDEXES, ShardCache, used_bytes
+from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.training.batches import Batches
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from raycap.pipeline.training.rewards.stage_reward import StageReward

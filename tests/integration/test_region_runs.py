@@ -147,7 +147,7 @@ def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: p
 def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
     """A search on region features has no backbone; its trials read the store that the import filled."""
     from raycap.jobs.tune.features import extract_once, find_backbone
-    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.search.spec import Search, SearchConfig
     from raycap.pipeline.search.trial import TrialTask, run_trial
     from raycap.pipeline.search.trials import SearchPlan

@@ -20,7 +20,7 @@ from typing import Any
 import pandas
 import pytest
 
-from raycap.pipeline.data.uri_roots import NOT_READABLE
+from raycap.pipeline.data.image_sources import NOT_READABLE
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.runs.run_bundle import bundle_run

@@ -13,8 +13,7 @@ from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.references import References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, SMALL_MODEL, STAGES, prepare_run
 

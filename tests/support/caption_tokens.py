@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.language.token_files import TokenFiles, write_tokens
 from raycap.pipeline.data.language.tokenizers import text_column
-from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
 from raycap.pipeline.training.batches import CaptionTokens
 
 

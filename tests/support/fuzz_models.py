@@ -24,9 +24,10 @@ from raycap.jobs.import_ import import_checkpoint
 from raycap.jobs.named_files import open_bundle
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.dataset import Dataset, read_dataset
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.image_sources import MAX_PIXELS
 from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.data.vocabulary import SPECIALS
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from raycap.pipeline.data.formats.location import ImageLocation, is_part
-from raycap.pipeline.data.formats.rows import Rows, Source, as_list, as_texts, inside
-from raycap.pipeline.data.images import MAX_BYTES, reason_of
+from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside
+from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, is_part, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 

@@ -20,9 +20,8 @@ from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.images import decode_image, read_image_file
-from raycap.pipeline.features.extraction import Extractor, feature_key
+from raycap.pipeline.features.extraction import Extractor, feature_key, with_views
 from raycap.pipeline.features.regions import import_regions
-from raycap.pipeline.features.source import with_views
 from raycap.pipeline.features.store.store import write_shard
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare

@@ -22,7 +22,7 @@ from raycap.pipeline.cluster.submission import STOP_WAIT_S
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
 from raycap.pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
-from raycap.pipeline.storage.copies import COPIES_SHARE
+from raycap.pipeline.storage.mirror import COPIES_SHARE
 from tests.conftest import ROOT
 from tests.support.checkout import own
 from tests.support.command_line import parse

@@ -17,7 +17,7 @@ from raycap.models.base import Features
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.pipeline.data.images import decode_image
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 
 MAX_PIXELS = 10**8
 

@@ -18,7 +18,7 @@ from raycap.jobs.cluster import start_ray
 from raycap.jobs.options import Threads
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.images import decode_image
-from raycap.pipeline.features.measured_precision import measure_extraction
+from raycap.pipeline.features.precision import measure_extraction
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights

@@ -29,7 +29,7 @@ from raycap.models.expansionnet import ExpansionNet
 from raycap.models.macs import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.published import ablation
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 
 IMAGE_TOKENS, FEATURE_WIDTH, CAPTION_TOKENS = 144, 1536, 20
 SAMPLE_TOKENS = CAPTION_TOKENS + 1  # with SOS, which the reference's sampler does not count

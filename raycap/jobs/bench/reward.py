@@ -13,8 +13,8 @@ from raycap.jobs.bench.measuring import median_seconds, timed
 from raycap.jobs.bench.reference_cider import PlainCiderD
 from raycap.jobs.options import References
 from raycap.pipeline.data.caption_files import read_references
-from raycap.pipeline.data.language.english import tokenize
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.data.language.tokenizers import tokenize
+from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider_index import build_index
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each

@@ -19,9 +19,9 @@ from raycap.jobs.bench.measuring import in_new_process, timed
 from raycap.jobs.options import Folder
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import MANIFEST, take_snapshot
-from raycap.pipeline.data.dataset import read_annotations
-from raycap.pipeline.features.store.manifests import MANIFEST as STORE_MANIFEST
-from raycap.pipeline.features.store.shards import ONE_FILE
+from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.features.store.index import MANIFEST as STORE_MANIFEST
+from raycap.pipeline.features.store.shards import INDEX
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.storage.path import storage_path
 
@@ -124,7 +124,8 @@ def _write_store(root: Path, images: list[tuple[str, int, str]]) -> None:
     (root / "store" / "manifest").mkdir(parents=True)
     for shard in set(shards):
         (root / "store" / "manifest" / f"{shard}.parquet").touch()
-    pq.write_table(pa.table(index, schema=STORE_MANIFEST), root / "store" / ONE_FILE)
+    (root / "store" / INDEX).mkdir()
+    pq.write_table(pa.table(index, schema=STORE_MANIFEST), root / "store" / INDEX / "all.parquet")
 
 
 def _write_table(root: Path, uris: list[str], num_new: int) -> None:

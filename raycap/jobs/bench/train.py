@@ -13,7 +13,7 @@ import typer
 from raycap.jobs.bench.gpu.training_step import SAMPLING, Case, training_step
 from raycap.jobs.bench.measuring import median_seconds
 from raycap.jobs.options import Threads
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 
 CPU_CASES = (
     Case("SCST, 8 images x 5 samples x 20 tokens", "scst", 8, reference="27 to 38 s, 15 GB"),

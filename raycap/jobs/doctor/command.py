@@ -33,8 +33,8 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.log import configure_logging, unchanged_level
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.search.trials import DAMAGE_RULE
-from raycap.pipeline.storage.cache import REWARD_INDEXES, cache_folder
-from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.cache import REWARD_INDEXES
+from raycap.pipeline.storage.path import cache_folder, storage_path
 
 JOB_S, POLL_S = 240.0, 1.0  # the deadline of the job that asks the nodes
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.features.store.manifests import MANIFEST
+from raycap.pipeline.features.store.index import MANIFEST
 from raycap.pipeline.runs.folder import DISTILLED, DISTILLED_TOKENS, TOKENS, RunMetadata
 from raycap.pipeline.runs.journal import num_damaged_lines
 from raycap.pipeline.storage.atomic import decode_json

@@ -18,14 +18,13 @@ from raycap.models.config import BackboneConfig
 from raycap.pipeline.cluster.jobs_api import find_token
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
-from raycap.pipeline.data.formats.files import find_files
+from raycap.pipeline.data.formats.source import find_files
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.java import JavaError, free_memory_mb, java_version
 from raycap.pipeline.evaluation.scores.java_metrics import spice_models
-from raycap.pipeline.features.measured_precision import measure_extraction
+from raycap.pipeline.features.precision import measure_extraction
 from raycap.pipeline.runtime.secrets import split_userinfo
-from raycap.pipeline.storage.cache import cache_folder
-from raycap.pipeline.storage.path import StorageError, StoragePath, is_remote, storage_path, try_rights
+from raycap.pipeline.storage.path import StorageError, StoragePath, cache_folder, is_remote, storage_path, try_rights
 from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10  # free space below the first is a failure, below the second a warning

@@ -16,8 +16,8 @@ import psutil
 import yaml
 
 from raycap.pipeline.evaluation.scores.java import JavaError, java_version
-from raycap.pipeline.storage.cache import cache_folder, usable_bytes, used_bytes
-from raycap.pipeline.storage.path import StoragePath, try_rights
+from raycap.pipeline.storage.cache import usable_bytes, used_bytes
+from raycap.pipeline.storage.path import StoragePath, cache_folder, try_rights
 from raycap.pipeline.version import commit
 
 CONNECT_S = 5.0

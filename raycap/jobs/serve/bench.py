@@ -18,7 +18,7 @@ from raycap.jobs.bench.measuring import noise_jpegs
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import ServeArguments
 from raycap.jobs.serve.command import require_free, start_or_join
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.serving.loading import load_address
 
 PERCENTILES = (50, 95, 99)

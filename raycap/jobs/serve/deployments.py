@@ -47,7 +47,7 @@ class CaptionerDeployment:
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.cpu import computing_thread
+        from raycap.pipeline.runtime.processor import computing_thread
         from raycap.pipeline.serving.host import ModelHost
         from raycap.pipeline.serving.loading import LoadedModel, load_source
         from raycap.pipeline.serving.watcher import ChampionWatcher

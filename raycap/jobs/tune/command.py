@@ -30,7 +30,7 @@ from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.runs.identity import code_digest
 from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
 from raycap.pipeline.search.tracking import SearchTracker
@@ -59,7 +59,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from raycap.pipeline.data.loading import find_data
+    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)

@@ -12,8 +12,7 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.extraction import StartRay
-from raycap.pipeline.features.source import extract_features
+from raycap.pipeline.features.extraction import StartRay, extract_features
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import indented
 from raycap.pipeline.search.spec import Search, set_values

@@ -23,7 +23,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path
 from raycap.pipeline.runtime.secrets import holds_secret, is_secret_name
 from raycap.pipeline.storage.path import is_remote
-from raycap.pipeline.storage.untrusted.files import is_file
+from raycap.pipeline.storage.untrusted.documents import is_file
 from raycap.pipeline.version import COMMIT_FILE, commit, package_folder
 
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s

@@ -26,8 +26,14 @@ from raycap.pipeline.config.variables import expand_variables, is_secret, quoted
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import MAX_QUOTED, quoted, shown
 from raycap.pipeline.runtime.secrets import holds_secret, remember_address, without_secrets
-from raycap.pipeline.storage.untrusted.documents import MAX_YAML_CHARACTERS, parse_yaml, require_mapping
-from raycap.pipeline.storage.untrusted.files import is_file, is_folder, read_regular_file
+from raycap.pipeline.storage.untrusted.documents import (
+    MAX_YAML_CHARACTERS,
+    is_file,
+    is_folder,
+    parse_yaml,
+    read_regular_file,
+    require_mapping,
+)
 
 SectionType = TypeVar("SectionType")
 MAX_EXTENDED = 20  # files in a chain of `extends`

@@ -31,8 +31,7 @@ from raycap.pipeline.config.sections import (
     long_storage,
 )
 from raycap.pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
-from raycap.pipeline.storage.cache import cache_folder
-from raycap.pipeline.storage.path import StoragePath, is_remote, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, is_remote, storage_path
 
 
 class RunConfig(Section):

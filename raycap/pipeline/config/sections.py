@@ -423,7 +423,7 @@ class ScstSection(Section):
     # images, drawn at random, whose references give the document frequencies; None: all training images
     document_sample: Annotated[Positive | None, Identity.UNLESS_DEFAULT] = None
     sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
-    # {reward: weight} of the summands (`pipeline.training.rewards.weighted`); a weight of 0 only logs the summand
+    # {reward: weight} of the summands (`pipeline.training.rewards.stage_reward`); a weight of 0 only logs the summand
     reward: Annotated[dict[RewardName, RewardWeight], Identity.UNLESS_DEFAULT] = {"ciderd": 1.0}
     # divide the advantages of an image's samples by the standard deviation of their rewards
     divide_by_deviation: Annotated[bool, Identity.UNLESS_DEFAULT] = False

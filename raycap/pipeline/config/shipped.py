@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import MAX_QUOTED, shown
-from raycap.pipeline.storage.untrusted.files import is_file, is_folder
+from raycap.pipeline.storage.untrusted.documents import is_file, is_folder
 from raycap.pipeline.version import package_folder
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raycap.pipeline.data.formats.source import MAX_CAPTION
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted, relative_name, shown
+from raycap.pipeline.runtime.names import quoted, relative_name, shorten
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json, read_document
 
 ImageId = int | str
-MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
 N_BEST = "n-best-{}.jsonl"  # the name of the file with several captions per image of a split
 _GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 
@@ -159,12 +158,6 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
             raise UserError(f"{location} has no list n_best; give captions as `raycap evaluate` writes them")
         captions[image] = [_caption(entry, "caption", location) for entry in ranked]
     return captions
-
-
-def shorten(ids: Iterable[ImageId], limit: int = 10) -> str:
-    """The first `limit` ids and the number of the others, for a message."""
-    names = [shown(image) for image in ids]
-    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
 def _value(row: Any, key: str, *types: type, location: str) -> Any:

@@ -13,7 +13,6 @@ Images are compared with the manifest one of its parts at a time, and lists of a
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import time
@@ -28,12 +27,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import ROUND_ROWS, Dataset
-from raycap.pipeline.data.formats.location import PARTS, ImageLocation, forget_pages
-from raycap.pipeline.data.images import MAX_BYTES, UNREADABLE, read_image_file, reason_of
+from raycap.pipeline.data.images import (
+    MAX_BYTES,
+    PARTS,
+    UNREADABLE,
+    ImageLocation,
+    forget_pages,
+    hash_batch,
+    reason_of,
+)
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
-from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from raycap.pipeline.storage.s3 import REMOTE, Entry, StorageError
+from raycap.pipeline.storage.s3 import REMOTE, Entry
 from raycap.pipeline.storage.tables import TableSpill, spilled, spilled_zeros
 
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
@@ -476,20 +482,8 @@ def _stat(path: StoragePath) -> Entry | None:
 def hash_with_threads(
     uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions()
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files with threads of this process (`HashFiles`)."""
-
-    def content_key(uri: str) -> tuple[str | None, str]:
-        """The key of a file, or None and the reason."""
-        try:
-            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest(), ""
-        except StorageError:
-            raise  # an outage, or missing rights; the image is not at fault
-        except OSError as error:
-            return None, reason_of(error)
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # reading and hashing release the interpreter's lock
-        for start in range(0, len(uris), _URIS_PER_SLICE):
-            part = uris.slice(start, _URIS_PER_SLICE).to_pylist()
-            keys, reasons = zip(*pool.map(content_key, part), strict=True)
-            failed = {uri: reason for uri, reason in zip(part, reasons, strict=True) if reason}
-            yield HashedFiles(np.arange(start, start + len(part)), pa.array(keys, pa.string()), failed)
+    """Reads and hashes files with threads of this process (`HashFiles`), which release the interpreter's lock."""
+    for start in range(0, len(uris), _URIS_PER_SLICE):
+        part = np.array(uris.slice(start, _URIS_PER_SLICE).to_pylist(), object)
+        batch = {"uri": part, "number": np.arange(start, start + len(part))}
+        yield HashedFiles.of_batch(hash_batch(batch, options, _NUM_THREADS))

@@ -1,4 +1,4 @@
-"""Captioned images: reads annotation files, and defines the table that every later step reads.
+"""Captioned images: the table that every step after the annotation files reads.
 
 Processes exchange a `Dataset` as an Arrow file.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,27 +19,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raycap.pipeline.config.sections import DataSection, SourceSection
-from raycap.pipeline.data.caption_files import shorten
-from raycap.pipeline.data.formats.files import find_files
-from raycap.pipeline.data.formats.registry import read_sources
-from raycap.pipeline.data.formats.rows import Rows, Source, images_folder
-from raycap.pipeline.data.formats.splits import Splits, read_split_lists
-from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS, caption_words, text_column
-from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS, caption_words, text_column
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.digests import is_whole
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from raycap.pipeline.storage.tables import TableSpill, spilled
-from raycap.pipeline.storage.untrusted.files import read_document
 
 SCHEMA = pa.schema(
     [
         ("image_id", pa.int64()),
         ("split", pa.string()),
-        ("uri", pa.string()),  # where the image is: the text of a `pipeline.data.formats.location.ImageLocation`
+        ("uri", pa.string()),  # where the image is: the text of a `pipeline.data.images.ImageLocation`
         ("captions", pa.list_(pa.string())),  # as in the annotation file
         ("key", pa.string()),  # content key: sha256 of the image file; null until `content_keys.py` sets it
     ]
@@ -304,102 +295,3 @@ def _taken(table: pa.Table, rows: np.ndarray) -> pa.Table:
             batches.append(batch.take(pa.array(rows[begin:end] - start)))
         start += len(batch)
     return pa.Table.from_batches(batches, table.schema)
-
-
-def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
-    """The data set of a configuration, without wordless captions.
-
-    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
-    a word in it, or a split that training needs is empty.
-    """
-    dataset, problems = read_annotations(config, root, options)
-    if problems:
-        raise UserError(problems[0])
-    dataset = dataset.with_words(config.tokenizer)
-    require_splits(dataset, config)
-    return dataset
-
-
-def require_splits(dataset: Dataset, config: DataSection) -> None:
-    """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
-    needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
-    needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
-    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
-    for key, names in needed.items():
-        if not len(dataset.split(*names)):
-            splits = shorten(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
-            missing = f"no image of {config.annotations} is in {' or '.join(names)}"
-            raise UserError(f"{key}: {missing}; it has the splits {splits}")
-
-
-def read_annotations(
-    config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()
-) -> tuple[Dataset, list[str]]:
-    """Every image and caption of the annotation files, and a sentence for each caption that is not valid.
-
-    Raises UserError when a file or folder is missing, or when a file does not have its format, repeats an image id or
-    names a path outside of the data set's folder.
-    """
-    base = storage_path(root, options)
-    if not base.is_remote and not base.path.is_dir():
-        raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
-    rows, sources = Rows(), _find_sources(config, base)
-    read_sources(sources, config.format, rows)
-    table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
-    ids = table["image_id"]
-    in_order = np.sort(ids.to_numpy())
-    if (in_order[1:] == in_order[:-1]).any():
-        counts = ids.value_counts()
-        repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
-        uri = table["uri"].filter(pc.equal(ids, repeated))[-1].as_py()  # the last image with this id
-        image = f"image {shown(uri)}"
-        raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
-    table = table.append_column("key", pa.nulls(len(table), pa.string()))
-    names = [*SCHEMA.names, *([TOKENS.name] if TOKENS.name in table.column_names else [])]
-    return Dataset(table.select(names)), rows.problems
-
-
-def _find_sources(config: DataSection, root: StoragePath) -> list[Source]:
-    """The annotation files of a data set. Raises UserError as `read_annotations`."""
-    splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
-    # Without `data.sources` these three keys of the section `data` describe the only source.
-    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
-    sources = []
-    for section in config.sources or (only_source,):
-        images = images_folder(root, section.images)
-        if not images.is_remote and not images.path.is_dir():
-            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
-        for name in find_files(root, section.annotations):
-            path = root if name in ("", ".") else root / name.rstrip("/")
-            source = Source(path, images, name, section.images, section.split, splits, config.columns)
-            sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
-    return sources
-
-
-def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
-    """The vocabulary of a configuration. Raises UserError when it is empty.
-
-    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them. A
-    subword model needs no further words.
-    """
-    training = dataset.split(*(config.vocabulary_splits or config.train_splits))
-    try:
-        if config.tokenizer == SUBWORD:
-            texts = training.texts(config.tokenizer)
-            return Vocabulary.train_subwords(texts, config.subword_vocabulary, config.min_count)
-        vocabulary = Vocabulary.build(training.tokens(config.tokenizer), config.min_count, config.tokenizer)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if config.extra_vocabulary is None:
-        return vocabulary
-    try:
-        lines = read_document(Path(config.extra_vocabulary).expanduser()).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.extra_vocabulary {config.extra_vocabulary} cannot be read as text: {error}") from error
-    extra = {word for line in lines for word in vocabulary.tokenize(line.lower())}
-    return Vocabulary(tuple(sorted(extra.union(vocabulary.words))), config.tokenizer)
-
-
-def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
-    """Number of the vocabulary's tokens in the longest caption, with SOS and EOS."""
-    return max(map(len, map(vocabulary.tokenize, dataset.texts(vocabulary.tokenizer)))) + 2

@@ -1,19 +1,80 @@
-"""Images in the forms in which callers have them: paths, URIs, bytes of files, Pillow's images and arrays."""
+"""Images as callers name or give them, outside of a data set.
+
+The command line names files, folders, globs, and s3:// prefixes and globs. Programs give paths, URIs, bytes of files,
+Pillow's images and arrays. Strangers send URIs, which are read only below folders and prefixes that the operator has
+named.
+"""
 
 from __future__ import annotations
 
+import glob
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, matches
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
-from raycap.pipeline.storage.path import StorageOptions, storage_path
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import printable, relative_name
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
 from raycap.pipeline.storage.s3 import StorageError
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
-
 MAX_PIXELS = 100_000_000  # Larger images are refused.
+NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
+logger = logging.getLogger(__name__)
+
+
+def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
+    """Paths and URIs of the images that the arguments name, in this order and without repetition.
+
+    A folder or prefix gives all files below it that have an image's ending, sorted. Raises UserError for a missing file
+    or folder, and for a folder, prefix or pattern without an image.
+    """
+    images: dict[str, None] = {}
+    for argument in arguments:
+        names = _find_remote(argument, options) if argument.startswith("s3://") else _find_local(argument)
+        if not names:
+            raise UserError(f"{argument}: no image found there; the endings are {', '.join(IMAGE_ENDINGS)}")
+        images |= dict.fromkeys(names)
+    return list(images)
+
+
+def _find_local(argument: str) -> list[str]:
+    """The images in a folder, a file itself, or the files that match a pattern. Raises UserError if nothing exists."""
+    path = Path(argument)
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        return [str(file) for file in files if file.suffix.lower() in IMAGE_ENDINGS]
+    if path.is_file():
+        return [argument]
+    if glob.has_magic(argument):
+        names = glob.glob(argument, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        return [name for name in sorted(names) if Path(name).is_file()]
+    raise UserError(f"{argument}: no such file or folder")
+
+
+def _find_remote(argument: str, options: StorageOptions) -> list[str]:
+    """The URI of an object with an image's ending, those that match a pattern, or those of all images below a prefix.
+
+    In a pattern, * and ? do not match a /, and ** stands for any number of folders, as for local files.
+    """
+    prefix = storage_path(argument, options)
+    prefix.require_answer()
+    if glob.has_magic(argument) and not prefix.exists():
+        segments = argument.split("/")
+        start = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
+        folder, patterns = storage_path("/".join(segments[:start]), options), segments[start:]
+        names = sorted(name for name, _ in folder.walk() if matches(name.split("/"), patterns))
+        return [join(folder.uri, name) for name in names]
+    if Path(argument).suffix.lower() in IMAGE_ENDINGS:
+        return [prefix.uri]  # a single object; whoever reads it reports a missing one
+    return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in IMAGE_ENDINGS]
 
 
 def load_image(
@@ -54,3 +115,43 @@ def _from_array(array: np.ndarray) -> Image.Image:
             f"an array {array.shape} of {array.dtype}; expected (H, W), (H, W, 3) or (H, W, 4) of uint8 values"
         )
     return Image.fromarray(array)
+
+
+class UriRoots:
+    """The local folders and s3:// prefixes below which images may be read for strangers. Without any, none is read.
+
+    Raises ValueError unless `roots` is a list of folders and prefixes.
+    """
+
+    def __init__(self, roots: Any = (), options: StorageOptions = StorageOptions()) -> None:
+        if not isinstance(roots, (list, tuple)) or not all(isinstance(root, str) and root.strip() for root in roots):
+            raise ValueError(f"uri_roots is {roots!r}; expected a list of folders and s3:// prefixes")
+        self.roots = tuple(storage_path(root, options.hasty) for root in roots)
+
+    def read(self, uri: str) -> bytes:
+        """The content of the image file at a URI. Raises BadImage; only the log has the reason why it cannot be read.
+
+        The text of the error is the same for a file that is missing, not allowed, or no file.
+        """
+        try:
+            return read_image_file(self._place(uri))
+        except Exception as error:
+            logger.warning(f"{printable(uri[:1000])}: {printable(without_secrets(str(error))[:1000])}")
+            raise BadImage(NOT_READABLE) from error
+
+    def _place(self, uri: str) -> StoragePath:
+        """The place of a URI below one of the roots. Raises UserError or OSError if it is elsewhere, also by a link.
+
+        Nothing is opened for a URI that does not begin with a root.
+        """
+        place = uri.removeprefix("file://")
+        for root in self.roots:
+            prefix = join(root.uri, "")
+            if place.startswith(prefix):
+                path = root / relative_name(place.removeprefix(prefix), "uri")
+                if path.is_remote:
+                    return path
+                resolved = path.path.resolve(strict=True)
+                if resolved.is_relative_to(root.path.resolve()):
+                    return StoragePath(str(resolved))
+        raise UserError("it is not below uri_roots")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from raycap.pipeline.data.caption_files import shorten
 from raycap.pipeline.data.vocabulary import SPECIALS
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.storage.untrusted.files import open_regular_file
+from raycap.pipeline.runtime.names import shorten, shown
+from raycap.pipeline.storage.untrusted.documents import open_regular_file
 
 MAX_LINE = 2**22  # bytes; a vector of the largest width that can be configured
 MAX_LISTED = 8  # a message names at most this many of the words without a vector

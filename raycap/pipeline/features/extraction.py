@@ -14,50 +14,156 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import content_key_of
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, numbered_rounds
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads, numbered_rounds
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE, decode_batch
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
-from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.precision import extraction_precision
+from raycap.pipeline.features.regions import import_regions
+from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests, write_index
 from raycap.pipeline.features.store.store import (
+    QUARANTINE,
+    QUARANTINE_FILE,
     FeatureStore,
+    KeySet,
+    content_keys_of,
     feature_key,
     has_shard,
     mark_complete,
     remove_damaged,
     remove_orphans,
+    write_quarantine,
     write_shard,
 )
-from raycap.pipeline.runtime.progress import progress
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from raycap.pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
-
 # One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 CALLS_PER_ACTOR = 2  # batches that an actor has at a time: one is computed, one is written
 MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
-QUARANTINE_FILE = "quarantine.parquet"
-QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
-
 # Starts Ray. The value of the context is called whenever features of more images are stored.
 StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
+
+
+class Extracted(NamedTuple):
+    """A feature store, and {content key: reason} of images without usable features."""
+
+    store: StoragePath
+    missing: dict[str, str]
+
+    def require_enough(self, num_images: int, config: RunConfig) -> None:
+        """Raises UserError when more than `data.max_bad_fraction` of the images have no features."""
+        if len(self.missing) > config.data.max_bad_fraction * num_images:
+            reason = next(iter(self.missing.values()))
+            raise UserError(
+                f"{len(self.missing)} of {num_images} images give no features, more than data.max_bad_fraction = "
+                f"{config.data.max_bad_fraction}; {self.store / 'quarantine.parquet'} lists them (first: {reason})"
+            )
+
+
+def extract_features(
+    config: RunConfig,
+    dataset: Dataset,
+    weights: Path | None,
+    start_ray: StartRay,
+    unreadable: dict[str, str] | None = None,
+) -> Extracted:
+    """Adds the features of the data set's images that the store lacks.
+
+    With `features.views`, an image of a training split has features of its views, and of the image itself only if its
+    split is used otherwise, too. weights: the file of the backbone's weights; None without a backbone. start_ray: see
+    `extract`. unreadable: {URI: reason} of images without a content key, which the quarantine lists.
+    """
+    if not config.has_backbone:
+        return Extracted(*import_regions(dataset, config))
+    assert weights is not None
+    rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray)
+    return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
+
+
+def hash_and_extract(config: RunConfig, weights: Callable[[], Path], start_ray: StartRay) -> HashFiles:
+    """What reads new files for `find_data`: an extraction on Ray if there are many, else threads.
+
+    Threads also read the files if the configuration has `features.views`, whose keys contain the content keys. weights:
+    gives the file of the backbone's weights. weights and start_ray (see `extract`) are called only for an extraction.
+    """
+
+    def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
+        if config.features.views or len(uris) <= config.features.max_images_for_tasks:
+            return hash_with_threads(uris, options)
+        extractor = _extractor(config, weights(), start_ray)
+        return hashing_extraction(config.storage_place / "features", extractor, start_ray)(uris, options)
+
+    return hash_files
+
+
+def _extractor(config: RunConfig, weights: Path, start_ray: StartRay) -> Extractor:
+    """The extractor of a configuration with a backbone. The arguments are those of `extract_features`."""
+    backbone = replace(config.backbone, weights="none")
+    dtype = extraction_precision(backbone, config.features, config.storage_place / "precision", start_ray)
+    settings = config.features.model_copy(update={"compute_dtype": dtype})
+    return Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options)
+
+
+def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
+    """The rows of an extraction: the images, and in place of training images their views if the configuration has any.
+
+    With views, the result has only the columns key and uri. The driver needs memory for `features.views` rows of them
+    per training image.
+    """
+    views = config.features.training_views
+    if views is None:
+        return dataset
+    data = config.data
+    unchanged = {data.val_split, *data.test_splits}
+    keys = [
+        ([] if split in data.train_splits and split not in unchanged else [key])
+        + (views.keys(key) if split in data.train_splits and key is not None else [])
+        for key, split in zip(dataset.column("key"), dataset.column("split"), strict=True)
+    ]
+    rows = dataset.table.select(["uri", "key"])
+    rows = rows.take(pa.array(np.repeat(np.arange(len(keys)), [len(each) for each in keys])))
+    return Dataset(rows).with_column("key", pa.array([key for each in keys for key in each], pa.string()))
+
+
+def features_for_bundles(config: RunConfig, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
+    """The images that a bundle can caption, and the store with their features.
+
+    The store is None when the bundle contains a backbone, which reads the image files.
+    """
+    if config.has_backbone:
+        return dataset, None
+    dataset = dataset.keyed_by_id()
+    store, missing = import_regions(dataset, config)
+    if missing:
+        logger.info(f"features  {len(missing)} images are left out: {store / 'quarantine.parquet'} says why")
+    return dataset.without(sorted(missing)), store
+
+
+def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -> str:
+    """The source of the features in words. num_tokens: N of the features. num_parameters: those of the backbone."""
+    if not config.has_backbone:
+        return f"regions of {config.features.hdf5}, at most {num_tokens}"
+    backbone = config.backbone
+    return f"{backbone.name} at {backbone.image_size} px, {num_parameters:,} parameters, {num_tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -113,10 +219,10 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    readable, of_quarantine = dataset.readable(), _Contents(quarantined)
+    readable, of_quarantine = dataset.readable(), KeySet(quarantined)
     digests, is_unusable, unusable = [np.empty((0, 2), np.uint64)], [np.empty(0, bool)], dict[str, str]()
     for chunk in readable.chunks("key"):
-        contents = _content_keys(chunk)
+        contents = content_keys_of(chunk)
         mask = of_quarantine.contains(contents)
         unusable |= {key: quarantined[key] for key in contents.filter(pa.array(mask)).to_pylist()}
         is_unusable.append(mask)
@@ -126,22 +232,6 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
     num_images = int(is_missing.sum())
     is_missing &= ~np.concatenate(is_unusable) & ~FeatureStore(folder).keys.contains(of_images)
     return Plan(num_images, readable.rows[is_missing], unusable)
-
-
-def _content_keys(table: pa.Table) -> pa.ChunkedArray:
-    """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
-    return pc.utf8_slice_codeunits(table["key"], 0, 64)
-
-
-class _Contents:
-    """Content keys to compare with those of many chunks: Arrow's `is_in` would hash them again for each chunk."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._table, _ = KeyTable.sort(key_digests(pa.array(list(keys), pa.string())))
-
-    def contains(self, keys: pa.ChunkedArray) -> np.ndarray:
-        """Whether each of these keys is there: bools (len(keys),)."""
-        return self._table.contains(key_digests(keys)) if len(self._table) else np.zeros(len(keys), bool)
 
 
 def extract(
@@ -311,9 +401,9 @@ class ShardWriter:
         """
         import ray
 
-        from raycap.pipeline.features.computation import FeatureComputer
+        from raycap.pipeline.features.model_inputs import FeatureComputer
         from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.cpu import computing_thread
+        from raycap.pipeline.runtime.processor import computing_thread
 
         self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)
@@ -359,26 +449,3 @@ class ShardWriter:
         )
         parts, finite = zip(*computed, strict=True)
         return np.concatenate(parts), np.concatenate(finite)
-
-
-def write_quarantine(
-    folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
-) -> None:
-    """Replaces the quarantine's rows of this data set by `unusable` ({content key: reason}) and `unreadable`.
-
-    unreadable: {URI: reason}. The rows of other data sets remain.
-    """
-    before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
-    rows = {row["uri"]: row for row in before.to_pylist()}
-    keys = _Contents(unusable)
-    for chunk in dataset.chunks("uri", "key"):
-        for uri in chunk["uri"].to_pylist() if len(before) else ():
-            rows.pop(uri, None)
-        found = chunk.set_column(1, "key", _content_keys(chunk))
-        for row in found.filter(pa.array(keys.contains(found["key"]))).to_pylist():
-            rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
-    for uri, reason in unreadable.items():
-        rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
-    after = sorted(rows.values(), key=lambda row: row["uri"])
-    if after != before.to_pylist():
-        write_table(folder / QUARANTINE_FILE, pa.Table.from_pylist(after, QUARANTINE))

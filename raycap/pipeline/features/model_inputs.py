@@ -1,33 +1,82 @@
-"""Model inputs: stored features of images, or their pixels."""
+"""Model inputs: stored features of images, their pixels, or features that a frozen backbone computes from pixels.
+
+Extraction and stages that compute features at each step use the same computation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from raycap.models.base import Features, map_tensors
-from raycap.models.encoders.augmentation import augmented
+from raycap.models.config import BackboneConfig
+from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.encoders.transform import ImageTransform
-from raycap.models.encoders.views import seed_of_key
-from raycap.pipeline.data.formats.location import ImageLocation, has_remote_image
-from raycap.pipeline.data.images import MAX_BYTES, decode_image
+from raycap.models.encoders.views import Augmentation, Views, seed_of_key
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import FeatureSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, decode_image, has_remote_image, pixels_of
+from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.storage.cache import ImageCache, image_cache
 from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.weights import load_weights
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from PIL import Image
-
-    from raycap.models.encoders.views import Views
-    from raycap.pipeline.data.dataset import Dataset
-    from raycap.pipeline.features.store.store import FeatureStore
-    from raycap.pipeline.storage.file_cache import ImageCache
-
+T = TypeVar("T")
 NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
+
+
+class FeatureComputer:
+    """A frozen backbone on a device, with the numeric settings of the feature store.
+
+    Equal pixels, weights and settings give equal bits on one kind of device, whoever computes.
+    """
+
+    def __init__(
+        self,
+        backbone: BackboneConfig,
+        weights: Path,
+        settings: FeatureSection,
+        device: torch.device,
+        data: bytes | None = None,
+    ) -> None:
+        """weights, data: see `load_weights`. settings: with a concrete `compute_dtype` (`extraction_precision`)."""
+        self.settings, self.device, self.transform = settings, device, image_transform(backbone)
+        self.dtype, self.stored = getattr(torch, settings.compute_dtype), getattr(torch, settings.stored_dtype)
+        module = Backbone(backbone, with_weights=False)
+        load_weights(module, weights, data)
+        self.backbone: Callable[[Tensor], Tensor] = module.eval().to(device)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Features (B, N, C) in the stored dtype, on the device, of pixels (B, H, W, 3) uint8."""
+        return torch.cat(self.batches(pixels, lambda features: features))
+
+    def batches(self, pixels: Tensor, take: Callable[[Tensor], T]) -> list[T]:
+        """What `take` makes of the features (b, N, C) of each `settings.batch_size` images, in their order.
+
+        pixels: (B, H, W, 3) uint8. The features are in the stored dtype on the device, and their memory can be used
+        again unless `take` keeps them. A value too large for the stored dtype is infinite.
+
+        Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
+        features of an image have the same bits in every batch.
+        """
+        size, taken = self.settings.batch_size, []
+        with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            for part in pixels.split(size):
+                moved = F.pad(part.to(self.device, non_blocking=True), (0, 0, 0, 0, 0, 0, 0, size - len(part)))
+                images = self.transform.normalize(moved).contiguous()
+                taken.append(take(self.backbone(images)[: len(part)].to(self.stored)))
+        return taken
 
 
 class Images:
@@ -36,6 +85,8 @@ class Images:
     Threads decode the images, because decoding and resizing release the interpreter's lock. Images on S3 are read in
     parallel, and with a cache only once.
     """
+
+    augmentation = Augmentation()  # without a seed it changes nothing
 
     def __init__(
         self,
@@ -94,17 +145,19 @@ class Images:
         assert self.positions is not None
         return self.positions[rows]
 
-    def _decoded(self, row: int) -> Image.Image:
-        """The image of a row."""
+    def _view_seed(self, row: int, seed: int | None) -> int | None:
+        """The seed of the random version of an image; None for the image as it is."""
+        return None
+
+    def _pixels(self, row: int, seed: int | None) -> Tensor:
+        """The pixels (H, W, 3) uint8 of one image."""
+        assert self.transform is not None
         image, key = ImageLocation.parse(self.uri(row), self.options), self._value("key", row)
         cache = self.cache if image.is_remote and key else None
         data = image.read_bytes(MAX_BYTES) if cache is None else cache.read(image, key, MAX_BYTES)
-        return decode_image(data, self.max_pixels)
-
-    def _pixels(self, row: int, seed: int | None) -> Tensor:
-        """The resized pixels (H, W, 3) uint8 of one image."""
-        assert self.transform is not None
-        return torch.from_numpy(self.transform.resize(self._decoded(row)).copy())
+        decoded = decode_image(data, self.max_pixels)
+        pixels = pixels_of(decoded, self.transform, self.augmentation, self._view_seed(row, seed))
+        return torch.from_numpy(pixels.copy())
 
 
 class AugmentedImages(Images):
@@ -112,12 +165,10 @@ class AugmentedImages(Images):
 
     def __init__(self, views: Views, *arguments: Any) -> None:
         """arguments: those of `Images`."""
-        self.views = views
+        self.views, self.augmentation = views, views.augmentation
         super().__init__(*arguments)
 
     def _locate(self, store: FeatureStore, content_keys: pa.ChunkedArray) -> np.ndarray:
-        import pyarrow.compute as pc
-
         columns = [
             store.locate(pc.binary_join_element_wise(content_keys, suffix, "")) for suffix in self.views.suffixes
         ]
@@ -127,19 +178,34 @@ class AugmentedImages(Images):
         assert self.positions is not None and seeds is not None
         return self.positions[rows, (seeds % np.uint64(self.views.count)).astype(np.int64)]
 
-    def _pixels(self, row: int, seed: int | None) -> Tensor:
-        assert self.transform is not None and seed is not None
-        pixels = augmented(self._decoded(row), self.views.augmentation, seed, self.transform.resize)
-        return torch.from_numpy(pixels.copy())
+    def _view_seed(self, row: int, seed: int | None) -> int | None:
+        assert seed is not None
+        return seed
 
 
 class StoredViews(AugmentedImages):
     """Training images as pixels of the views that a store would have, of which a seed selects one."""
 
-    def _pixels(self, row: int, seed: int | None) -> Tensor:
+    def _view_seed(self, row: int, seed: int | None) -> int | None:
         assert seed is not None
-        key = f"{self._value('key', row)}{self.views.suffixes[seed % self.views.count]}"
-        return super()._pixels(row, seed_of_key(key))
+        return seed_of_key(f"{self._value('key', row)}{self.views.suffixes[seed % self.views.count]}")
+
+
+def model_inputs(
+    config: RunConfig, part: Dataset, store: FeatureStore | None, views: Views | None = None, *, as_stored: bool = False
+) -> Images:
+    """The model inputs of some images of a run: stored features, or pixels when `store` is None.
+
+    views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
+    store would have, in place of new ones.
+    """
+    transform = image_transform(config.backbone) if store is None else None
+    cache = image_cache(config.features.cache_bytes)
+    threads, options = config.workers.num_decode_threads, config.storage.options
+    arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
+    if views is None:
+        return Images(*arguments)
+    return (StoredViews if as_stored else AugmentedImages)(views, *arguments)
 
 
 def on_device(

@@ -26,15 +26,16 @@ import pyarrow as pa
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.synthetic.scenes import regions_file_name, scene_regions
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.extraction import write_quarantine
-from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.store.index import write_index
 from raycap.pipeline.features.store.store import (
     FeatureStore,
     feature_key,
     mark_complete,
     remove_damaged,
     remove_orphans,
+    write_quarantine,
     write_shard,
 )
 from raycap.pipeline.runtime.names import one_line, printable
@@ -133,9 +134,7 @@ def region_file(config: RunConfig) -> Path:
     """The HDF5 file of a configuration. A missing file of the synthetic data set is written first."""
     if config.features.hdf5 != SYNTHETIC or config.data.synthetic is None:
         return Path(str(config.features.hdf5)).expanduser().absolute()
-    from raycap.pipeline.data.synthetic.regions import file_name, scene_regions
-
-    path = config.working_path / "data" / file_name(config.data.synthetic)
+    path = config.working_path / "data" / regions_file_name(config.data.synthetic)
     if not path.is_file():
         write_regions(path, scene_regions(config.data.synthetic))
     return path

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Section
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.location import PARTS
+from raycap.pipeline.data.images import PARTS
 from raycap.pipeline.storage.path import Entry, StoragePath, is_remote, join
 
 LISTING = pa.schema(

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import data_root, find_data
+from raycap.pipeline.data.reading import data_root, find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
@@ -28,7 +28,7 @@ from raycap.pipeline.retrain.data_listing import LISTING, compare, list_data, ne
 from raycap.pipeline.retrain.decision_page import decision_page
 from raycap.pipeline.retrain.tracking import update_tracker
 from raycap.pipeline.runs.check import Reader, check_data
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, try_rights
 from raycap.pipeline.storage.tables import from_bytes, to_bytes

@@ -20,17 +20,17 @@ import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads
-from raycap.pipeline.data.dataset import Dataset, Selection, build_vocabulary, read_annotations, require_splits
+from raycap.pipeline.data.dataset import Dataset, Selection
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
 from raycap.pipeline.data.language.tokenizers import SUBWORD, caption_words
-from raycap.pipeline.data.loading import data_root, snapshot_of
+from raycap.pipeline.data.reading import build_vocabulary, data_root, read_annotations, require_splits, snapshot_of
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import missing_regions
-from raycap.pipeline.features.store.key_table import KeyTable, first_of_each, key_digests
+from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shown
-from raycap.pipeline.runtime.progress import progress
 from raycap.pipeline.storage.path import StorageOptions
 
 logger = logging.getLogger(__name__)

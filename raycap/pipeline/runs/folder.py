@@ -30,18 +30,15 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.config.variables import variable_names
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.language.token_files import TokenFiles, write_tokens
-from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runs.distillation.taken_captions import Distilled, captions_of, read_taken
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.runtime.secrets import remember_variable, remembered_variables
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock
-from raycap.pipeline.storage.cache import cache_folder
-from raycap.pipeline.storage.copies import no_pruning, prune_copies, remove_copy
 from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
-from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.mirror import Mirror, no_pruning, prune_copies, remove_copy
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
 PART_BYTES = 2**18  # about 1,000 entries

@@ -1,7 +1,7 @@
 """Checks before a command writes, draws or starts anything: the storage, the named files, and the sizes of the model.
 
 Mistakes that the user can correct raise UserError and leave nothing behind. The data themselves are checked by
-`pipeline.data.loading`, before anything but a synthetic data set is written.
+`pipeline.data.reading`, before anything but a synthetic data set is written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.config.variables import quoted_value
-from raycap.pipeline.data.dataset import build_vocabulary
-from raycap.pipeline.data.loading import planned_data
+from raycap.pipeline.data.reading import build_vocabulary, planned_data
 from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES

@@ -23,8 +23,8 @@ from raycap.models.registry import build_model
 from raycap.models.token_embeddings import fill_word_vectors
 from raycap.pipeline.config.load import dump_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.dataset import Dataset, build_vocabulary, longest_caption
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import build_vocabulary, find_data, longest_caption
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
@@ -37,9 +37,8 @@ from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, Run
 from raycap.pipeline.runs.identity import code_digest, run_identity
 from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
-from raycap.pipeline.storage.cache import free_bytes
+from raycap.pipeline.storage.cache import free_bytes, shard_cache
 from raycap.pipeline.storage.digests import file_digest, write_digests
-from raycap.pipeline.storage.file_cache import shard_cache
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import commit
 

@@ -12,7 +12,7 @@ from raycap.pipeline.evaluation.comparison.published import FinalRow, published_
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
 from raycap.pipeline.evaluation.scores.metrics import Score
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.features.source import describe_features
+from raycap.pipeline.features.extraction import describe_features
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.run_scores import RunScores

@@ -1,26 +1,34 @@
-"""Logging: one formatter for the terminal and one for a run's log file.
+"""What a person sees of a command: the log, the progress of long work, and what could not be made for looking at.
 
-`configure_logging` shows the records of raycap's modules. Without it (in a test, in a program that imports raycap) the
-standard rules of `logging` apply.
+`configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
+file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply. `progress` draws a
+bar where standard error is a terminal, and otherwise logs a line every few seconds.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.errors import JobFailedError, UserError, cause_of
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.runtime.secrets import without_secrets
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PACKAGE = "raycap"
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
+LINE_EVERY_S = 5.0  # seconds between two log lines about the progress of one task
+logger = logging.getLogger(__name__)
+MAX_REASON = 300  # characters
 
 
 def configure_logging(level: int = logging.INFO) -> None:
@@ -149,3 +157,106 @@ def _terminal_handler() -> _TerminalHandler | None:
     """The handler that `configure_logging` added; None before its first call."""
     handlers = logging.getLogger(PACKAGE).handlers
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)
+
+
+class ProgressBar:
+    """A bar below the lines of the log. It is drawn only on a terminal, and only if the log shows INFO records."""
+
+    def __init__(self) -> None:
+        self.is_drawn = sys.stderr.isatty() and is_shown(logging.INFO)
+        self._progress: Progress | None = None
+
+    def update(self, label: str, done: int, total: int, note: str = "") -> None:
+        """Shows `done` of `total`, an estimate of the remaining time, and a note."""
+        if not self.is_drawn:
+            return
+        if self._progress is None:
+            self._progress = _start_rich_progress()
+        if not self._progress.task_ids:
+            self._progress.add_task(label, total=total, completed=done, note=note)
+        task = self._progress.task_ids[0]
+        if self._progress.tasks[0].description != label:
+            self._progress.reset(task, total=total, completed=done, description=label, note=note)
+        self._progress.update(task, completed=done, note=note)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _start_rich_progress() -> Progress:
+    """Starts to draw a bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[note]}")
+    progress = Progress(
+        *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
+        console=Console(stderr=True),
+        refresh_per_second=2,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # lines for a file or pipe must not be sent to the terminal
+    )
+    progress.start()
+    return progress
+
+
+@contextmanager
+def progress(label: str, total: int, write: Callable[[str], object] | None = None) -> Iterator[Callable[[int], None]]:
+    """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
+
+    Every five seconds a line is logged; while a bar is drawn, only the log file gets it. If `write` is given, the lines
+    go to this function instead of the log, and only if no bar is drawn.
+    """
+    begin = last = time.monotonic()
+    done = 0
+    with closing(ProgressBar()) as bar:
+
+        def advance(count: int) -> None:
+            nonlocal done, last
+            done += count
+            now = time.monotonic()
+            rate = done / max(now - begin, 1e-3)  # no division by 0
+            bar.update(label, done, total, f"{rate:.1f} images/s")
+            if now - last <= LINE_EVERY_S:
+                return
+            last = now
+            line = f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
+            if write is None:
+                logger.info(line, extra={"has_bar": bar.is_drawn})
+            elif not bar.is_drawn and is_shown(logging.INFO):
+                write(line)
+
+        yield advance
+
+
+class Decorations:
+    """The decorations of one result, made after its scores are written.
+
+    failed: {decoration: reason} of those that could not be made.
+    """
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+
+    @contextmanager
+    def making(self, name: str) -> Iterator[None]:
+        """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user.
+
+        What a task refuses is no such mistake: the driver has checked the same configuration, so that only the node of
+        the task can differ.
+        """
+        try:
+            yield
+        except Exception as error:
+            cause = cause_of(error)
+            if isinstance(error, UserError) and cause is error:
+                raise
+            reason = without_secrets(f"{type(cause).__name__}: {cause}")  # it is stored
+            self.failed[name] = " ".join(reason.split())[:MAX_REASON]
+            logger.debug(f"{name} failed", exc_info=True)
+
+    def log_failed(self, remedy: str = "the same command makes it again") -> None:
+        """Logs one line for each decoration that could not be made."""
+        for name, reason in self.failed.items():
+            logger.warning(f"{name} could not be made ({reason}); {remedy}")

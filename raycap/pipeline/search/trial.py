@@ -27,7 +27,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import score_captions
@@ -40,10 +40,9 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
 from raycap.pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
-from raycap.pipeline.storage.cache import cache_folder
 from raycap.pipeline.storage.digests import write_digests
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.s3 import OutageError
 from raycap.pipeline.storage.weights import load_weights, weights_file_digest
 from raycap.pipeline.training.batches import num_samples

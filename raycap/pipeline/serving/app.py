@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 
-from raycap.pipeline.data.uri_roots import UriRoots
+from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption
 from raycap.pipeline.evaluation.reports.caption_page import content_security_policy, page
 from raycap.pipeline.serving.bodies import Options, Source, parse_body, read_body

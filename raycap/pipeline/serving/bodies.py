@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.data.uri_roots import UriRoots
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted, shown
 from raycap.pipeline.serving.limits import Limits, RefusedError

@@ -20,8 +20,7 @@ from typing import Any
 
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
-from raycap.pipeline.storage.cache import cache_folder
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.path import StoragePath, cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,8 +23,10 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path
 from raycap.pipeline.storage.atomic import file_lock, write_bytes
 from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
-from raycap.pipeline.storage.untrusted.files import open_regular_file, read_regular_file
+from raycap.pipeline.storage.untrusted.documents import open_regular_file, read_regular_file
 
+CACHE_VARIABLE = "RAYCAP_CACHE"
+PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
 REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3: a request takes as long as the transfer of about so much
 MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
 
@@ -300,3 +303,17 @@ def _try_create(probe: StoragePath, data: bytes) -> bool:
     except ConflictError:
         return False
     return True
+
+
+def cache_folder() -> Path:
+    """$RAYCAP_CACHE, or ~/.cache/raycap. Others cannot read it, because its copies of private data may be readable.
+
+    A folder that exists at $RAYCAP_CACHE keeps its rights, which somebody has chosen.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    folder = expanded_path(chosen or Path.home() / ".cache" / "raycap")
+    with suppress(OSError):  # a later write names the problem
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if not chosen and stat.S_IMODE(folder.stat().st_mode) & ~PRIVATE:  # of an older version
+            folder.chmod(PRIVATE)
+    return folder

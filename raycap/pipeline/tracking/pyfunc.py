@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raycap.pipeline.data.image_sources import NOT_READABLE, UriRoots
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.data.uri_roots import NOT_READABLE, UriRoots
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import BATCH_SIZE, CaptionService
 from raycap.pipeline.evaluation.confidence.image_caption import ImageCaption

@@ -14,26 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raycap.models.base import Features, map_tensors
+from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.features.model_inputs import on_device
+from raycap.pipeline.data.vocabulary import TokenFiles
+from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.features.store.shards import ReadAhead
+from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
-
-if TYPE_CHECKING:
-    from raycap.models.encoders.transform import ImageTransform
-    from raycap.pipeline.config.sections import StageSection
-    from raycap.pipeline.data.dataset import Dataset
-    from raycap.pipeline.data.language.token_files import TokenFiles
-    from raycap.pipeline.features.store.read_ahead import ReadAhead
-    from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.features.model_inputs import Images
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 _CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time

@@ -19,15 +19,13 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import device_for
-from raycap.pipeline.runtime.cpu import memory_mb, prepare_processor
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products, memory_mb, prepare_processor
 from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
 from raycap.pipeline.training.objectives import check_reward, make_objective
-from raycap.pipeline.training.optimizer import make_optimizer
+from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 from raycap.pipeline.training.rewards.stage_reward import Groups
-from raycap.pipeline.training.weight_average import WeightAverage
 
 NUM_STEPS = 2  # on a GPU
 MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest

@@ -30,27 +30,23 @@ from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
-from raycap.pipeline.features.computation import FeatureComputer
-from raycap.pipeline.features.measured_precision import known_precision
+from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
+from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
-from raycap.pipeline.runtime.cpu import prepare_processor
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens
-from raycap.pipeline.training.finite import FiniteCheck
 from raycap.pipeline.training.objectives import check_reward, make_objective
-from raycap.pipeline.training.optimizer import learning_rate, make_optimizer, set_rate
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.references import References
+from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 from raycap.pipeline.training.rewards.stage_reward import GROUP_IMAGES, Groups
 from raycap.pipeline.training.sample_order import seed_of
-from raycap.pipeline.training.split_captions import caption_split, model_inputs
+from raycap.pipeline.training.split_captions import caption_split
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
-from raycap.pipeline.training.step_metrics import StepMetrics, summed
-from raycap.pipeline.training.weight_average import WeightAverage
+from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summed
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
@@ -211,13 +207,13 @@ class StageRun:
         self.computer = feature_computer(folder, stage, context.device)
         computes = self.computer is not None
         views = config.features.training_views
-        images = model_inputs(folder, train, None if computes else store, views, as_stored=computes)
+        images = model_inputs(config, train, None if computes else store, views, as_stored=computes)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         if by_shards:
             self.batches.order_by_shards(config.features.shuffle_buffer)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
-        self.validation = model_inputs(folder, validation, store)
+        self.validation = model_inputs(config, validation, store)
         references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)

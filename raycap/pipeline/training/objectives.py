@@ -25,7 +25,6 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,18 +38,20 @@ from raycap.models.decoding.masks import CaptionMasks, new_masks
 from raycap.models.decoding.rules import ScoreRules
 from raycap.models.decoding.search import Beams, Decoder, greedy, sample, search
 from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.config.sections import ScstSection, StageSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
-from raycap.pipeline.storage.cache import cache_folder
+from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.rewards.cider_d import DOCUMENT_SEED, CiderDReward, Documents, sampled_documents
-from raycap.pipeline.training.rewards.references import References
-from raycap.pipeline.training.rewards.stage_reward import Groups, StageReward
-from raycap.pipeline.training.rewards.weighted import CIDER_D, WeightedReward
-
-if TYPE_CHECKING:
-    from raycap.pipeline.config.sections import ScstSection, StageSection
-    from raycap.pipeline.data.dataset import Dataset
-    from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.training.rewards.cider_d import (
+    DOCUMENT_SEED,
+    CiderDReward,
+    Documents,
+    References,
+    sampled_documents,
+)
+from raycap.pipeline.training.rewards.stage_reward import CIDER_D, Groups, StageReward, WeightedReward
 
 DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
 MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data

@@ -9,47 +9,21 @@ from pathlib import Path
 import torch
 
 from raycap.models.captioner import Captioner
-from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.models.encoders.views import Views
+from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import write_predictions
-from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.captioning.protocols import run_protocol
 from raycap.pipeline.evaluation.captioning.search import caption_images
-from raycap.pipeline.features.model_inputs import AugmentedImages, Images, StoredViews
-from raycap.pipeline.features.store.store import FeatureStore, open_store
+from raycap.pipeline.features.model_inputs import model_inputs
+from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import Context
-from raycap.pipeline.runtime.cpu import prepare_processor
-from raycap.pipeline.storage.file_cache import image_cache
+from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.stage_output import StageOutput
 
 REPORT_EVERY_S = 30.0  # the driver must see that a long search makes progress
-
-
-def model_inputs(
-    folder: RunFolder,
-    part: Dataset,
-    store: FeatureStore | None,
-    views: Views | None = None,
-    *,
-    as_stored: bool = False,
-) -> Images:
-    """The model inputs of some images of a run: stored features, or pixels when `store` is None.
-
-    views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
-    store would have, in place of new ones.
-    """
-    config = folder.config
-    transform = image_transform(config.backbone) if store is None else None
-    cache = image_cache(config.features.cache_bytes)
-    threads, options = config.workers.num_decode_threads, config.storage.options
-    arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
-    if views is None:
-        return Images(*arguments)
-    return (StoredViews if as_stored else AugmentedImages)(views, *arguments)
 
 
 def caption_split(
@@ -72,7 +46,7 @@ def caption_split(
     if captioner.backbone is None:
         assert store is not None  # the frozen stages have read it
         features = open_store(store, folder.config.features)
-    images = model_inputs(folder, folder.dataset.without(excluded).split(split), features)
+    images = model_inputs(folder.config, folder.dataset.without(excluded).split(split), features)
     result = folder.result(output.stage)
     assert result is not None
     output.open_journal(result.steps)

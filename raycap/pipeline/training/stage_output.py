@@ -36,7 +36,7 @@ from raycap.pipeline.storage.atomic import atomic_folder, read_json, write_json
 from raycap.pipeline.storage.digests import DIGESTS, require_whole, write_digests
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import save_weights
-from raycap.pipeline.training.weight_average import WeightAverage
+from raycap.pipeline.training.optimizer import WeightAverage
 
 NUM_CHECKPOINTS = 2  # per stage
 CLOSE_S = 20.0  # how long a stage that ends waits for its background threads

@@ -1,19 +1,24 @@
-"""Metrics of the steps between two journal entries: means over steps and ranks, speed, time spent waiting for data.
+"""Metrics of the steps between two journal entries: means over steps and ranks, speed, waiting for data, machine load.
 
-They stay on the device until an entry is written, so that a step does not wait for a GPU.
+They stay on the device until an entry is written, so that a step does not wait for a GPU. The load of the machine has
+the names of MLflow's system metrics; MLflow's monitor would send to the tracker from the training worker, while here
+the worker only writes its journal, which the driver forwards.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from raycap.pipeline.runtime.context import Context, sum_over_ranks
-from raycap.pipeline.runtime.cpu import memory_mb
-from raycap.pipeline.runtime.system_metrics import system_metrics
+from raycap.pipeline.runtime.processor import memory_mb
+
+MEGABYTE = 1e6
 
 
 def summed(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -62,3 +67,93 @@ class StepMetrics:
             "memory_mb": memory_mb(device),
             **system_metrics(device),
         }
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient is not finite. The message names stage, step and rank."""
+
+
+class FiniteCheck:
+    """Raises DivergedError for a number of a training step that is infinite or NaN.
+
+    To read a number, the processor must wait for a GPU. There the numbers stay on the device until `require`, which
+    must be called before weights are written. Elsewhere each step is checked at once, before its update.
+    """
+
+    def __init__(self, stage: str, rank: int, *, defers: bool) -> None:
+        """defers: keep the numbers until `require`."""
+        self.stage, self.rank, self.defers = stage, rank, defers
+        self._kept: list[tuple[int, dict[str, Tensor]]] = []  # the numbers of each step by their name
+
+    def add(self, step: int, numbers: dict[str, Tensor]) -> None:
+        """Adds the scalars of a step, by the name that a message gives them."""
+        self._kept.append((step, numbers))
+        if not self.defers:
+            self.require()
+
+    def require(self) -> None:
+        """Raises DivergedError if a number since the last call is not finite. The message names the first one."""
+        kept, self._kept = self._kept, []
+        names = [(step, name) for step, numbers in kept for name in numbers]
+        values = [number.detach().double() for _, numbers in kept for number in numbers.values()]
+        for (step, name), value in zip(names, torch.stack(values).tolist() if values else [], strict=True):
+            if not math.isfinite(value):
+                raise DivergedError(
+                    f"the {name} is {value} in stage {self.stage}, step {step}, rank {self.rank}; "
+                    "the last good checkpoint stays: lower lr or add max_grad_norm"
+                )
+
+
+def system_metrics(device: torch.device) -> dict[str, float]:
+    """The load of this machine, as {"system/<name>": value}.
+
+    CPU load counts since the last call, network traffic since the first. GPUs are included if `device` is one.
+    """
+    import psutil
+
+    memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
+    (received, sent), (received_before, sent_before) = _network(), _network_at_first_call()
+    metrics = {
+        "cpu_utilization_percentage": psutil.cpu_percent(),
+        "system_memory_usage_megabytes": memory.used / MEGABYTE,
+        "system_memory_usage_percentage": memory.percent,
+        "disk_usage_percentage": disk.percent,
+        "disk_available_megabytes": disk.free / MEGABYTE,
+        "network_receive_megabytes": (received - received_before) / MEGABYTE,
+        "network_transmit_megabytes": (sent - sent_before) / MEGABYTE,
+    }
+    if device.type == "cuda":
+        metrics |= _gpu_metrics(device)
+    return {f"system/{name}": round(float(value), 1) for name, value in metrics.items()}
+
+
+def _gpu_metrics(device: torch.device) -> dict[str, float]:
+    """Memory (of all processes) and utilization of every visible GPU, from NVML.
+
+    Without NVML only the memory of `device` is reported, because for each other GPU `torch.cuda.mem_get_info` would
+    open a CUDA context.
+    """
+    metrics: dict[str, float] = {}
+    try:
+        for index in range(torch.cuda.device_count()):
+            metrics[f"gpu_{index}_memory_usage_megabytes"] = torch.cuda.device_memory_used(index) / MEGABYTE
+            with suppress(Exception):  # not every GPU reports it, for example not a partition (MIG)
+                metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
+    except Exception:  # NVML and a missing nvidia-ml-py raise various types
+        free, total = torch.cuda.mem_get_info(device)
+        metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE
+    return metrics
+
+
+def _network() -> tuple[int, int]:
+    """Bytes received and sent since the machine started."""
+    import psutil
+
+    counters = psutil.net_io_counters()
+    return (counters.bytes_recv, counters.bytes_sent) if counters else (0, 0)
+
+
+@cache
+def _network_at_first_call() -> tuple[int, int]:
+    """The result of `_network` at the first call in this process."""
+    return _network()

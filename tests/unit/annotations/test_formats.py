@@ -16,11 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import Dataset, build_vocabulary, read_annotations, read_dataset
-from raycap.pipeline.data.formats.registry import FORMATS
-from raycap.pipeline.data.formats.rows import as_list
-from raycap.pipeline.data.formats.splits import id_of_name
-from raycap.pipeline.data.language.english import tokenize_like_spacy
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.formats.source import as_list, id_of_name
+from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
+from raycap.pipeline.data.reading import FORMATS, build_vocabulary, read_annotations, read_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 

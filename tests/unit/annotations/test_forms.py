@@ -16,14 +16,13 @@ import pytest
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.dataset import Dataset, read_annotations, read_dataset
-from raycap.pipeline.data.formats.files import find_files
-from raycap.pipeline.data.formats.location import ImageLocation, PageCache, is_remote_image
-from raycap.pipeline.data.formats.splits import Splits, id_of_name
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
+from raycap.pipeline.data.images import ImageLocation, PageCache, decode_batch, is_remote_image
+from raycap.pipeline.data.reading import read_annotations, read_dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
-from raycap.pipeline.storage.untrusted.parquet_values import PageValue, Values
+from raycap.pipeline.storage.untrusted.parquet_pages import PageValue, Values
 from tests.support.forms import FORMS, Captioned, add_file, scenes, write_parquet_shards, write_tars
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raycap.pipeline.data.formats import name_index as module
-from raycap.pipeline.data.formats.name_index import NameIndex
+from raycap.pipeline.storage import tables as module
+from raycap.pipeline.storage.tables import NameIndex
 
 
 @pytest.mark.parametrize("limit", [0, 2**20])

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import read_annotations
-from raycap.pipeline.data.formats import rows as module
-from raycap.pipeline.data.formats.location import has_remote_image, is_remote_image
-from raycap.pipeline.data.formats.rows import IMAGES, Rows, Source
+from raycap.pipeline.data.formats import source as module
+from raycap.pipeline.data.formats.source import IMAGES, Rows, Source
 from raycap.pipeline.data.formats.table import table_entries
+from raycap.pipeline.data.images import has_remote_image, is_remote_image
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import storage_path
 from tests.support.plain_data import plain_table
@@ -66,7 +66,7 @@ def test_tables_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.Mo
     """Names in several spellings, rows in any order, splits that are missing, and sometimes ones that contradict."""
     monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     monkeypatch.setattr(module, "BUFFERED_ROWS", 5)
-    monkeypatch.setattr("raycap.pipeline.data.formats.name_index.FIRST_SLOTS", 4)
+    monkeypatch.setattr("raycap.pipeline.storage.tables.FIRST_SLOTS", 4)
     rng, outcomes = np.random.default_rng(0), set[str]()
     for _ in range(60):
         lines = []

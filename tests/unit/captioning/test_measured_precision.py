@@ -16,7 +16,7 @@ from raycap.pipeline.evaluation.captioning.measured_precision import (
     with_kept_precision,
     with_search_precision,
 )
-from raycap.pipeline.runtime.precision import PrecisionTimes
+from raycap.pipeline.runtime.processor import PrecisionTimes
 from tests.conftest import small_config
 
 SYSTEMS: list[dict[str, Any]] = [

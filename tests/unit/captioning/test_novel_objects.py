@@ -34,7 +34,7 @@ from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.scores.split_result import ConstraintCounts, SplitResult
 from raycap.pipeline.runs.run_scores import split_result
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.file_cache import ChangedError
+from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half

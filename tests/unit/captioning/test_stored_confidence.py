@@ -20,7 +20,7 @@ from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config

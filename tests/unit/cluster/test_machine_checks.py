@@ -16,7 +16,7 @@ from raycap.jobs.doctor import machine_checks as checks
 from raycap.jobs.doctor.finding import Finding
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.runtime.precision import PrecisionTimes
+from raycap.pipeline.runtime.processor import PrecisionTimes
 from raycap.pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
 from raycap.pipeline.storage.s3 import S3Object
 from tests.conftest import small_config

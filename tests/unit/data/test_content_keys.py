@@ -15,8 +15,7 @@ import pytest
 from raycap.pipeline.data import manifests
 from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.data.formats.location import ImageLocation
-from raycap.pipeline.data.images import read_image_file
+from raycap.pipeline.data.images import ImageLocation, read_image_file
 from raycap.pipeline.data.manifests import Manifest
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry

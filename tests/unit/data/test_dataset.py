@@ -17,8 +17,9 @@ import pytest
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data import dataset as module
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from raycap.pipeline.data.language.english import tokenize
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.language.tokenizers import tokenize
+from raycap.pipeline.data.reading import build_vocabulary, longest_caption, read_dataset
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.path import StoragePath
@@ -235,7 +236,7 @@ def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypa
                 raise error
             return b"x"
 
-        monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", read)
+        monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", read)
 
     for kind in (OutageError, StorageError):
         fail_with(kind("s3://bucket/y.png: storage failed"))
@@ -258,7 +259,7 @@ def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
     for name, value in (("content_keys._URIS_PER_SLICE", 2), ("content_keys._WRITE_EVERY_S", 0)):
         monkeypatch.setattr(f"raycap.pipeline.data.{name}", value)
     monkeypatch.setattr("raycap.pipeline.data.content_keys._WRITE_SHARE", 1e9)
-    monkeypatch.setattr("raycap.pipeline.runtime.progress.LINE_EVERY_S", -1)
+    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
     read: list[str] = []
 
     def read_until(path: StoragePath, last: str = "5.png") -> bytes:
@@ -267,13 +268,13 @@ def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
             raise KeyboardInterrupt
         return path.uri.encode()
 
-    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", read_until)
+    monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", read_until)
     with pytest.raises(KeyboardInterrupt):
         take_snapshot(dataset, tmp_path / "killed.parquet")
     assert sorted(read) == [f"{number}.png" for number in range(6)], "the last slice was not begun"
     assert re.fullmatch(r"content keys  4/7 images, [\d.]+ images/s, \d+ s left", log_lines[1])
     read.clear()
-    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", lambda path: read_until(path, ""))
+    monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", lambda path: read_until(path, ""))
     found, unreadable = take_snapshot(dataset, tmp_path / "killed.parquet")
     assert sorted(read) == ["4.png", "5.png", "6.png"], "the keys of two slices were kept"
     assert not unreadable and found.table.equals(whole.table)

@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from raycap.pipeline.config.sections import SceneConfig
-from raycap.pipeline.data.language.english import tokenize
+from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.data.synthetic import scenes as synthetic
 from raycap.pipeline.data.synthetic.scenes import NOVEL, main_object, main_object_hits, make_scene, write_dataset
 

@@ -6,8 +6,16 @@ import numpy as np
 
 from raycap.pipeline.config.sections import SceneConfig
 from raycap.pipeline.data.synthetic import scenes as synthetic
-from raycap.pipeline.data.synthetic.regions import WIDTH, regions_of, scene_regions
-from raycap.pipeline.data.synthetic.scenes import BACKGROUNDS, COLORS, SHAPES, draw_scene, make_scene
+from raycap.pipeline.data.synthetic.scenes import (
+    BACKGROUNDS,
+    COLORS,
+    REGION_WIDTH,
+    SHAPES,
+    draw_scene,
+    make_scene,
+    regions_of,
+    scene_regions,
+)
 
 CONFIG = SceneConfig(num_images=300, image_size=64, seed=0)
 REGIONS = {image_id: (features, boxes) for image_id, features, boxes in scene_regions(CONFIG)}
@@ -18,7 +26,7 @@ def test_one_region_per_shape_and_one_for_the_picture() -> None:
     for image_id, (features, boxes) in REGIONS.items():
         scene, _ = make_scene(CONFIG.seed, image_id - 1)
         count = 2 if scene.second is None else 3
-        assert features.shape == (count, WIDTH) and boxes.shape == (count, 4) and count <= 3
+        assert features.shape == (count, REGION_WIDTH) and boxes.shape == (count, 4) and count <= 3
         assert features.dtype == boxes.dtype == np.float32
         assert boxes[0].tolist() == [0, 0, 64, 64], "the picture is the largest"
         assert (boxes[:, :2] <= boxes[:, 2:]).all() and boxes.min() >= 0 and boxes.max() <= 64

@@ -17,7 +17,7 @@ from raycap.models.registry import build_model
 from raycap.models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import build_vocabulary, read_dataset
+from raycap.pipeline.data.reading import build_vocabulary, read_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import check_word_vectors, describe_missing, read_word_vectors
 from raycap.pipeline.errors import UserError

@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.data.dataset import SCHEMA, Dataset, Selection
-from raycap.pipeline.features.extraction import plan_extraction, write_quarantine
-from raycap.pipeline.features.store import manifests
-from raycap.pipeline.features.store.key_table import KeyTable, key_digests
-from raycap.pipeline.features.store.manifests import ManifestRows, read_manifests, write_index
-from raycap.pipeline.features.store.store import FeatureStore, remove_damaged, shard_name, write_shard
+from raycap.pipeline.features.extraction import plan_extraction
+from raycap.pipeline.features.store import index
+from raycap.pipeline.features.store.index import KeyTable, ManifestRows, key_digests, read_manifests, write_index
+from raycap.pipeline.features.store.store import FeatureStore, remove_damaged, shard_name, write_quarantine, write_shard
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.damage import flip_any
 from tests.support.features import gather
@@ -87,8 +86,8 @@ def assert_same_rows(folder: Path, num_shards: int) -> None:
 
 
 def test_full_parts_of_an_index_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "SHARDS_PER_PART", 3)
-    monkeypatch.setattr(manifests, "MAX_LOOSE", 1)
+    monkeypatch.setattr(index, "SHARDS_PER_PART", 3)
+    monkeypatch.setattr(index, "MAX_LOOSE", 1)
     folder, num_shards = storage_path(tmp_path), 0
     before: dict[str, bytes] = {}
     for count in (5, 1, 2, 7):
@@ -106,22 +105,6 @@ def test_full_parts_of_an_index_are_not_written_again(tmp_path: Path, monkeypatc
         assert_same_rows(tmp_path, num_shards)
         before = after
     assert all(len(table) <= 6 for table in read_manifests(folder))
-
-
-def test_an_index_of_an_earlier_version_is_read_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_shards(tmp_path, 0, 4)
-    old = tmp_path / "index.parquet"
-    pq.write_table(pa.concat_tables(read_manifests(storage_path(tmp_path))), old)
-    read = []
-    monkeypatch.setattr(
-        manifests, "manifest_path", lambda folder, shard: read.append(shard) or folder / f"manifest/{shard}.parquet"
-    )
-    assert_same_rows(tmp_path, 4)
-    assert not read, "the index has them all"
-    add_shards(tmp_path, 4, 20)
-    write_index(storage_path(tmp_path))
-    assert not old.exists() and len(parts_of(tmp_path)) == 1
-    assert_same_rows(tmp_path, 24)
 
 
 def test_two_extractions_at_once_write_parts_with_the_same_shards(tmp_path: Path) -> None:

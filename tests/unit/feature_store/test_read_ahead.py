@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycap.pipeline.features.store.read_ahead import ReadAhead
+from raycap.pipeline.features.store.shards import ReadAhead
 
 SIZE = 10
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store.manifests import write_index
+from raycap.pipeline.features.store.index import write_index
 from raycap.pipeline.features.store.store import (
     FeatureStore,
     feature_key,
@@ -125,7 +124,7 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
     assert len(list((tmp_path / "index").iterdir())) == 1
@@ -143,7 +142,7 @@ def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the listing of its parts and their reading."""
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
     (part,) = (tmp_path / "index").iterdir()
@@ -152,33 +151,19 @@ def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
         part.unlink(missing_ok=True)
         return read_cache(path, schema)
 
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.read_cache", read)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.read_cache", read)
     assert np.array_equal(gather(FeatureStore(tmp_path), keys), features) and not part.exists()
 
 
-def test_the_index_of_an_earlier_version_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one with more shards than a part. Its rows are read in chunks that end within shards."""
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.SHARDS_PER_PART", 4)
+def test_an_index_is_read_in_chunks_that_end_within_shards(tmp_path: Path) -> None:
     keys, features = filled(tmp_path, shards=10)
     tables = [pq.read_table(path) for path in sorted(tmp_path.glob("manifest/*"))]
-    old = tmp_path / "index.parquet"
-    pq.write_table(pa.concat_tables(tables), old, row_group_size=7)
-    names = [path.stem for path in tmp_path.glob("shards/*")]
-
-    def is_whole() -> bool:
-        store = FeatureStore(tmp_path)
-        return np.array_equal(gather(store, keys), features) and {info.shard for info in store.shards} == {*names}
-
-    write_index(storage_path(tmp_path))
-    assert old.exists() and is_whole(), "it has all manifests"
-    for name in ("new", "newer"):
-        write_shard(tmp_path, [name], np.ones((1, *features.shape[1:]), features.dtype))
-    names = [path.stem for path in tmp_path.glob("shards/*")]
-    assert is_whole() and contains(FeatureStore(tmp_path), "new")
-    write_index(storage_path(tmp_path))
-    sizes = [len(pc.unique(pq.read_table(part)["shard"])) for part in (tmp_path / "index").iterdir()]
-    assert not old.exists() and sorted(sizes) == [4, 4, 4] and is_whole()
+    (tmp_path / "index").mkdir(exist_ok=True)
+    pq.write_table(pa.concat_tables(tables), tmp_path / "index" / "all.parquet", row_group_size=7)
+    write_shard(tmp_path, ["new"], np.ones((1, *features.shape[1:]), features.dtype))
+    store = FeatureStore(tmp_path)
+    assert np.array_equal(gather(store, keys), features) and contains(store, "new")
+    assert {info.shard for info in store.shards} == {path.stem for path in tmp_path.glob("shards/*")}
 
 
 def test_verify_reads_everything_back(tmp_path: Path) -> None:
@@ -255,7 +240,7 @@ def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
 def test_damaged_manifests_and_indexes_are_removed(
     tmp_path: Path, damage: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.manifests.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
     filled(tmp_path)
     write_index(storage_path(tmp_path))
     (part,) = (tmp_path / "index").iterdir()

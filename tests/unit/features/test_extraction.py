@@ -23,11 +23,11 @@ from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.features import extraction, measured_precision
-from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction, write_quarantine
-from raycap.pipeline.features.measured_precision import extraction_precision, measure_extraction
-from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from raycap.pipeline.features import extraction, precision
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction
+from raycap.pipeline.features.precision import extraction_precision, measure_extraction
+from raycap.pipeline.features.store.store import FeatureStore, write_quarantine
+from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
 
@@ -65,7 +65,7 @@ def test_images_in_quarantine_are_not_planned_again(tmp_path: Path, monkeypatch:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[PrecisionTimes]:
     """The results of the measurements that will be made, the next one last."""
     times: list[PrecisionTimes] = []
-    monkeypatch.setattr(measured_precision, "_measure_on_ray", lambda *_: times.pop())
+    monkeypatch.setattr(precision, "_measure_on_ray", lambda *_: times.pop())
     return times
 
 
@@ -101,7 +101,7 @@ def test_the_first_of_two_extractions_decides(tmp_path: Path, monkeypatch: pytes
             found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
         return mine
 
-    monkeypatch.setattr(measured_precision, "_measure_on_ray", measure)
+    monkeypatch.setattr(precision, "_measure_on_ray", measure)
     found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
     assert found == ["float32", "float32"] and not times
 

@@ -17,10 +17,9 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data import images as images_module
 from raycap.pipeline.data.images import decode_batch, decode_image, read_image_file
-from raycap.pipeline.features.extraction import QUARANTINE, plan_extraction, write_quarantine
+from raycap.pipeline.features.extraction import plan_extraction, with_views
 from raycap.pipeline.features.model_inputs import AugmentedImages, Images
-from raycap.pipeline.features.source import with_views
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store.store import QUARANTINE, FeatureStore, write_quarantine
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.training.batches import Batches, CaptionTokens

@@ -12,8 +12,9 @@ from raycap.jobs.bench.scale.command import PARTS, bench_scale
 from raycap.jobs.bench.scale.data import CAPTIONS_PER_IMAGE
 from raycap.jobs.bench.scale.measured import HEADER, Measurement
 from raycap.jobs.bench.scale.model import Cluster, line, parts, report
-from raycap.pipeline.data.dataset import Dataset, read_dataset
-from raycap.pipeline.data.language.token_files import TokenFiles
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import read_dataset
+from raycap.pipeline.data.vocabulary import TokenFiles
 from raycap.pipeline.errors import UserError
 
 ROWS = 1000

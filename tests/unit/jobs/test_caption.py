@@ -28,7 +28,7 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.models.explain.attention_maps import cross_attention
 from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
-from raycap.pipeline.data.formats.image_paths import find_images
+from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
 from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
@@ -36,7 +36,7 @@ from raycap.pipeline.evaluation.captioning.protocols import confidence_search
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.reports.heat_maps import caption_picture, heat_map, region_maps
-from raycap.pipeline.runtime.precision import PrecisionTimes, measure_precisions
+from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import ROOT

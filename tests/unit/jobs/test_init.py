@@ -10,7 +10,7 @@ import pytest
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.data.survey.survey import survey
 from tests.support.forms import FORMS, Captioned, scenes, write_images, write_tars
 

@@ -25,8 +25,8 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
 from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.features.extraction import Extracted
 from raycap.pipeline.features.model_inputs import Images, on_device
-from raycap.pipeline.features.source import Extracted
 from raycap.pipeline.features.store.store import write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config, write_karpathy

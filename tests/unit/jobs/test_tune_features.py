@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from raycap.jobs.tune.features import BackboneSource, find_backbone
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runs.prepare import prepare

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycap.pipeline.data.language.subwords import MAX_MERGES, SubwordModel
-from raycap.pipeline.data.language.words import normalized
+from raycap.pipeline.data.language.tokenizers import normalized
 from raycap.pipeline.data.vocabulary import SPECIALS, UNK, Vocabulary
 from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 

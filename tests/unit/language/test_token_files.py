@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raycap.pipeline.data.language import token_files
-from raycap.pipeline.data.language.token_files import DTYPES, TokenFiles, write_tokens
+from raycap.pipeline.data import vocabulary
+from raycap.pipeline.data.vocabulary import DTYPES, TokenFiles, write_tokens
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.storage.digests import DIGESTS
 from tests.support.damage import cut, empty, flip_any, replace_by_garbage
@@ -32,7 +32,7 @@ def read_ids(files: TokenFiles) -> Ids:
 
 
 def test_files_have_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "IMAGES_PER_PART", 7)
+    monkeypatch.setattr(vocabulary, "IMAGES_PER_PART", 7)
     rng = random.Random(0)
     for num_images in (0, 1, 6, 7, 8, 14, 100):
         for ids in (random_ids(rng, num_images), [[] for _ in range(num_images)], [[[]]] * num_images):

@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.tokenizers.tokenizer_zh import TokenizerZh
 
-from raycap.pipeline.data.language.tokenizers import TOKENIZERS
-from raycap.pipeline.data.language.words import characters, clusters, has_word, normalized, unicode_words
+from raycap.pipeline.data.language.tokenizers import (
+    TOKENIZERS,
+    characters,
+    clusters,
+    has_word,
+    normalized,
+    unicode_words,
+)
 from raycap.pipeline.data.vocabulary import Vocabulary
 from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.data.dataset import SCHEMA, Dataset, read_annotations
-from raycap.pipeline.data.loading import data_root
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.reading import data_root, read_annotations
 from raycap.pipeline.retrain.data_listing import LISTING, Change, compare, list_data, new_keys, with_keys
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import from_bytes, to_bytes

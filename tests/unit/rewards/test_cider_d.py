@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.jobs.bench.reference_cider import PlainCiderD
-from raycap.pipeline.data.language.english import tokenize
-from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS, tokenize
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from raycap.pipeline.evaluation.scores import ngram_keys
 from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.training.rewards import cider_d
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, Documents, sampled_documents
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, Documents, References, sampled_documents
 from raycap.pipeline.training.rewards.cider_index import build_index
-from raycap.pipeline.training.rewards.references import References
 from tests.support.damage import cut, empty, flip_any
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"

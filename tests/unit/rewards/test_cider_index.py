@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raycap.jobs.bench.reference_cider import grams
-from raycap.pipeline.training.rewards import spills
-from raycap.pipeline.training.rewards.cider_index import build_index
-from raycap.pipeline.training.rewards.spills import Runs, Spill, distinct_keys
+from raycap.pipeline.training.rewards import cider_index
+from raycap.pipeline.training.rewards.cider_index import Runs, Spill, build_index, distinct_keys
 
 Images = Sequence[Sequence[Sequence[int]]]
 
@@ -95,7 +94,7 @@ def test_the_passes_give_what_the_definition_gives(
     documents = None if chosen is None or not images else np.array(sorted(chosen), np.int64)
     options: Any = {"caption_documents": caption_documents, "documents": documents}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spills, "_STEP", step)
+        patch.setattr(cider_index, "_STEP", step)
         path, other = Path(folder) / "index", Path(folder) / "other"
         index = build_index(iter(images), memory=memory, path=path, **options)
         build_index(images, path=other, **options)
@@ -228,7 +227,7 @@ def test_a_temporary_file_that_was_cut_is_named(tmp_path: Path, monkeypatch: pyt
 @settings(deadline=None)
 def test_a_merge_gives_all_keys_once_in_bounded_ranges(runs: list[set[int]], rows: int, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spills, "_STEP", step)
+        patch.setattr(cider_index, "_STEP", step)
         merged = Runs(Spill(np.int64, 100, None))
         for keys in runs:
             merged.add(distinct_keys(np.array(sorted(keys), np.int64))[0])

@@ -12,10 +12,8 @@ import torch
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, Documents, sampled_documents
-from raycap.pipeline.training.rewards.references import References
-from raycap.pipeline.training.rewards.stage_reward import Groups, StageReward
-from raycap.pipeline.training.rewards.weighted import WeightedReward
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, Documents, References, sampled_documents
+from raycap.pipeline.training.rewards.stage_reward import Groups, StageReward, WeightedReward
 
 NUM_IMAGES, PER_STEP, STEPS = 60, 7, 3
 

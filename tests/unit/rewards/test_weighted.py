@@ -18,11 +18,9 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
 from raycap.pipeline.runs.identity import config_identity
-from raycap.pipeline.training.rewards import words as words_module
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.references import References
-from raycap.pipeline.training.rewards.weighted import REWARDS, WeightedReward
-from raycap.pipeline.training.rewards.words import Length, Repetition
+from raycap.pipeline.training.rewards import stage_reward
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.stage_reward import REWARDS, Length, Repetition, WeightedReward
 from tests.conftest import small_config
 
 METRICS = {"bleu1": "BLEU-1", "bleu2": "BLEU-2", "bleu3": "BLEU-3", "bleu4": "BLEU-4", "rouge_l": "ROUGE-L"}
@@ -100,7 +98,7 @@ def test_a_caption_and_an_images_references_are_split_once(monkeypatch: pytest.M
         split.append(caption)
         return metric_words(caption, language)
 
-    monkeypatch.setattr(words_module, "metric_words", counted)
+    monkeypatch.setattr(stage_reward, "metric_words", counted)
     case = Case("en", "expansionnet")
     case.reward({"ciderd": 1.0})(case.tokens, case.indices)
     assert not split, "CIDEr-D of words needs no text"
@@ -117,7 +115,7 @@ def test_a_caption_and_an_images_references_are_split_once(monkeypatch: pytest.M
 def test_the_split_references_of_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("en", "expansionnet")
     expected, _ = case.reward({"rouge_l": 1.0})(case.tokens, case.indices)
-    monkeypatch.setattr(words_module, "MAX_IMAGES", 3)
+    monkeypatch.setattr(stage_reward, "MAX_IMAGES", 3)
     reward = case.reward({"rouge_l": 1.0})
     for row in range(len(case.tokens)):
         value, _ = reward(case.tokens[row : row + 1], case.indices[row : row + 1])

@@ -93,7 +93,6 @@ def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.
     def refuse(path: Any) -> bytes:
         raise OSError(f"{path}: http://me:secret-word@host/x?X-Amz-Signature=secret-word is refused")
 
-    monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", refuse)
     monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", refuse)
     check(tmp_path, root)
     found = (tmp_path / "found.json").read_text()
@@ -110,7 +109,7 @@ def test_images_are_decoded_some_at_a_time_with_progress(
     (root / "images" / "3.png").write_bytes(b"no image")
     whole = check(tmp_path, root)
     monkeypatch.setattr("raycap.pipeline.runs.check.IMAGES_AT_A_TIME", 2)
-    monkeypatch.setattr("raycap.pipeline.runtime.progress.LINE_EVERY_S", -1)
+    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
     decoded = list[int]()
 
     def decode(data: bytes, max_pixels: int) -> Image.Image:

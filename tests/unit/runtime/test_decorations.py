@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.decorations import Decorations
+from raycap.pipeline.runtime.log import Decorations
 
 
 def test_a_failure_is_recorded_with_its_reason_and_said_in_one_line(log_lines: list[str]) -> None:

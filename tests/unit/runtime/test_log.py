@@ -16,8 +16,16 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.log import PACKAGE, configure_logging, indented, log_file, log_to_stderr, set_rank
-from raycap.pipeline.runtime.progress import ProgressBar, progress
+from raycap.pipeline.runtime.log import (
+    PACKAGE,
+    ProgressBar,
+    configure_logging,
+    indented,
+    log_file,
+    log_to_stderr,
+    progress,
+    set_rank,
+)
 from tests.conftest import ROOT
 
 LOGGER = logging.getLogger("raycap.pipeline.example")
@@ -126,7 +134,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
 ) -> None:
     configure_logging()
     clock = iter([0.0, 1.0, 4.0, 6.0, 7.0])
-    monkeypatch.setattr("raycap.pipeline.runtime.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("raycap.pipeline.runtime.log.time.monotonic", lambda: next(clock))
     with progress("captions", 40) as advance:
         for _ in range(4):
             advance(10)
@@ -146,10 +154,9 @@ def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
     """In a pseudo-terminal: the bar is drawn, lines appear, and only the file has the lines of the progress."""
     code = (
         "import logging, sys, time; from pathlib import Path\n"
-        "from raycap.pipeline.runtime import progress\n"
-        "from raycap.pipeline.runtime.log import configure_logging, log_file\n"
-        "progress.LINE_EVERY_S = 0.0; configure_logging()\n"
-        "with log_file(Path(sys.argv[1])), progress.progress('features', 4) as advance:\n"
+        "from raycap.pipeline.runtime import log\n"
+        "log.LINE_EVERY_S = 0.0; log.configure_logging()\n"
+        "with log.log_file(Path(sys.argv[1])), log.progress('features', 4) as advance:\n"
         "    for _ in range(4):\n"
         "        advance(1); logging.getLogger('raycap.jobs.x').info('a line of the log'); time.sleep(0.3)\n"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raycap.pipeline.runtime.system_metrics import system_metrics
+from raycap.pipeline.training.step_metrics import system_metrics
 
 
 def test_the_machine_is_measured_without_a_gpu() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from raycap.jobs.bench.reference_cider import PlainCiderD
-from raycap.pipeline.data.language.words import characters, unicode_words
+from raycap.pipeline.data.language.tokenizers import characters, unicode_words
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.evaluation.captioning.protocols import in_language
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences

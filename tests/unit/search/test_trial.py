@@ -19,7 +19,7 @@ from raycap.jobs.tune.features import extract_once
 from raycap.models.decoding.search import beam_search
 from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import read_predictions
-from raycap.pipeline.data.loading import find_data
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.store.store import open_store

@@ -22,8 +22,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import raycap
-from raycap.pipeline.data.image_sources import load_image
-from raycap.pipeline.data.uri_roots import UriRoots
+from raycap.pipeline.data.image_sources import UriRoots, load_image
 from raycap.pipeline.serving import bodies, served_models
 from raycap.pipeline.serving.app import AppSettings
 from raycap.pipeline.serving.bodies import read_body

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.survey.language import detect_language
+from raycap.pipeline.data.survey.configuration import detect_language
 
 CAPTIONS = {
     "en": ("LATIN", ["A dog runs on the grass.", "Two men with a ball in the park"]),

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.survey.survey import survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import storage_path

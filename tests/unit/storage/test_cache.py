@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from raycap.pipeline.storage import cache, digests
-from raycap.pipeline.storage.file_cache import ShardCache, image_cache, shard_cache
+from raycap.pipeline.storage.cache import ShardCache, image_cache, shard_cache
 from raycap.pipeline.storage.path import StorageError, StoragePath
 
 DISK = 10_000  # bytes; a tenth is the reserve

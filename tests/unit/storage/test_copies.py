@@ -14,8 +14,7 @@ import pytest
 
 from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.storage.atomic import file_lock
-from raycap.pipeline.storage.copies import UNUSED_FOR_S, prune_copies
-from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.mirror import UNUSED_FOR_S, Mirror, prune_copies
 from raycap.pipeline.storage.path import StorageOptions, StoragePath
 
 Make = Callable[..., Mirror]
@@ -26,7 +25,7 @@ def make(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pyte
     """Makes a copy of 100 bytes that was pushed some hours ago, on a disk with room for one."""
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=8 * 150))
-    monkeypatch.setattr("raycap.pipeline.storage.copies.PASS_S", 600.0)  # a busy machine may need more than PASS_S
+    monkeypatch.setattr("raycap.pipeline.storage.mirror.PASS_S", 600.0)  # a busy machine may need more than PASS_S
 
     def copy(name: str, hours: float = 24, place: str = "storage/abc/runs") -> Mirror:
         home = StoragePath(f"s3://data/{request.node.name}/{name}", StorageOptions(s3))

@@ -60,7 +60,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     clock = SimpleNamespace(monotonic=lambda: server.seconds, sleep=server.sleep, time=lambda: server.seconds)
-    for module in ("raycap.pipeline.storage.s3", "raycap.pipeline.storage.retries", "botocore.endpoint"):
+    for module in ("raycap.pipeline.storage.s3", "raycap.pipeline.storage.s3", "botocore.endpoint"):
         monkeypatch.setattr(f"{module}.time", clock)
     s3._client.cache_clear()
     for options in (StorageOptions(URL), StorageOptions(URL).hasty):

@@ -15,7 +15,7 @@ import torch
 from raycap.models.base import Features
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection, StageSection
-from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store.store import FeatureStore, write_shard

@@ -19,8 +19,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.untrusted import documents, parquet_files
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json, parse_yaml
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.storage.untrusted.parquet_footer import read_row_groups
-from raycap.pipeline.storage.untrusted.parquet_pages import PAGE_BYTES, sum_pages
+from raycap.pipeline.storage.untrusted.parquet_pages import PAGE_BYTES, read_row_groups, sum_pages
 
 
 def parquet_rows(data: bytes, name: str, columns: list[str]) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,8 @@ import pytest
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import Dataset, read_annotations
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError

@@ -17,7 +17,7 @@ import pytest
 
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.caption_files import read_predictions, read_references
-from raycap.pipeline.data.dataset import read_annotations
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError

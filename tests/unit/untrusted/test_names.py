@@ -11,9 +11,8 @@ import pytest
 from raycap.pipeline.cluster.submission import check_options
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path, printable, relative_name
-from raycap.pipeline.storage.cache import cache_folder
-from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.path import cache_folder, storage_path
+from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 BAD_NAMES = [
     "/etc/passwd", "../x", "a/../../x", "a//b", "a/./b", "", ".", "..", "a/", "a\\b", "a\0b", "a\nb",
@@ -80,6 +79,6 @@ def test_a_file_that_grows_while_it_is_read_is_not_called_too_large(
 
     (tmp_path / "file").write_bytes(b"12345")
     real_status = os.fstat
-    monkeypatch.setattr("raycap.pipeline.storage.untrusted.files.os.fstat", grow)
+    monkeypatch.setattr("raycap.pipeline.storage.untrusted.documents.os.fstat", grow)
     with pytest.raises(OSError, match="changed while it was read"):
         read_regular_file(tmp_path / "file", 100)

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import read_annotations
-from raycap.pipeline.data.formats.location import ImageLocation, forget_pages
+from raycap.pipeline.data.images import ImageLocation, forget_pages
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.untrusted import parquet_values
+from raycap.pipeline.storage.untrusted import parquet_pages
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.storage.untrusted.parquet_footer import read_row_groups
+from raycap.pipeline.storage.untrusted.parquet_pages import read_row_groups
 
 
 def written(**options: Any) -> bytes:
@@ -43,7 +43,7 @@ def test_a_page_bomb_is_not_decompressed(tmp_path: Path, monkeypatch: pytest.Mon
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 10**5
     (image,) = locations(path)
-    monkeypatch.setattr(parquet_values, "MAX_PAGE_BYTES", 2**26)
+    monkeypatch.setattr(parquet_pages, "MAX_PAGE_BYTES", 2**26)
     tracemalloc.start()
     before = pa.total_allocated_bytes()
     with pytest.raises(OSError, match="a page has 1342177.. bytes, and the limit is 67108864"):
@@ -62,11 +62,11 @@ def test_a_page_that_states_a_wrong_size_is_refused() -> None:
     for stated in (999, 1001, 10**6):
         data = page_header(stated, len(body)) + body
         with pytest.raises(ValueError, match="a page"):
-            parquet_values.decode_page(data, "zstd", 0, None)
+            parquet_pages.decode_page(data, "zstd", 0, None)
     with pytest.raises(ValueError, match="a page ends too early"):
-        parquet_values.decode_page((page_header(1000, len(body)) + body)[:-1], "zstd", 0, None)
+        parquet_pages.decode_page((page_header(1000, len(body)) + body)[:-1], "zstd", 0, None)
     with pytest.raises(ValueError, match="compressed by lzo, which raycap does not read"):
-        parquet_values.decode_page(page_header(1000, len(body)) + body, "lzo", 0, None)
+        parquet_pages.decode_page(page_header(1000, len(body)) + body, "lzo", 0, None)
 
 
 def varint(value: int) -> bytes:
@@ -100,7 +100,7 @@ def most_memory(call: Callable[[], Any]) -> int:
 
 def test_numbers_in_runs_are_those_of_a_decoder_of_single_bits() -> None:
     """Runs of random sizes, the last of them longer than the page."""
-    random_, dictionary = random.Random(4), parquet_values.Values(b"", np.arange(128).reshape(64, 2))
+    random_, dictionary = random.Random(4), parquet_pages.Values(b"", np.arange(128).reshape(64, 2))
     for _ in range(200):
         width, count = random_.randrange(7), random_.randrange(1, 60)
         content, expected = bytearray([width]), list[int]()
@@ -115,29 +115,29 @@ def test_numbers_in_runs_are_those_of_a_decoder_of_single_bits() -> None:
                 content += varint(size << 1) + numbers[0].to_bytes((width + 7) // 8, "little")
             expected += numbers
         data = page_header(len(content), len(content), count, encoding=8) + content
-        values = parquet_values.decode_page(data, "uncompressed", 0, dictionary)
+        values = parquet_pages.decode_page(data, "uncompressed", 0, dictionary)
         assert [values.span(index) for index in range(count)] == [(2 * n, 2 * n + 1) for n in expected[:count]]
 
 
 @pytest.mark.parametrize(("width", "num_groups"), [(1, 2**20), (0, 2**55)])
 def test_a_run_longer_than_its_page_takes_no_memory(width: int, num_groups: int) -> None:
     content = bytes([width]) + varint(num_groups << 1 | 1) + bytes(width * num_groups)
-    dictionary = parquet_values.Values(b"", np.zeros((1, 2), np.int64))
+    dictionary = parquet_pages.Values(b"", np.zeros((1, 2), np.int64))
     body = pa.Codec("zstd").compress(content, asbytes=True)
     data = page_header(len(content), len(body), 5, encoding=8) + body
     assert len(data) < 2000
-    decoded = most_memory(lambda: parquet_values.decode_page(data, "zstd", 0, dictionary))
+    decoded = most_memory(lambda: parquet_pages.decode_page(data, "zstd", 0, dictionary))
     assert decoded < 3 * len(content) + 2**18
 
 
 def test_the_values_of_a_page_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytes(4 * 50_000)  # empty values
     data = page_header(len(content), len(content), 50_000, kind=7) + content
-    decoded = most_memory(lambda: parquet_values.decode_dictionary(data, "uncompressed"))
+    decoded = most_memory(lambda: parquet_pages.decode_dictionary(data, "uncompressed"))
     assert decoded < len(content) + 17 * 50_000
-    monkeypatch.setattr(parquet_values, "MAX_PAGE_VALUES", 49_999)
+    monkeypatch.setattr(parquet_pages, "MAX_PAGE_VALUES", 49_999)
     with pytest.raises(ValueError, match="a page has 50000 values, and the limit is 49999"):
-        parquet_values.decode_dictionary(data, "uncompressed")
+        parquet_pages.decode_dictionary(data, "uncompressed")
 
 
 def test_rows_without_bytes_are_limited(tmp_path: Path) -> None:

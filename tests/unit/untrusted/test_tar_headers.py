@@ -13,8 +13,8 @@ from typing import BinaryIO
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import read_annotations
 from raycap.pipeline.data.images import read_image_file
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted import tar_headers

@@ -20,7 +20,7 @@ from raycap.jobs.bench.gpu.estimate import estimate_lines
 from raycap.jobs.bench.gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
 from raycap.jobs.bench.gpu.training_step import training_step
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 
 A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
 BY_NAME = {part.__name__: part for part in PARTS}

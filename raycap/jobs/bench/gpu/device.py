@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raycap.jobs.bench.measuring import timed
-from raycap.pipeline.runtime.cpu import memory_mb
+from raycap.pipeline.runtime.processor import memory_mb
 
 GROUPS = 3  # of calls, whose median counts
 GROUP_S = 0.5  # roughly the seconds of a group

@@ -23,7 +23,7 @@ from raycap.models.decoding.search import beam_search, sample
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.registry import build_model
 from raycap.pipeline.data.images import decode_image
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20

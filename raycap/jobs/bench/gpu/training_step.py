@@ -20,14 +20,13 @@ from raycap.models.layers import set_dropout
 from raycap.models.registry import build_model
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
-from raycap.pipeline.runtime.precision import float32_products
+from raycap.pipeline.runtime.processor import float32_products
 from raycap.pipeline.training.batches import Batch, target_positions
-from raycap.pipeline.training.finite import FiniteCheck
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from raycap.pipeline.training.optimizer import make_optimizer
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.references import References
-from raycap.pipeline.training.rewards.weighted import WeightedReward
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.stage_reward import WeightedReward
+from raycap.pipeline.training.step_metrics import FiniteCheck
 
 # the settings that objectives and optimizers read, with the configuration's defaults
 OPTIMIZER: Any = SimpleNamespace(

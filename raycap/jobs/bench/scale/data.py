@@ -14,9 +14,9 @@ from raycap.jobs.bench.measuring import in_new_process
 from raycap.jobs.bench.scale.measured import Measurement, measured
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.dataset import SCHEMA, Dataset, build_vocabulary, longest_caption, read_dataset
-from raycap.pipeline.data.language.token_files import TokenFiles, write_tokens
-from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.data.reading import build_vocabulary, longest_caption, read_dataset
+from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.training.batches import CaptionTokens
 

@@ -19,7 +19,7 @@ from raycap.jobs.bench.scale.measured import Measurement, measured
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.dataset import CHUNK_ROWS, SCHEMA, Dataset
 from raycap.pipeline.features.extraction import plan_extraction
-from raycap.pipeline.features.store.manifests import MANIFEST, SHARDS_PER_PART, read_manifests
+from raycap.pipeline.features.store.index import MANIFEST, SHARDS_PER_PART, read_manifests
 from raycap.pipeline.features.store.shards import INDEX
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raycap.jobs.bench.reward import generated_captions
 from raycap.jobs.bench.scale.measured import Measurement, measured
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider_index import build_index
 
 

@@ -8,16 +8,14 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from raycap.pipeline.data.caption_files import shorten
-from raycap.pipeline.data.formats.files import opened, read_file
-from raycap.pipeline.data.formats.location import ImageLocation
-from raycap.pipeline.data.formats.name_index import NameIndex
-from raycap.pipeline.data.formats.rows import Rows, Source, as_list, as_texts, inside
+from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import printable, quoted
+from raycap.pipeline.runtime.names import printable, quoted, shorten
+from raycap.pipeline.storage.tables import NameIndex
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.storage.untrusted.parquet_values import PageValue
+from raycap.pipeline.storage.untrusted.parquet_pages import PageValue
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
@@ -96,7 +94,7 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[dic
 
 
 def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
-    """Adds the images of a table with the columns image, captions, and optionally id and split (`rows.COLUMNS`).
+    """Adds the images of a table with the columns image, captions, and optionally id and split (`source.COLUMNS`).
 
     captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
     Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from raycap.pipeline.data.formats.files import errors_named, is_image
-from raycap.pipeline.data.formats.name_index import NameIndex
-from raycap.pipeline.data.formats.rows import Rows, Source, as_texts, lines_of
+from raycap.pipeline.data.formats.source import Rows, Source, as_texts, errors_named, is_image, lines_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.tables import TableSpill
+from raycap.pipeline.storage.tables import NameIndex, TableSpill
 
 MAX_TEXT_BYTES = 2**20  # of the captions of an image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000

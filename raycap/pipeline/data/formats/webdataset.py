@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from raycap.pipeline.data.formats.files import IMAGE_ENDINGS, opened
-from raycap.pipeline.data.formats.location import ImageLocation
-from raycap.pipeline.data.formats.rows import Rows, Source, as_list, as_texts, lines_of
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, Source, as_list, as_texts, lines_of, opened
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from raycap.pipeline.data.language.words import clusters, is_without_spaces
+from raycap.pipeline.data.language.tokenizers import clusters, is_without_spaces
 from raycap.pipeline.runtime.names import quoted
 
 NORMALIZING = ("unicode", "characters", "subword")  # tokenizers for which normal forms make no difference

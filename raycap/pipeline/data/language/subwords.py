@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from raycap.pipeline.data.language.words import normalized
+from raycap.pipeline.data.language.tokenizers import normalized
 from raycap.pipeline.runtime.names import quoted
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from raycap.pipeline.data.language.english import tokenize
-from raycap.pipeline.data.language.words import normalized, unicode_words
+from raycap.pipeline.data.language.tokenizers import normalized, tokenize, unicode_words
 
 if TYPE_CHECKING:
     from raycap.pipeline.data.synthetic.scenes import Scene, SceneObject

@@ -7,15 +7,17 @@ equals the first images of a larger one.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 from raycap.pipeline.config.languages import suggested_tokenizer
@@ -64,6 +66,11 @@ SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then redu
 # Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
+REGION_NOISE = (
+    0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
+)
+REGION_JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
+REGION_WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
 
 @dataclass(frozen=True)
@@ -287,3 +294,45 @@ def main_object_hits(
             )
         hits[image_id] = main_object(predictions[image_id], language) in expected
     return hits
+
+
+def regions_file_name(config: SceneConfig) -> str:
+    """A name with a hash of everything that determines the file's content."""
+    scenes = {key: value for key, value in asdict(config).items() if key != "language"}  # regions have no words
+    settings = json.dumps([scenes, REGION_NOISE, REGION_JITTER, REGION_WIDTH], sort_keys=True)
+    return f"synthetic-regions-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.hdf5"
+
+
+def scene_regions(config: SceneConfig) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(image id, features (R, REGION_WIDTH), boxes (R, 4)) of every scene, float32, with the ids of `write_dataset`."""
+    for index in range(config.num_images):
+        scene, _ = make_scene(config.seed, index)
+        yield index + 1, *regions_of(scene, np.random.default_rng([config.seed, index]), config.image_size)
+
+
+def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Simulated detector features (R, REGION_WIDTH) and boxes (R, 4), corners x0 y0 x1 y1 in pixels, of one scene.
+
+    A region is the box of a shape or of the whole picture. Its features start with one number for each color, shape and
+    background: 1 when the region has it and 0 otherwise, plus noise. The box's position and size follow, as in
+    bottom-up features. A detector sorts regions by its confidence; these are sorted by size.
+    """
+    shapes = [shape for shape in (scene.main, scene.second) if shape is not None]
+    boxes = [
+        (item.x - item.extent, item.y - item.extent, item.x + item.extent, item.y + item.extent) for item in shapes
+    ]
+    corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as shares of the picture
+    corners[1:] += rng.normal(0, REGION_JITTER, corners[1:].shape)
+    corners = corners.clip(0, 1)
+    evidence = np.stack([_evidence(scene.background, shape) for shape in (None, *shapes)])
+    evidence += rng.normal(0, REGION_NOISE, evidence.shape)
+    sides = corners[:, 2:] - corners[:, :2]
+    order = np.argsort(-sides.prod(1), kind="stable")
+    features = np.concatenate((evidence, corners, sides), 1)[order]
+    return features.astype(np.float32), (corners[order] * image_size).astype(np.float32)
+
+
+def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
+    """Features of a region without noise, position and size; `shape` is None for the region of the whole picture."""
+    attributes = (background,) if shape is None else (shape.color, shape.shape)
+    return np.array([float(name in attributes) for name in (*COLORS, *SHAPES, *BACKGROUNDS)])

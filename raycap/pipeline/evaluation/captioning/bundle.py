@@ -57,8 +57,7 @@ from raycap.pipeline.runtime.names import one_line, printable, quoted
 from raycap.pipeline.storage.atomic import atomic_folder
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, read_regular_file
 
 if TYPE_CHECKING:
     from raycap.models.captioner import Captioner

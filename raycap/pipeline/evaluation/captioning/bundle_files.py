@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 from raycap.pipeline.data.vocabulary import MAX_BYTES as MAX_VOCABULARY_BYTES
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.storage.cache import CACHE_VARIABLE, cache_folder
 from raycap.pipeline.storage.digests import DIGESTS, digests_in, file_digest, memory_bytes, write_digests
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import Entry, StoragePath
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.path import CACHE_VARIABLE, Entry, StoragePath, cache_folder
+from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

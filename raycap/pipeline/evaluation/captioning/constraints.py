@@ -18,8 +18,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.storage.atomic import write_text
-from raycap.pipeline.storage.untrusted.documents import parse_json
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import parse_json, read_document
 
 Alternatives = tuple[str, ...]
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
-from raycap.pipeline.storage.untrusted.documents import parse_json
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.storage.untrusted.documents import parse_json, read_document
 
 MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
 MAX_CONSTRAINTS = 3  # per image

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.features.decided_precision import decided_precision
 from raycap.pipeline.features.interruptions import one_sentence
-from raycap.pipeline.features.measured_precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
+from raycap.pipeline.features.precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
+from raycap.pipeline.features.precision import decided_precision
 
 if TYPE_CHECKING:
     from raycap.models.base import CaptionModel, Features
-    from raycap.pipeline.runtime.precision import PrecisionTimes
+    from raycap.pipeline.runtime.processor import PrecisionTimes
 
 CPU_IMAGES = 8  # of the measured search
 STEPS = 6
@@ -72,8 +72,7 @@ def measure_search(config: RunConfig) -> PrecisionTimes:
     from raycap.models.decoding.search import beam_search
     from raycap.models.registry import build_model
     from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.cpu import prepare_processor
-    from raycap.pipeline.runtime.precision import measure_precisions
+    from raycap.pipeline.runtime.processor import measure_precisions, prepare_processor
 
     workers, settings = config.workers, config.evaluation
     prepare_processor(workers.threads_per_worker)

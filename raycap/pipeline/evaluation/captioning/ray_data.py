@@ -26,7 +26,7 @@ from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.confidence.image_caption import ImageCaption, RankedCaption
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.runtime.context import device_for
-from raycap.pipeline.runtime.cpu import prepare_processor
+from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.storage.path import is_remote
 
 BLOCK_SIZE = 64  # images

@@ -29,7 +29,7 @@ from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.context import Context, gather_objects
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.file_cache import ChangedError
+from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import StorageError
 
 Hypotheses = dict[int, list[Hypothesis]]  # by image id, best first

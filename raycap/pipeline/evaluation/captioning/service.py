@@ -30,7 +30,7 @@ from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
 from raycap.pipeline.evaluation.captioning.protocols import changed_search, collapsed
 from raycap.pipeline.evaluation.captioning.search import best_signals, find_captions
 from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption, RankedCaption
-from raycap.pipeline.runtime.precision import measure_precisions
+from raycap.pipeline.runtime.processor import measure_precisions
 from raycap.pipeline.storage.path import StorageOptions
 
 BATCH_SIZE = 16  # images

@@ -11,7 +11,7 @@ from typing import Any
 
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.runtime.names import quoted, shown
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 ALLOWED = "a vocabulary holds dict, list, str and int only"
 # Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.

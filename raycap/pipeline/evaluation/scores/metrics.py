@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.data.caption_files import shorten
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import java_metrics, ngrams
 from raycap.pipeline.evaluation.scores.diagnostics import caption_stats
@@ -33,6 +32,7 @@ from raycap.pipeline.evaluation.scores.grounding import (
 )
 from raycap.pipeline.evaluation.scores.java import JavaError
 from raycap.pipeline.evaluation.scores.metric_words import words_of_all, words_signature
+from raycap.pipeline.runtime.names import shorten
 
 Input = Literal["objects", "several", "clip", "pac", "bert"]
 _ENCODERS = ("clip", "pac", "bert")  # the inputs that the signature of scores names

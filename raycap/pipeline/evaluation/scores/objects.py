@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raycap.pipeline.data.caption_files import ImageId, read_json, shorten
+from raycap.pipeline.data.caption_files import ImageId, read_json
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted
-from raycap.pipeline.storage.untrusted.files import read_document
+from raycap.pipeline.runtime.names import quoted, shorten
+from raycap.pipeline.storage.untrusted.documents import read_document
 
 MAX_NAME = 200  # characters
 

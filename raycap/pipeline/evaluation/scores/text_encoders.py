@@ -20,8 +20,7 @@ from raycap.pipeline.evaluation.scores.grounding import Ids
 from raycap.pipeline.evaluation.scores.metrics import UnavailableError
 from raycap.pipeline.runtime.context import computes_on_cpus
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.storage.untrusted.documents import parse_json
-from raycap.pipeline.storage.untrusted.files import read_regular_file
+from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 from raycap.pipeline.storage.weights import weights_file_digest
 
 TOKENS_PER_BATCH = 4096  # with padding

@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,16 +30,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raycap.pipeline.config.sections import FeatureSection
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.images import UNREADABLE
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store.key_table import KeyTable, key_digests
-from raycap.pipeline.features.store.manifests import MANIFEST, ManifestRows, manifest_path
-from raycap.pipeline.features.store.read_ahead import ReadAhead
-from raycap.pipeline.features.store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
-from raycap.pipeline.storage.file_cache import shard_cache
+from raycap.pipeline.features.store.index import MANIFEST, KeyTable, ManifestRows, key_digests, manifest_path
+from raycap.pipeline.features.store.shards import INDEX, ReadAhead, ShardInfo, ShardMaps, remove_manifest
+from raycap.pipeline.storage.cache import shard_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.tables import write_table
+from raycap.pipeline.storage.tables import read_cache, write_table
+
+QUARANTINE_FILE = "quarantine.parquet"
+QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
 
 logger = logging.getLogger(__name__)
 
@@ -246,3 +250,42 @@ def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows:
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:
         marker.write_bytes(text)
+
+
+def content_keys_of(table: pa.Table) -> pa.ChunkedArray:
+    """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
+    return pc.utf8_slice_codeunits(table["key"], 0, 64)
+
+
+class KeySet:
+    """Content keys to compare with those of many chunks: Arrow's `is_in` would hash them again for each chunk."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._table, _ = KeyTable.sort(key_digests(pa.array(list(keys), pa.string())))
+
+    def contains(self, keys: pa.ChunkedArray) -> np.ndarray:
+        """Whether each of these keys is there: bools (len(keys),)."""
+        return self._table.contains(key_digests(keys)) if len(self._table) else np.zeros(len(keys), bool)
+
+
+def write_quarantine(
+    folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
+) -> None:
+    """Replaces the quarantine's rows of this data set by `unusable` ({content key: reason}) and `unreadable`.
+
+    unreadable: {URI: reason}. The rows of other data sets remain.
+    """
+    before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
+    rows = {row["uri"]: row for row in before.to_pylist()}
+    keys = KeySet(unusable)
+    for chunk in dataset.chunks("uri", "key"):
+        for uri in chunk["uri"].to_pylist() if len(before) else ():
+            rows.pop(uri, None)
+        found = chunk.set_column(1, "key", content_keys_of(chunk))
+        for row in found.filter(pa.array(keys.contains(found["key"]))).to_pylist():
+            rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
+    for uri, reason in unreadable.items():
+        rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
+    after = sorted(rows.values(), key=lambda row: row["uri"])
+    if after != before.to_pylist():
+        write_table(folder / QUARANTINE_FILE, pa.Table.from_pylist(after, QUARANTINE))

@@ -1,17 +1,22 @@
-"""Parses JSON, YAML and gzip from elsewhere.
+"""Reads local files that may be anything, and parses JSON, YAML and gzip from elsewhere.
 
-Every failure is a UserError that begins with the document's name. Depth, aliases and the size of what comes out are
-limited, because a few hundred bytes of nested lists, YAML aliases or gzip can fill the memory.
+A file may be a pipe, a device, or larger than the memory. A document that cannot be parsed raises a UserError that
+begins with its name. Depth, aliases and the size of what comes out are limited, because a few hundred bytes of nested
+lists, YAML aliases or gzip can fill the memory.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from json import JSONDecoder
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted
@@ -19,6 +24,8 @@ from raycap.pipeline.runtime.names import one_line, printable, quoted
 if TYPE_CHECKING:
     import yaml
 
+MAX_DOCUMENT_BYTES = 2**30
+MAX_UNSIZED_BYTES = 2**20  # of a file whose size is given as 0: an empty one, or one of /proc
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
 MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
 MAX_YAML_NODES = 100_000  # with each alias counted as a copy
@@ -28,6 +35,65 @@ MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have
 MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
 YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_document(path: Path) -> bytes:
+    """The content of a file of text, JSON or a table. Raises OSError as `read_regular_file`."""
+    return read_regular_file(path, MAX_DOCUMENT_BYTES)
+
+
+def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
+    """The content of a regular file, which a link may lead to.
+
+    Raises OSError for a folder, pipe, socket or device, without waiting for a writer; for a file of more than
+    `max_bytes` bytes, whose content takes no memory; and for a file that grows meanwhile.
+    """
+    with open_regular_file(path) as file:
+        if max_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size
+        limit = max_bytes if size else min(max_bytes, MAX_UNSIZED_BYTES)
+        if size <= limit:
+            expected = size or limit
+            data = file.read(expected + 1)  # memory for all of it is taken at once
+            if len(data) <= expected:
+                return data
+            if size:
+                raise OSError(errno.EBUSY, "changed while it was read", str(path))
+    raise OSError(errno.EMSGSIZE, f"larger than {limit} bytes", str(path))
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file. A text that cannot be a path leads to none."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path leads to a folder. A text that cannot be a path leads to none."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """The mode of what a path leads to; 0 if it leads to nothing."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):  # missing, too long, or with a NUL
+        return 0
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Opens a regular file, which a link may lead to, for reading. Raises OSError for a folder, pipe or device."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    except ValueError as error:  # a NUL, or half a character
+        raise OSError(errno.EINVAL, "not the name of a file", str(path)) from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def _refuse_constant(constant: str) -> None:

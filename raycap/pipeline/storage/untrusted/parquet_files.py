@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.untrusted.documents import MAX_RATIO, MIN_LIMIT_BYTES
-from raycap.pipeline.storage.untrusted.parquet_footer import file_size, read_row_groups
-from raycap.pipeline.storage.untrusted.parquet_pages import DICTIONARY_PAGE, OTHER_PAGE, read_pages, sum_pages
-from raycap.pipeline.storage.untrusted.parquet_values import PageValue
+from raycap.pipeline.storage.untrusted.parquet_pages import (
+    DICTIONARY_PAGE,
+    OTHER_PAGE,
+    PageValue,
+    file_size,
+    read_pages,
+    read_row_groups,
+    sum_pages,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,0 +1,461 @@
+"""A source of images, and the rows that every reader of a form makes of it.
+
+A source has an annotation file or a pattern that names several, such as `shard-{000..009}.tar`; it decides where the
+images are, and how they get ids and splits. A reader does not change captions, not even empty ones. It collects the
+problems of single captions: training stops at the first problem, and `raycap check` reports all of them. A file that
+does not have its format raises UserError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raycap.pipeline.config.sections import ColumnSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import printable, quoted, shorten, shown
+from raycap.pipeline.storage.path import StoragePath, is_remote, join
+from raycap.pipeline.storage.tables import TableSpill
+from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
+
+ID_BITS = 63
+# The names of the columns that `data.columns` does not name: the first that an entry has.
+COLUMNS = {
+    "image": ("image", "file_name"),
+    "captions": ("captions", "caption", "text"),
+    "id": ("id",),
+    "split": ("split",),
+}
+IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; annotation files have up to 1 GB
+MAX_FILES = 100_000  # that one pattern names
+_BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
+MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
+BUFFERED_ROWS = 10_000  # that are Python objects; the others are in Arrow arrays
+_JOINED_BATCHES = 16  # to which late captions are added at a time
+LISTS = pa.list_(pa.string())
+IMAGES = pa.schema(
+    [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
+)
+LATE = pa.schema([("row", pa.int64()), ("captions", LISTS)])
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Lists of images by split, and fractions for images that are in no list and have no split of their own."""
+
+    lists: Mapping[str, str] = field(default_factory=dict)  # {image name or id: split}
+    fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; empty: all are in train
+    seed: int = 0
+
+    def listed(self, *names: str) -> str | None:
+        """The split of the list that contains one of these names or ids of an image."""
+        if not self.lists:  # the usual case of a million rows
+            return None
+        return next((self.lists[name] for name in names if name in self.lists), None)
+
+    def drawn(self, name: str) -> str:
+        """The split of an image by a hash of its name, so that it does not depend on the other images."""
+        if not self.fractions:
+            return "train"
+        digest = _digest(f"{self.seed} {name}")
+        position = int.from_bytes(digest[:6], "big") / 2**48 * sum(self.fractions.values())
+        for split, fraction in sorted(self.fractions.items()):
+            position -= fraction
+            if position < 0:
+                return split
+        return max(self.fractions)
+
+
+def id_of_name(name: str) -> int:
+    """An image's id: the first 63 bits of the sha256 of its name in the data set.
+
+    It does not depend on other images. Two of n images have equal ids with probability n^2 / 2^64: 5e-8 for a million
+    images and 5e-4 for a hundred million. Reading a data set refuses repeated ids.
+    """
+    return int.from_bytes(_digest(name)[:8], "big") >> (64 - ID_BITS)
+
+
+def _digest(name: str) -> bytes:
+    """The sha256 of a name. Raises UserError for a name that is not UTF-8."""
+    try:
+        return hashlib.sha256(name.encode()).digest()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the name {quoted(name)} of an image is not text in UTF-8; rename the file") from error
+
+
+def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, str]:
+    """{image name or id: split} from files of lines with a file name and optionally an id.
+
+    Without an id, a file name that is a number is the id.
+    """
+    split_of: dict[str, str] = {}
+    for split, name in lists.items():
+        path = root / name
+        lines = read_file(path).decode("utf-8", errors="replace").splitlines()
+        for words in filter(None, map(str.split, lines)):
+            filename = words[0].rsplit("/", 1)[-1]
+            if split_of.setdefault(filename, split) != split:
+                raise UserError(f"data.split_lists: {quoted(filename)} is in {split_of[filename]} and again in {path}")
+            if len(words) > 1:
+                split_of.setdefault(words[1], split)
+            elif filename.isdecimal() and len(filename) < 20:  # a longer number is no id
+                split_of[str(int(filename))] = split
+    return split_of
+
+
+@contextmanager
+def errors_named(path: StoragePath) -> Iterator[None]:
+    """Raises UserError for a file that is missing or cannot be read."""
+    try:
+        yield
+    except IsADirectoryError as error:
+        raise UserError(f"annotation file {path} is a folder; give a file in it, or set data.format to text") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"annotation file {path} does not exist; data.annotations is relative to data.root") from error
+    except OSError as error:
+        raise UserError(f"annotation file {path} cannot be read: {error}") from error
+
+
+def read_file(path: StoragePath) -> bytes:
+    """The content of an annotation file, decompressed if its name ends in .gz. Raises UserError."""
+    with errors_named(path):
+        data = path.read_bytes(MAX_ANNOTATION_BYTES)
+    return gunzip(data, f"annotation file {path}") if path.name.endswith(".gz") else data
+
+
+@contextmanager
+def opened(path: StoragePath) -> Iterator[BinaryIO]:
+    """An annotation file of any size, which is read in parts. Raises UserError."""
+    with errors_named(path), path.open() as file:
+        yield file
+
+
+def read_json(path: StoragePath) -> Any:
+    """The content of an annotation file in JSON. Raises UserError."""
+    # the readers report the place of text that is not valid
+    return parse_json(read_file(path), f"annotation file {path}", strict=False)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file has an image's ending and is not hidden."""
+    base = name.rsplit("/", 1)[-1]
+    return base.lower().endswith(IMAGE_ENDINGS) and not base.startswith(".")
+
+
+def find_files(root: StoragePath, pattern: str) -> list[str]:
+    """The files below a folder that a pattern names, sorted where it has wildcards. Raises UserError without any.
+
+    {000..009} stands for these numbers, {a,b} for each of the words, and *, ?, [...] and ** for what they mean in a
+    shell. A name without these characters, or of a file that exists, stands for itself.
+    """
+    if not (glob.has_magic(pattern) or _BRACES.search(pattern)) or (root / pattern).exists():
+        return [pattern]
+    names = list(itertools.islice(_expanded(pattern), MAX_FILES + 1))
+    found = [name for each in names for name in (_matching(root, each) if glob.has_magic(each) else [each])]
+    if not 0 < len(found) <= MAX_FILES:
+        problem = f"names more than {MAX_FILES} files" if found else "matches no file"
+        raise UserError(f"data.annotations: {shown(pattern)} {problem} below {root}; correct the pattern")
+    return found
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """The patterns in which each {..} is replaced by one of its values."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        yield pattern
+        return
+    first, last, words = match.groups()
+    numbers = range(int(first), int(last) + 1) if words is None else ()
+    for value in (str(number).zfill(len(first)) for number in numbers) if words is None else words.split(","):
+        for rest in _expanded(pattern[match.end() :]):
+            yield f"{pattern[: match.start()]}{value}{rest}"
+
+
+def _matching(root: StoragePath, pattern: str) -> list[str]:
+    """The files below a folder that match a pattern with wildcards, sorted."""
+    if not root.is_remote:
+        names = glob.glob(pattern, root_dir=root.path, recursive=True)  # noqa: PTH207 (Path.glob refuses some patterns)
+        return sorted(name for name in names if (root.path / name).is_file())
+    parts = pattern.split("/")
+    start = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    folder = "/".join(parts[:start])
+    found = (root / folder if folder else root).list()
+    return sorted("/".join([*parts[:start], name]) for name in found if matches(name.split("/"), parts[start:]))
+
+
+def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the segments of a path match the segments of a pattern, in which ** stands for any number of them."""
+    if patterns == ["**"]:
+        return True
+    if not patterns or not names:
+        return not patterns and not names
+    if patterns[0] == "**":
+        return any(matches(names[start:], patterns[1:]) for start in range(len(names)))
+    return fnmatchcase(names[0], patterns[0]) and matches(names[1:], patterns[1:])
+
+
+@dataclass(frozen=True)
+class Source:
+    """An annotation file, the folder of its images, and how its images get columns, splits and ids."""
+
+    annotations: StoragePath
+    images: StoragePath
+    # the paths of both in the data set, as the configuration has them: images are named by them
+    annotations_name: str = ""
+    images_name: str = ""
+    split: str | None = None  # of images for which neither the file nor a list names one
+    splits: Splits = field(default_factory=Splits)
+    columns: ColumnSection = field(default_factory=ColumnSection)
+    with_tokens: bool = False  # whether to read the tokens of the captions, which only Karpathy's JSON has
+
+    @cached_property
+    def column_names(self) -> dict[str, tuple[str, ...]]:
+        """The names under which each column of COLUMNS is looked for."""
+        chosen = self.columns.model_dump()
+        return {column: names if chosen[column] is None else (chosen[column],) for column, names in COLUMNS.items()}
+
+    @cached_property
+    def image_prefix(self) -> str:
+        """What precedes the name of an image file in the data set."""
+        return _prefix(self.images_name)
+
+    @cached_property
+    def member_prefix(self) -> str:
+        """What precedes the name of an image in the annotation file or folder."""
+        return _prefix(self.annotations_name)
+
+    def value(self, entry: Mapping[str, Any], column: str, location: str) -> Any:
+        """The value of a column in an entry of a table; None without it. Raises UserError for a configured column."""
+        names = self.column_names[column]
+        for name in names:
+            if name in entry:
+                return entry[name]
+        if getattr(self.columns, column) is not None:
+            found = shorten(entry)
+            raise UserError(f"{location} has no column {quoted(names[0])} (data.columns.{column}); it has {found}")
+        return None
+
+    def id_and_split(
+        self, entry: Mapping[str, Any], listed: tuple[str, ...], name: str, location: str
+    ) -> tuple[int, str]:
+        """The id and split of an image from its entry, a list of splits, the source, or a hash of its name.
+
+        listed: names by which lists of splits may contain the image. Raises UserError for values of a wrong type.
+        """
+        identifier = self.value(entry, "id", location)
+        image_id = None if identifier in (None, "") else _whole_number(identifier)
+        if identifier not in (None, ""):
+            if image_id is None and (self.columns.id is not None or not isinstance(identifier, str)):
+                remedy = "set data.columns.id to a column that is; without a column id, ids are hashes of file names"
+                raise UserError(f"{location}: id {quoted(identifier)} is not a whole number; {remedy}")
+            listed = (*listed, str(identifier))
+        if image_id is None:
+            image_id = id_of_name(name)
+        split = self.splits.listed(*listed)
+        if split is None:
+            split = self.value(entry, "split", location)
+        if split in (None, ""):
+            split = self.split or self.splits.drawn(name)
+        if not isinstance(split, str | int) or isinstance(split, bool):
+            raise UserError(f"{location}: split {quoted(split)} is not text")
+        return image_id, str(split)
+
+
+def _whole_number(value: Any) -> int | None:
+    """The integer of a number or a text; None for any other value."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        return None
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def images_folder(root: StoragePath, images: str) -> StoragePath:
+    """The folder of the images: a path below the root, or an s3:// prefix."""
+    uri = images.rstrip("/") if is_remote(images) else inside(root, images, "data.images")[0]
+    return StoragePath(uri, root.options)
+
+
+def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
+    """`folder/name`, or a URI below the folder, without '.' and '..'; and the part of it after the folder.
+
+    Raises UserError outside of `folder`.
+    """
+    if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
+        return join(folder.uri, name), name  # skips the slow checks below: there may be a million images
+    if is_remote(name):
+        if not name.startswith(join(folder.uri, "")):
+            raise UserError(f"{location}: {quoted(name)} is outside of {folder}; set data.images to the images' prefix")
+        name = name.removeprefix(join(folder.uri, ""))
+    if folder.is_remote:
+        relative = os.path.normpath(name)
+        is_inside, uri = not relative.startswith(("..", "/")), join(folder.uri, relative).removesuffix("/.")
+    else:
+        base = os.path.normpath(folder.uri)
+        uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
+        is_inside, relative = uri == base or uri.startswith(base.rstrip("/") + "/"), uri[len(base) :].lstrip("/")
+    if not is_inside:
+        raise UserError(f"{location}: {quoted(name)} is outside of {folder}; give a path below it")
+    return uri, relative
+
+
+def _prefix(folder: str) -> str:
+    """A folder, as the configuration has it, with a slash; "" for the data set's folder itself."""
+    folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
+    return "" if folder == "." else f"{folder}/"
+
+
+class Rows:
+    """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
+
+    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once. Many
+    images are in a memory-mapped file (`TableSpill`).
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._buffer: list[
+            tuple[int, str, str, list[str], list[str]]
+        ] = []  # one tuple of the columns of IMAGES per row
+        self._late: list[tuple[int, list[str]]] = []  # captions of rows that are no longer in the buffer
+        self._images, self._num_stored = TableSpill(IMAGES), 0
+        self._more = TableSpill(LATE)  # batches that are sorted by row
+
+    def __len__(self) -> int:
+        return self._num_stored + len(self._buffer)
+
+    def add(
+        self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
+    ) -> None:
+        """Adds an image. Raises UserError for values that a table or file system cannot hold.
+
+        uri: the text of an ImageLocation. tokens: with `Source.with_tokens` the file's tokens of each caption, joined
+        with spaces.
+        """
+        if not -(2**63) <= image_id < 2**63:
+            raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
+        if "\0" in uri or SURROGATE.search(uri + split):
+            raise UserError(f"{location} is malformed: its file name or split is not text")
+        self._buffer.append((image_id, split, uri, captions, list(tokens)))
+        if len(self._buffer) == 2 * BUFFERED_ROWS:
+            self._images.append(_batch(self._buffer[:BUFFERED_ROWS], IMAGES))
+            self._num_stored += BUFFERED_ROWS
+            del self._buffer[:BUFFERED_ROWS]
+
+    def add_captions(self, row: int, captions: list[str]) -> None:
+        """Adds captions to those of an image that was added before as the row with this number."""
+        position = row - self._num_stored
+        if position >= 0:
+            self._buffer[position][3].extend(captions)
+            return
+        self._late.append((row, captions))
+        if len(self._late) == BUFFERED_ROWS:
+            self._more.append(_late_batch(self._late))
+            self._late = []
+
+    def table(self, *, with_tokens: bool) -> pa.Table:
+        """The images as a table of IMAGES, without the column tokens unless it is asked for."""
+        table = pa.Table.from_batches([*self._images.batches(), _batch(self._buffer, IMAGES)])
+        late = [*self._more.batches(), _late_batch(self._late)]
+        if sum(map(len, late)):
+            joined = TableSpill(pa.schema([IMAGES.field("captions")]))
+            for captions in _joined(table["captions"], late):
+                joined.append(pa.RecordBatch.from_arrays([captions], schema=joined.schema))
+            table = table.set_column(IMAGES.get_field_index("captions"), "captions", joined.table()["captions"])
+        return table if with_tokens else table.drop_columns(["tokens"])
+
+
+def _batch(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows as a batch of a table."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _late_batch(rows: Sequence[tuple[int, list[str]]]) -> pa.RecordBatch:
+    """Rows of LATE as a batch, sorted by `row`; those of the same row keep their order."""
+    return _batch(sorted(rows, key=itemgetter(0)), LATE)
+
+
+def _joined(lists: pa.ChunkedArray, late: Sequence[pa.RecordBatch]) -> Iterator[pa.Array]:
+    """The lists, each followed by those of the batches of LATE for its row, in their order; some at a time."""
+    start, late_rows = 0, [batch["row"].to_numpy() for batch in late]
+    for first in range(0, lists.num_chunks, _JOINED_BATCHES):
+        chunk = pa.concat_arrays(lists.chunks[first : first + _JOINED_BATCHES])
+        limits = [np.searchsorted(rows, [start, start + len(chunk)]) for rows in late_rows]
+        parts = [batch.slice(begin, end - begin) for batch, (begin, end) in zip(late, limits, strict=True)]
+        table = pa.Table.from_batches([part for part in parts if len(part)], LATE).combine_chunks()
+        owners = table["row"].to_numpy() - start
+        further = pa.concat_arrays(table["captions"].chunks or [pa.array([], LISTS)])
+        lengths = [pc.list_value_length(each).to_numpy(zero_copy_only=False) for each in (chunk, further)]
+        # the row of each value; a stable sort leaves the values of a list before those that follow it
+        of_values = np.concatenate([np.repeat(np.arange(len(chunk)), lengths[0]), np.repeat(owners, lengths[1])])
+        values = pa.concat_arrays([chunk.flatten(), further.flatten()]).take(
+            pa.array(np.argsort(of_values, kind="stable"))
+        )
+        counts = np.bincount(of_values, minlength=len(chunk))
+        yield pa.ListArray.from_arrays(np.cumsum([0, *counts]), values).cast(LISTS)
+        start += len(chunk)
+
+
+def as_list(value: Any) -> list[Any]:
+    """The captions of a cell that holds a list, a JSON list of texts (in a CSV file), one caption, or nothing."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError):
+            items = parse_json(value, "cell", strict=False)
+            if isinstance(items, list) and all(isinstance(item, str) for item in items):
+                return items
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:
+    """The values that are text, cut to MAX_CAPTION. A value that is no text or is too long adds a problem."""
+    texts = []
+    for value in values:
+        if not isinstance(value, str):
+            # a million equal sentences about one image share their memory
+            rows.problems.append(
+                sys.intern(f"{location} is malformed: a caption is not text but {type(value).__name__}")
+            )
+        elif SURROGATE.search(value):
+            rows.problems.append(f"{location} is malformed: a caption is not text in any encoding")
+        else:
+            if len(value) > MAX_CAPTION:
+                rows.problems.append(f"{location} is malformed: a caption has {len(value)} characters")
+            texts.append(value[:MAX_CAPTION])
+    return texts
+
+
+def lines_of(data: bytes, name: str) -> list[str]:
+    """The captions in a text of one caption per line, without empty lines. Raises UserError."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{printable(name)} is not text in UTF-8; write it again in this encoding") from error
+    return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+
+
+def malformed(location: str, error: Exception) -> UserError:
+    """The error for an entry that a reader cannot read."""
+    return UserError(f"{location} is malformed ({type(error).__name__}: {error})")

@@ -1,0 +1,295 @@
+"""Reads the data set that a configuration names: its annotation files, vocabulary and content keys.
+
+`FORMATS` lists the formats of annotation files; `data.format` in `pipeline/config/sections.py` must list the same
+names. This module does not import torch: the import would take longer than all the work of `raycap check`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
+from raycap.pipeline.data.content_keys import HashFiles, take_snapshot
+from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
+from raycap.pipeline.data.formats.json_files import add_coco, add_karpathy
+from raycap.pipeline.data.formats.source import (
+    Rows,
+    Source,
+    Splits,
+    find_files,
+    images_folder,
+    read_json,
+    read_split_lists,
+)
+from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
+from raycap.pipeline.data.formats.text_files import add_text_files, read_text_files
+from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
+from raycap.pipeline.data.language.tokenizers import SUBWORD
+from raycap.pipeline.data.synthetic.scenes import MARKER, write_annotations, write_dataset
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import shorten, shown
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.untrusted.documents import read_document
+
+logger = logging.getLogger(__name__)
+
+_ARCHIVES_AT_A_TIME, _NUM_THREADS = 64, 8
+
+
+def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {path: reason} of images that cannot be read. hash_files: `take_snapshot`."""
+    dataset = read_data(config)
+    build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
+    return snapshot_of(dataset, config, hash_files)
+
+
+def read_data(config: RunConfig) -> Dataset:
+    """The data set without content keys, checked for training; a missing synthetic data set is written first."""
+    return read_dataset(config.data, data_root(config), config.storage.options)
+
+
+def data_root(config: RunConfig) -> str:
+    """The folder or s3:// prefix of the data set; a missing synthetic data set is written first."""
+    scenes = config.data.synthetic
+    if scenes is None:
+        return storage_path(str(config.data.root)).uri
+    root, remote = _synthetic_places(config, scenes)
+    if remote is None or not (remote / MARKER).exists():
+        if not root.is_dir():
+            logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
+        write_dataset(root, scenes)
+        if remote is not None:
+            Mirror(remote, root).push()
+    return str(root) if remote is None else remote.uri
+
+
+def planned_data(config: RunConfig) -> Dataset | None:
+    """A synthetic data set that is not drawn yet, without its images; None for any other.
+
+    Raises UserError if it cannot be trained on with this configuration.
+    """
+    scenes = config.data.synthetic
+    if scenes is None or _synthetic_places(config, scenes)[0].is_dir():
+        return None
+    with TemporaryDirectory(prefix="raycap-") as folder:
+        write_annotations(Path(folder), scenes)
+        dataset = read_dataset(config.data, folder)
+    build_vocabulary(dataset, config.data)
+    return dataset
+
+
+def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
+    """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
+    digest = hashlib.sha256(json.dumps(scenes.values(), sort_keys=True).encode()).hexdigest()[:10]
+    name = f"data/synthetic-{digest}"
+    return config.working_path / name, config.home(name)
+
+
+def snapshot_of(
+    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None
+) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
+
+    hash_files: of `take_snapshot`. With region features from a file the images need not exist, and their ids are the
+    content keys.
+    """
+    if not config.has_backbone:
+        return dataset.keyed_by_id(), {}
+    root = "" if config.data.root is None else storage_path(config.data.root).uri
+    image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
+    name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
+    manifest = config.storage_place / f"manifests/{name}.parquet"
+    return take_snapshot(dataset, manifest, config.storage.options, hash_files)
+
+
+def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
+    """The data set of a configuration, without wordless captions.
+
+    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
+    a word in it, or a split that training needs is empty.
+    """
+    dataset, problems = read_annotations(config, root, options)
+    if problems:
+        raise UserError(problems[0])
+    dataset = dataset.with_words(config.tokenizer)
+    require_splits(dataset, config)
+    return dataset
+
+
+def require_splits(dataset: Dataset, config: DataSection) -> None:
+    """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
+    needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
+    needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
+    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
+    for key, names in needed.items():
+        if not len(dataset.split(*names)):
+            splits = shorten(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
+            missing = f"no image of {config.annotations} is in {' or '.join(names)}"
+            raise UserError(f"{key}: {missing}; it has the splits {splits}")
+
+
+def read_annotations(
+    config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()
+) -> tuple[Dataset, list[str]]:
+    """Every image and caption of the annotation files, and a sentence for each caption that is not valid.
+
+    Raises UserError when a file or folder is missing, or when a file does not have its format, repeats an image id or
+    names a path outside of the data set's folder.
+    """
+    base = storage_path(root, options)
+    if not base.is_remote and not base.path.is_dir():
+        raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
+    rows, sources = Rows(), _find_sources(config, base)
+    read_sources(sources, config.format, rows)
+    table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
+    ids = table["image_id"]
+    in_order = np.sort(ids.to_numpy())
+    if (in_order[1:] == in_order[:-1]).any():
+        counts = ids.value_counts()
+        repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
+        uri = table["uri"].filter(pc.equal(ids, repeated))[-1].as_py()  # the last image with this id
+        image = f"image {shown(uri)}"
+        raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
+    table = table.append_column("key", pa.nulls(len(table), pa.string()))
+    names = [*SCHEMA.names, *([TOKENS.name] if TOKENS.name in table.column_names else [])]
+    return Dataset(table.select(names)), rows.problems
+
+
+def _find_sources(config: DataSection, root: StoragePath) -> list[Source]:
+    """The annotation files of a data set. Raises UserError as `read_annotations`."""
+    splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
+    # Without `data.sources` these three keys of the section `data` describe the only source.
+    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
+    sources = []
+    for section in config.sources or (only_source,):
+        images = images_folder(root, section.images)
+        if not images.is_remote and not images.path.is_dir():
+            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
+        for name in find_files(root, section.annotations):
+            path = root if name in ("", ".") else root / name.rstrip("/")
+            source = Source(path, images, name, section.images, section.split, splits, config.columns)
+            sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
+    return sources
+
+
+def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
+    """The vocabulary of a configuration. Raises UserError when it is empty.
+
+    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them. A
+    subword model needs no further words.
+    """
+    training = dataset.split(*(config.vocabulary_splits or config.train_splits))
+    try:
+        if config.tokenizer == SUBWORD:
+            texts = training.texts(config.tokenizer)
+            return Vocabulary.train_subwords(texts, config.subword_vocabulary, config.min_count)
+        vocabulary = Vocabulary.build(training.tokens(config.tokenizer), config.min_count, config.tokenizer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if config.extra_vocabulary is None:
+        return vocabulary
+    try:
+        lines = read_document(Path(config.extra_vocabulary).expanduser()).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.extra_vocabulary {config.extra_vocabulary} cannot be read as text: {error}") from error
+    extra = {word for line in lines for word in vocabulary.tokenize(line.lower())}
+    return Vocabulary(tuple(sorted(extra.union(vocabulary.words))), config.tokenizer)
+
+
+def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
+    """Number of the vocabulary's tokens in the longest caption, with SOS and EOS."""
+    return max(map(len, map(vocabulary.tokenize, dataset.texts(vocabulary.tokenizer)))) + 2
+
+
+class Format(NamedTuple):
+    """How a source is opened, and how what was opened is added to the rows. Both raise UserError."""
+
+    open: Callable[[Source], Any]
+    add: Callable[[Source, Any, Rows], None]
+
+
+def _open_json(source: Source) -> Any:
+    return read_json(source.annotations)
+
+
+FORMATS = {
+    "karpathy": Format(_open_json, add_karpathy),
+    "coco": Format(_open_json, add_coco),
+    "nocaps": Format(_open_json, add_coco),
+    "table": Format(table_entries, add_table),
+    "webdataset": Format(read_samples, add_samples),
+    "text": Format(read_text_files, add_text_files),
+}
+
+
+def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
+    """Adds the images of annotation files to `rows`, in their order. name: a key of `FORMATS`, or "auto"."""
+    archives = [source for source in sources if (_recognized(source) if name == "auto" else name) == "webdataset"]
+    if len(archives) < max(2, len(sources)):
+        for source in sources:
+            _read_source(source, name, rows)
+        return
+    # the headers of an archive on S3 are many requests, which mostly wait
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for start in range(0, len(sources), _ARCHIVES_AT_A_TIME):
+            part = sources[start : start + _ARCHIVES_AT_A_TIME]
+            for source, samples in zip(part, pool.map(read_samples, part), strict=True):
+                _require_tokens(source, False)
+                add_samples(source, samples, rows)
+
+
+def _read_source(source: Source, name: str, rows: Rows) -> None:
+    """Adds the images of one annotation file."""
+    chosen = _recognized(source) if name == "auto" else name
+    data = (_open_json if chosen is None else FORMATS[chosen].open)(source)
+    if chosen is None:
+        chosen = _recognized_json(source, data)
+    _require_tokens(source, chosen == "karpathy")
+    FORMATS[chosen].add(source, data, rows)
+
+
+def _recognized(source: Source) -> str | None:
+    """The format that the name of an annotation file shows; None for JSON, whose content shows it."""
+    path, name = source.annotations, source.annotations_name
+    if path.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
+        return "table"
+    if path.name.endswith((".tar", ".tar.gz", ".tgz")):
+        return "webdataset"
+    is_folder = name in ("", ".") or name.endswith("/") or (not path.is_remote and path.path.is_dir())
+    return "text" if is_folder else None
+
+
+def _recognized_json(source: Source, data: Any) -> str:
+    """The format of an annotation file in JSON. Raises UserError."""
+    if not isinstance(data, dict) or not isinstance(data.get("images"), list):
+        expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
+        endings = ", ".join(TABLE_ENDINGS)
+        problem = f"expected {expected}, a table that ends in {endings}, a .tar, or a folder"
+        raise UserError(f"{source.annotations} has an unknown format; {problem}")
+    first = data["images"][0] if data["images"] else None
+    is_karpathy = not isinstance(first, dict) or bool({"filename", "sentences"} & first.keys())
+    return "karpathy" if is_karpathy else "coco"
+
+
+def _require_tokens(source: Source, has_tokens: bool) -> None:
+    """Raises UserError if the tokens of captions are needed and the file's format has none."""
+    if source.with_tokens and not has_tokens:
+        raise UserError(
+            f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "
+            "tokens; set it to expansionnet or spacy"
+        )
