@@ -22,34 +22,22 @@ def jobs_server(address: str) -> Finding:
     """Whether the cluster's jobs server answers, accepts the token, and has the Ray version installed here."""
     try:
         server = JobsServer(address)
-        remote = str(server.version()["ray_version"])
+        remote = server.ray_version
     except UserError as error:
         return Finding("cluster", "fail", str(error))
     except UnreachableError as error:
         remedy = "check the address, the network and that the head runs a dashboard"
         return Finding("cluster", "fail", str(error), remedy)
     local = importlib.metadata.version("ray")
-    text = f"{server.address}, Ray {remote}, {'token accepted' if server.token_sent else 'no token needed'}"
+    text = f"{server.address}, Ray {remote}, {'token accepted' if server.headers else 'no token needed'}"
     if remote.split(".")[:2] != local.split(".")[:2]:
         return Finding("cluster", "fail", f"{text}; here Ray {local}", f"give the cluster an image with Ray {local}")
     if remote != local:
         return Finding("cluster", "warn", f"{text}; here Ray {local}", "use the same version on both")
-    if not server.token_sent:
+    if not server.headers:
         text += ": everybody who can reach the cluster can run code in it"
         return Finding("cluster", "warn", text, "start Ray on its nodes with RAY_AUTH_MODE=token")
     return Finding("cluster", "ok", text)
-
-
-def listed_nodes(address: str) -> Finding:
-    """The live nodes by the jobs server, which are not asked."""
-    try:
-        nodes = JobsServer(address).nodes()
-    except (UserError, UnreachableError, FileNotFoundError) as error:
-        return Finding("nodes", "warn", f"cannot be listed: {error}")
-    alive = [node.get("resources_total") or {} for node in nodes if node.get("state") == "ALIVE"]
-    num_cpus, num_gpus = (sum(float(node.get(kind, 0)) for node in alive) for kind in ("CPU", "GPU"))
-    text = f"{len(alive)} with {num_cpus:g} CPUs and {num_gpus:g} GPUs"
-    return Finding("nodes", "ok", text, "give a configuration to check each of them")
 
 
 def check_cluster(

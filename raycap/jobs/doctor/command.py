@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from raycap.jobs.cluster import cluster_address, connect, stage_bundles
-from raycap.jobs.doctor.cluster_checks import check_cluster, jobs_server, listed_nodes
+from raycap.jobs.doctor.cluster_checks import check_cluster, jobs_server
 from raycap.jobs.doctor.cluster_facts import cluster_facts
 from raycap.jobs.doctor.damage import find_damaged_files
 from raycap.jobs.doctor.finding import Finding
@@ -24,7 +24,7 @@ from raycap.jobs.doctor.machine_checks import check_machine
 from raycap.jobs.options import Set
 from raycap.jobs.submit import Job, start
 from raycap.pipeline.cluster.capacity import Resources
-from raycap.pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
+from raycap.pipeline.cluster.jobs_api import JobsServer, UnreachableError
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
@@ -139,7 +139,7 @@ def _examine(subject: Subject, address: str | None) -> Iterator[Finding]:
     if reachable.level == "fail":
         return
     if subject.path is None:
-        yield listed_nodes(address)
+        yield Finding("nodes", "ok", "not asked", "give a configuration to check each of them")
         return
     # The job also checks the machine of the head, whose facts are among those of the nodes.
     yield from (finding for finding in _run_job(subject, subject.path, address) if finding.name not in names)
@@ -150,7 +150,7 @@ def _is_dashboard(address: str) -> bool:
     if "://" in address:
         return True
     try:
-        JobsServer(address).version()
+        _ = JobsServer(address).ray_version
     except UnreachableError:
         return False
     except UserError:  # it refuses the token
@@ -179,10 +179,10 @@ def _run_job(subject: Subject, path: Path, address: str) -> Sequence[Finding]:
             configure_logging(logging.ERROR)
             server, job_id = start(job, address)
         deadline = time.monotonic() + JOB_S
-        while (info := server.job(job_id))["status"] not in FINAL_STATES:
+        while not (info := server.job(job_id)).status.is_terminal():
             if time.monotonic() > deadline:
                 server.stop(job_id)
-                reason = f"job {job_id} has not ended within {JOB_S:g} s: {info.get('message') or info['status']}"
+                reason = f"job {job_id} has not ended within {JOB_S:g} s: {info.message or info.status.value}"
                 return [Finding("nodes", "fail", reason, "look at the cluster's dashboard")]
             time.sleep(POLL_S)
         return _findings_in(server.logs(job_id), job_id)

@@ -208,13 +208,6 @@ def test_the_clusters_ray_version_and_token(answers: dict[str, Any], monkeypatch
     assert nobody.level == "fail" and "cannot be reached" in nobody.text
 
 
-def test_the_nodes_of_a_jobs_server(answers: dict[str, Any]) -> None:
-    alive = {"state": "ALIVE", "resources_total": {"CPU": 2.0}}
-    nodes = [alive, {"state": "DEAD", "resources_total": {"CPU": 9.0, "GPU": 9.0}}]
-    answers["/api/v0/nodes"] = 200, {"data": {"result": {"result": nodes}}}
-    assert cluster_checks.listed_nodes(answers["address"]).text == "1 with 2 CPUs and 0 GPUs"
-
-
 def test_a_job_that_cannot_ask_the_nodes(
     answers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,6 @@ ALLOWED = {
         "pipeline/evaluation/captioning/upstream.py",
         "pickle.Unpickler",
     ): "looks up no class, after the operations were counted",
-    ("pipeline/cluster/jobs_api.py", "json.loads"): "an answer of the cluster's own server, of bounded size",
     ("jobs/doctor/node_facts.py", "yaml.safe_load"): "the file of this cluster's autoscaler",
     ("pipeline/cluster/packaging.py", "zipfile.ZipFile"): "writes an archive",
     ("pipeline/data/dataset.py", "pa.ipc.open_file"): OWN,
