@@ -40,7 +40,6 @@ ALLOWED = {
         "pipeline/evaluation/captioning/upstream.py",
         "pickle.Unpickler",
     ): "looks up no class, after the operations were counted",
-    ("jobs/doctor/node_facts.py", "yaml.safe_load"): "the file of this cluster's autoscaler",
     ("pipeline/cluster/packaging.py", "zipfile.ZipFile"): "writes an archive",
     ("pipeline/data/dataset.py", "pa.ipc.open_file"): OWN,
     ("pipeline/data/images.py", "Image.open"): "the one place that decodes images",
