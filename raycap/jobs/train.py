@@ -15,7 +15,7 @@ from typing import Any
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
+from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, call_in_thread, saving_first
 from raycap.pipeline.storage.atomic import is_disk_full
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training.loop import StageJob, train_stages
@@ -88,8 +88,8 @@ def _attempt(job: StageJob, config: RunConfig) -> None:
     After Ctrl-C or SIGTERM the workers save a checkpoint and end, and KeyboardInterrupt is raised.
     """
     try:
-        with saving_first(lambda: _ask_to_stop(job)), keeping_handlers():
-            _trainer(job, config).fit()
+        with saving_first(lambda: _ask_to_stop(job)):
+            call_in_thread(_trainer(job, config).fit)
     finally:
         shutil.rmtree(_scratch(job), ignore_errors=True)
         if failure_file(job).exists():

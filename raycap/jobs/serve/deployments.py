@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
@@ -52,7 +51,7 @@ class CaptionerDeployment:
         from raycap.pipeline.serving.loading import LoadedModel, load_source
         from raycap.pipeline.serving.watcher import ChampionWatcher
 
-        prepare_replica(is_local)
+        prepare_replica()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
 
         def load(bundle: StoredBundle) -> LoadedModel:
@@ -131,13 +130,12 @@ class Ingress:
         challenger: tuple[str, DeploymentHandle] | None,
         *,
         has_token: bool,
-        is_local: bool,
     ) -> None:
         from raycap.pipeline.serving.app import AppSettings, make_app
         from raycap.pipeline.serving.guard import Access
         from raycap.pipeline.serving.metrics import Metrics
 
-        prepare_replica(is_local)
+        prepare_replica()
         give_memory_back()
         # The token is read here: Ray shows the arguments of deployments to every client of its dashboard.
         token = server_token(None, insecure=not has_token)
@@ -197,7 +195,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     has_token = server_token(None, insecure=True) is not None
     names = [model.name for model in models]
     compared = None if challenger is None else (challenger.name, other)
-    return ingress.bind(arguments, names, captioners, compared, has_token=has_token, is_local=is_local)
+    return ingress.bind(arguments, names, captioners, compared, has_token=has_token)
 
 
 def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> Any:
@@ -237,17 +235,10 @@ def num_threads(arguments: ServeArguments, is_local: bool) -> int:
     return max(1, (os.cpu_count() or 1) // num_captioners(arguments)) if is_local else math.ceil(CAPTIONER_CPUS)
 
 
-def prepare_replica(is_local: bool) -> None:
-    """Sets up the log of a process of Ray Serve, and lets it listen on the loopback interface if Ray runs only here.
-
-    Ray Serve opens a port of each process on all interfaces, which unpickles what it gets. It does so after the
-    constructors of deployments, so that the name can be replaced there.
-    """
+def prepare_replica() -> None:
+    """Sets up the log of a process of Ray Serve."""
     configure_logging()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if is_local:
-        add_port = replica.add_port_to_grpc_server
-        replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
 
 
 def give_memory_back() -> None:
