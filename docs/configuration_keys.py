@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raycap.models import config
-from raycap.models.decoding import config as decoding_config
 from raycap.models.encoders import views
 from raycap.pipeline.config import run, sections
 from raycap.pipeline.config.run import RunConfig
@@ -26,7 +25,7 @@ from raycap.pipeline.search.spec import SearchConfig
 MARK = "<!-- keys -->"
 DOCS = Path(__file__).resolve().parent
 # Later modules have the sections of searches, some of which have the names of sections of runs.
-RUN_MODULES = (config, decoding_config, views, sections, run)
+RUN_MODULES = (config, views, sections, run)
 SEARCH_MODULES = (spec, space)
 # Keys in the tables below these headings are relative to a section.
 TABLE_SECTIONS = {

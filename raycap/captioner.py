@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption
 
@@ -94,8 +95,6 @@ class Captioner:
         all heads. attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for an
         image that cannot be read, a head that the model does not have, and a caption of too many tokens.
         """
-        from raycap.pipeline.data.images import BadImage
-
         try:
             pixels = self._service.pixels(image, self._options)
         except BadImage as error:

@@ -17,20 +17,20 @@ from raycap.jobs.caption_output import Row, open_output, read_done, review_place
 from raycap.jobs.cluster import cluster_address, connect
 from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from raycap.jobs.options import Address
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
-from raycap.pipeline.data.image_sources import find_images
+from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource, SentBundle, StoredBundle
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
+from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.storage.digests import file_digest
 from raycap.pipeline.storage.path import storage_path
 
@@ -251,7 +251,6 @@ def _caption_in_process(
     pictures: None for no pictures. A picture that fails is recorded in `decorations`.
     """
     from raycap.pipeline.evaluation.captioning.service import CaptionService
-    from raycap.pipeline.runtime.processor import prepare_processor
 
     prepare_processor()
     service = CaptionService(bundle, **options.search)
@@ -373,9 +372,7 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
-    from raycap.pipeline.data.image_sources import load_image
-    from raycap.pipeline.evaluation.reports.cluster_pictures import cluster_picture
-    from raycap.pipeline.evaluation.reports.heat_maps import caption_picture
+    from raycap.pipeline.evaluation.reports.pictures import caption_picture, cluster_picture
 
     image = load_image(name)
     pixels = service.transform(image)

@@ -13,6 +13,7 @@ from raycap.jobs.cluster import check_address
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Address, Config, Set
 from raycap.pipeline.config.load import load_config
+from raycap.pipeline.data.reading import planned_data
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.runtime.secrets import without_secrets
 
@@ -32,7 +33,6 @@ def check(
     Example: raycap check coco_subset --set data.root=/path/to/folder
     """
     from raycap.jobs.image_tasks import image_reader
-    from raycap.pipeline.data.reading import planned_data
     from raycap.pipeline.runs.check import check_data
     from raycap.pipeline.runs.preflight import check_distill, check_storage
 

@@ -22,13 +22,13 @@ from raycap.pipeline.data.caption_files import write_n_best
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, ImageChunks
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 
@@ -82,7 +82,7 @@ class Captioned(NamedTuple):
 
 @dataclass(frozen=True)
 class RunModel:
-    """A run's model with its final weights. It has no backbone and captions stored features."""
+    """A run's model with the weights that it delivers. It has no backbone and captions stored features."""
 
     folder: RunFolder
 
@@ -92,7 +92,7 @@ class RunModel:
 
         folder = self.folder.on_worker()
         model = build_model(folder.config.model, folder.sizes)
-        load_weights(model, folder.weights_before(stage=None, part="model"))  # without a stage: the final weights
+        load_weights(model, folder.delivered_weights("model"))
         return Bundle(Captioner(model), folder.vocabulary, transform=None, config={})
 
 
@@ -232,8 +232,7 @@ class _TaskCaptioner:
 
     def __init__(self, models: Sequence[ModelSource], config: RunConfig, store: StoragePath | None) -> None:
         """store: the features for models without a backbone. Raises UserError for models of different vocabularies."""
-        from raycap.pipeline.runtime.context import LocalContext, device_for
-        from raycap.pipeline.runtime.processor import prepare_processor
+        from raycap.pipeline.runtime.context import LocalContext
 
         workers = config.workers
         self.context = LocalContext(device_for(workers.gpus_per_worker))

@@ -26,13 +26,14 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runs.run_report import report_images, score_table
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     are none.
     """
     from raycap.models.encoders.backbone import backbone_macs
-    from raycap.models.macs import cost
+    from raycap.models.registry import cost
 
     captioner = load_bundle(fetched(bundle)).captioner
     model, backbone = captioner.model, captioner.backbone

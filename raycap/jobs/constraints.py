@@ -11,7 +11,7 @@ import typer
 
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.detections import (
+from raycap.pipeline.evaluation.captioning.constraints import (
     EXCLUDED,
     choose_constraints,
     read_detections,

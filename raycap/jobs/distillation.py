@@ -11,7 +11,7 @@ from raycap.jobs.cluster import start_ray
 from raycap.jobs.cluster_captions import caption_to_store
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source
 from raycap.pipeline.features.extraction import features_for_bundles
 from raycap.pipeline.runs.distillation.caption_store import caption_store, images_to_caption
 from raycap.pipeline.runs.distillation.teacher import find_teacher

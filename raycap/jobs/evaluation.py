@@ -22,31 +22,29 @@ from raycap.jobs.systems import OTHER_IMAGES, EvaluatedModel, compare, summarize
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations, snapshot_of
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import (
     bundle_protocol,
+    bundle_source,
     read_bundle_config,
     read_confidences,
     store_confidence,
 )
 from raycap.pipeline.evaluation.captioning.bundle_files import CONFIDENCE, fetched
 from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
-from raycap.pipeline.evaluation.captioning.protocols import (
+from raycap.pipeline.evaluation.comparison.protocol import (
+    Protocol,
     confidence_search,
     ensemble_protocol,
     in_language,
     search_settings,
     searched,
 )
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.comparison.published import FinalRow, published_rows
-from raycap.pipeline.evaluation.confidence.confidence import Confidence, find_fit
-from raycap.pipeline.evaluation.confidence.fit import fit_split
-from raycap.pipeline.evaluation.confidence.quality import Quality
+from raycap.pipeline.evaluation.confidence.confidence import Confidence, Quality, find_fit, fit_split
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, Scores, metrics_of_split, score_captions
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
@@ -148,8 +146,6 @@ class Evaluation:
 
         run_config: identifies the run. The other parameters are options of `raycap evaluate`.
         """
-        from raycap.pipeline.data.reading import data_root, planned_data, snapshot_of
-
         config, splits = self.config, splits or self.config.data.test_splits
         if (planned := planned_data(config)) is not None:
             _images_by_split(planned, splits)  # refuses a wrong split before images are drawn
@@ -620,7 +616,6 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
     stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
     or the stage is not finished.
     """
-    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import open_run
 
     dataset, _ = find_data(configs[0])

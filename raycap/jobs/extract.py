@@ -21,6 +21,7 @@ from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.regions import changed_images
@@ -48,8 +49,6 @@ def extract(
 
     Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
     """
-    from raycap.pipeline.data.reading import read_data, snapshot_of
-
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())
     check_resources(run_config, address)

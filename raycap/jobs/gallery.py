@@ -12,9 +12,11 @@ import numpy as np
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, ReportImage, choose_images
 from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
@@ -80,13 +82,10 @@ def compute_maps(
     import torch
 
     from raycap.models.encoders.backbone import num_prefix_tokens
-    from raycap.models.explain.attention_maps import cross_attention
-    from raycap.models.explain.attribution import Quadrature, integrated_gradients
+    from raycap.models.explain.attribution import Quadrature, cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
-    from raycap.pipeline.evaluation.reports.cluster_pictures import layer_colors
+    from raycap.pipeline.evaluation.reports.pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device
-    from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.processor import prepare_processor
 
     prepare_processor(config.workers.threads_per_worker)
     bundle = model.load()
@@ -126,7 +125,7 @@ def _weight_maps(weights: Tensor, features: Features, size: tuple[int, int]) -> 
     of attended padding, which follow those of the regions, are left out.
     size: the image's width and height in pixels.
     """
-    from raycap.pipeline.evaluation.reports.heat_maps import region_maps
+    from raycap.pipeline.evaluation.reports.pictures import region_maps
 
     values = weights.float().cpu().numpy()
     if features.boxes is None:
@@ -146,7 +145,6 @@ def _load_inputs(
     import torch
 
     from raycap.models.base import Features
-    from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
     from raycap.pipeline.features.model_inputs import Images, on_device
 
     max_pixels, options = config.data.max_pixels, config.storage.options

@@ -16,7 +16,7 @@ from raycap.pipeline.data.content_keys import HashedFiles, numbered_rounds
 from raycap.pipeline.data.images import hash_batch, measure_batch
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.runs.check import Reader, Threads
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 IMAGES_PER_TASK = 500
 
@@ -34,7 +34,8 @@ class ImageTasks:
     address: str | None
 
     def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
-        return map(HashedFiles.of_batch, self._mapped(numbered_rounds(uris), hash_batch, {"options": options}))
+        settings = {"options": options, "cache_bytes": self.config.features.cache_bytes}
+        return map(HashedFiles.of_batch, self._mapped(numbered_rounds(uris), hash_batch, settings))
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         settings = {"max_pixels": config.data.max_pixels, "options": config.storage.options}

@@ -16,9 +16,8 @@ from raycap.pipeline.config.load import apply_override, parse_given, read_file
 from raycap.pipeline.config.variables import expand_variables
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import save_bundle
-from raycap.pipeline.evaluation.captioning.protocols import model_protocol
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary, read_meshed_vocabulary
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, model_protocol
 from raycap.pipeline.evaluation.comparison.published import shared_protocol
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 def _import_meshed_memory(request: ImportRequest) -> Imported:
     """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
     from raycap.models.captioner import Captioner
-    from raycap.models.convert import meshed_memory as convert
+    from raycap.models.convert import upstream as convert
     from raycap.models.convert.tensor_files import read_tensors
 
     if request.backbone_file is not None or request.backbone_overrides:

@@ -15,9 +15,10 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.config.variables import variable_names
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.survey.configuration import Facts, Language, config_name, config_text, detect_language
 from raycap.pipeline.data.survey.survey import Survey, survey
-from raycap.pipeline.data.vocabulary import TOKENIZERS
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
 from raycap.pipeline.storage.atomic import write_bytes
@@ -120,8 +121,6 @@ def _tokenizers() -> tuple[str, ...]:
 
 def _sample_sizes(found: Survey) -> str:
     """The sizes of some images in words. Raises UserError if none of them can be read."""
-    from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
-
     uris = found.dataset.table["uri"]
     step = max(1, len(uris) // NUM_SAMPLED)
     chosen = [uris[row].as_py() for row in range(0, len(uris), step)][:NUM_SAMPLED]

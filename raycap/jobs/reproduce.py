@@ -18,7 +18,7 @@ from raycap.jobs.named_files import check_output_folder
 from raycap.jobs.options import Address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import read_json
 from raycap.pipeline.version import package_folder

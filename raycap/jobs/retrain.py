@@ -15,9 +15,10 @@ from raycap.jobs.options import Address, Config, Set
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.features.extraction import features_for_bundles
-from raycap.pipeline.retrain.retrain import Trained
+from raycap.pipeline.retrain.decision import FoundData, Trained, rollback
+from raycap.pipeline.retrain.decision import retrain as retrain_once
 from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
 from raycap.pipeline.runtime.log import indented
@@ -26,7 +27,7 @@ from raycap.pipeline.storage.path import StoragePath
 
 @dataclass(frozen=True)
 class RayWork:
-    """Trains and captions on a Ray cluster, for `pipeline.retrain.retrain`."""
+    """Trains and captions on a Ray cluster, for `pipeline.retrain.decision`."""
 
     address: str | None
 
@@ -34,14 +35,14 @@ class RayWork:
         """Tasks on the cluster; threads without one."""
         return image_reader(config, self.address)
 
-    def train(self, config: RunConfig) -> Trained:
+    def train(self, config: RunConfig, data: FoundData) -> Trained:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
         from raycap.jobs.run import run
         from raycap.pipeline.runs.run_bundle import local_bundle
 
         with indented():
-            folder = run(config, self.address)
-        return Trained(folder.run_id, local_bundle(folder), folder.metadata.data_fingerprint)
+            folder = run(config, self.address, data)
+        return Trained(folder.run_id, local_bundle(folder))
 
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
@@ -71,9 +72,6 @@ def retrain(
 
     Example: raycap retrain retrain_demo
     """
-    from raycap.pipeline.retrain.retrain import retrain as retrain_once
-    from raycap.pipeline.retrain.retrain import rollback
-
     run_config = load_config(config, set_ or ())
     if roll_back:
         check_storage(run_config)

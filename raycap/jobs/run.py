@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from raycap.jobs.cluster import Stage, check_address, check_resources, start_ray, with_precision
+from raycap.jobs.cluster import Stage, check_address, check_resources, start_ray
 from raycap.jobs.cluster_captions import RunModel, SplitTask, caption_on_cluster
 from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.evaluate import evaluate_ensemble
@@ -24,28 +24,28 @@ from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ens
 from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.pipeline.cluster.stalls import StallWatch
-from raycap.pipeline.config.load import dump_config, load_config
+from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import N_BEST, write_predictions
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.confidence.confidence import Confidence, with_fit
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
-from raycap.pipeline.runs.folder import RunFolder, try_lock
+from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.resolution import with_checkpointing, with_precisions
 from raycap.pipeline.runs.run_scores import RunScores, score_run, split_result, stored_results
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.atomic import write_json, write_text
+from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.mlflow_client import public_uri
@@ -84,7 +84,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
         logger.info(summary["table"])
         return folder
     with alone(folder.path), run_log(folder):
-        driver = RunDriver(config, folder, address)
+        driver = RunDriver(folder, address)
         try:
             if summary is None:
                 driver.train()
@@ -106,7 +106,7 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
     Otherwise tasks on a cluster read the new images, or threads without one.
     """
-    reads_images = config.stages[0].train_backbone or config.features.store != "always"  # `fits` is decided later
+    reads_images = config.stages[0].train_backbone or config.features.store != "always"
     if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
         return find_data(config, image_reader(config, address).hash_files)
     with TemporaryDirectory(prefix="raycap-") as scratch:
@@ -151,7 +151,7 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
     folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
-            RunDriver(config, folder, address).train()
+            RunDriver(folder, address).train()
     return folder
 
 
@@ -189,25 +189,11 @@ def shares_text(config: RunConfig, stage: StageSection) -> str:
     return f"{span(counts[0], counts[-1])} workers x {span(*config.micro_batch_sizes(stage))}{accumulated}"
 
 
-def _stored_config(folder: RunFolder) -> RunConfig | None:
-    """The configuration in a run's folder, with the precision that the run has decided; None if it is damaged."""
-    try:
-        return folder.config
-    except (DamagedError, UserError) as error:  # a UserError for keys that were renamed since
-        logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-        return None
-
-
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, address: str | None) -> None:
+    def __init__(self, folder: RunFolder, address: str | None) -> None:
         self.folder, self.address = folder, address
-        # An earlier attempt may have had other values of keys that do not decide the result, such as workers.
-        stored = _stored_config(folder)
-        self.config = config if stored is None else with_kept_precision(config, stored)
-        if stored != self.config:
-            self._write(self.config)
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
@@ -215,23 +201,23 @@ class RunDriver:
         self.tracker = Tracker(self.folder, self.config)
         self.tracker.start()
 
-    def _write(self, config: RunConfig) -> None:
-        """Writes the configuration that workers read."""
-        self.config = config
-        write_text(self.folder.path / "config.yaml", dump_config(config))
-        self.folder.push("config.yaml")
-        self.folder = RunFolder(self.folder.path, self.folder.home)  # the other object has cached the old values
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of this attempt, which every process of it gets."""
+        return self.folder.config
 
-    def _decide_precision(self) -> None:
-        """Replaces `evaluation.precision: auto` by the faster precision, for this and later attempts."""
-        decided = with_precision(self.config, self.address)
-        if decided is not self.config:
-            self._write(decided)
-            self.tracker.config = decided  # served models compute in this precision
+    def _decide(self, config: RunConfig) -> None:
+        """Sets the configuration with a decision in place of an `auto`."""
+        if config is not self.config:
+            self.folder = replace(self.folder, config=config)
+            self.tracker.config = config  # served models compute in this precision
+
+    def _decide_precisions(self) -> None:
+        self._decide(with_precisions(self.config, self._start_extraction, self._start_captions))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
-        self._decide_precision()
+        self._decide_precisions()
         self._log_plan()
         self._check_disk()
         if shutil.which("java") is None:
@@ -240,10 +226,13 @@ class RunDriver:
             self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
         ):
             self._dry_run()
+        self.folder.write_config()  # the only time in this attempt
         self._distill()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
+        if (text := describe_delivered(self.folder)) is not None:
+            logger.info(f"deliver   {text}")
 
     def evaluate(self) -> None:
         """Captions and scores all evaluated splits, writes bundle, report and summary, and registers the model.
@@ -252,7 +241,8 @@ class RunDriver:
         """
         from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 
-        self._decide_precision()
+        self._decide_precisions()
+        self.folder.write_config()
         folder, data = self.folder, self.config.data
         splits = tuple(dict.fromkeys((*data.test_splits, data.val_split)))
         store = self._extract(folder.dataset.split(*splits), stage=None)
@@ -296,7 +286,7 @@ class RunDriver:
         elif stage.captions_per_image > 1:
             per_sample = f" x {stage.captions_per_image} captions"
         features = "end to end" if stage.train_backbone else "frozen features"
-        if not stage.train_backbone and not self.folder.metadata.stores_features:
+        if not stage.train_backbone and self.config.features.store == "never":
             features += " computed at each step"
         what = f"{stage.name}: {stage.objective}, {features}"
         if stage.ema is not None:
@@ -342,8 +332,7 @@ class RunDriver:
                 text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
                 logger.info(text + (", with activations computed again" if result.checkpointing else ""))
         if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
-            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
-            self._write(self.config.model_copy(update={"backbone": backbone}))
+            self._decide(with_checkpointing(self.config, checkpointing))
 
     @property
     def _decides_checkpointing(self) -> bool:
@@ -361,7 +350,7 @@ class RunDriver:
             # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
             trains = [stage.train_backbone for stage in pending]
             num_stores = int(not trains[0]) + sum(trains)
-            if metadata.stores_features:
+            if self.config.features.store == "always":
                 num_training = self.config.num_training_stores(pending)
         train = self.folder.dataset.split(*self.config.data.train_splits)
         num_rows = num_stores * (len(self.folder.dataset) - len(train))
@@ -393,9 +382,15 @@ class RunDriver:
         self._start_ray("features")
         return StallWatch("extraction", self.config.workers)
 
+    def _start_captions(self) -> StallWatch:
+        self._start_ray("captions")
+        return StallWatch("the measurement of precisions", self.config.workers)
+
     def _extract(self, part: Dataset, stage: StageSection | None) -> StoragePath:
         """Extracts the features of a part of the data for a stage (None: for the evaluation). Returns the store."""
-        weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
+        weights, folder = None, self.folder
+        if self.config.has_backbone:
+            weights = folder.weights_before(stage, "backbone") if stage else folder.delivered_weights("backbone")
         with self._timed("features"):
             extracted = extract_features(self.config, part, weights, self._start_extraction)
         extracted.require_enough(len(part), self.config)
@@ -413,7 +408,7 @@ class RunDriver:
         store, data = None, self.config.data
         frozen = [stage for stage in group if not stage.train_backbone]
         if frozen:
-            stored = data.train_splits if self.folder.metadata.stores_features else ()
+            stored = data.train_splits if self.config.features.store == "always" else ()
             store = self._extract(self.folder.dataset.split(*stored, data.val_split), frozen[0])
         self._start_ray("training")
         names = tuple(stage.name for stage in group)
@@ -424,10 +419,10 @@ class RunDriver:
         self.folder.pull("stages")
 
     def _caption(self, dataset: Dataset, splits: Sequence[str], store: StoragePath) -> list[SplitResult]:
-        """Captions the splits with the final weights, and writes the captions to predictions/."""
+        """Captions the splits with the delivered weights, and writes the captions to predictions/."""
         self._start_ray("captions")
         logger.info(
-            f"evaluate  {', '.join(splits)} with {run_protocol(self.config, self.folder.last_kept()).signature}"
+            f"evaluate  {', '.join(splits)} with {run_protocol(self.config, self.folder.delivered()).signature}"
         )
         automata = self._load_constraints(dataset)
         tasks = {

@@ -14,11 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Seed
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.protocols import common_protocol, run_protocol
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, run_protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spread
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
@@ -81,7 +79,7 @@ def summarize_runs(
     place = group_place(configs[0], folders)
     stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
     scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
-    protocol = common_protocol([run_protocol(folder.config, folder.last_kept()) for folder in folders])
+    protocol = common_protocol([run_protocol(folder.config, folder.delivered()) for folder in folders])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
         own = scores.rows(split, columns)

@@ -17,14 +17,13 @@ from raycap.jobs.seeds import group_id
 from raycap.jobs.systems import OTHER_IMAGES
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import snapshot_of
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source, load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
 from raycap.pipeline.evaluation.captioning.soup import Soup, have_one_backbone, require_alike
-from raycap.pipeline.evaluation.comparison.front import Point, chord, ends, pareto_front
-from raycap.pipeline.evaluation.reports.front_plot import draw_front
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.comparison.front import Point, chord, draw_front, ends, pareto_front
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.extraction import extract_features
 from raycap.pipeline.runtime.log import Decorations
@@ -112,8 +111,6 @@ class Front:
 
     def _share_features(self, address: str | None) -> None:
         """Computes the images' features that the storage lacks, if all members have the same backbone."""
-        from raycap.pipeline.data.reading import snapshot_of
-
         evaluation, backbone = self.evaluation, self.members[0].captioner.backbone
         if evaluation.store is not None or not evaluation.config.has_backbone or not have_one_backbone(self.members):
             return

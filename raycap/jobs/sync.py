@@ -102,13 +102,12 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
     for name in sorted(names):
         # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
         if name.rpartition("-")[0] == config.name and name.rpartition("-")[2].isalnum():
-            folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
             try:
-                stored = folder.config
+                folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
             except UserError as error:
                 logger.warning(f"{name}: not sent: {error}")
                 continue
-            yield folder, stored.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+            yield folder, folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
 
 
 def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
@@ -125,7 +124,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
                 raise
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
-        opened = open_folder(folder, config.home(f"runs/{folder.name}"))
+        opened = open_folder(folder, config.home(f"runs/{folder.name}"), config)
         other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
         # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
         if other_trackers and config.tracking.uri is None:

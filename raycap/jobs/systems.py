@@ -11,11 +11,9 @@ from raycap.jobs.seeds import write_summary
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.evaluation.captioning.bundle import read_bundle_config
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
-from raycap.pipeline.evaluation.captioning.protocols import common_protocol
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, difference_of_seeds
-from raycap.pipeline.evaluation.comparison.protocol import differences
-from raycap.pipeline.evaluation.reports.seed_scores import Rows, SeedScores, Spread
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runtime.log import Decorations

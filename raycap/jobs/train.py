@@ -14,6 +14,8 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.runtime.context import RayContext
+from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, call_in_thread, saving_first
 from raycap.pipeline.storage.atomic import is_disk_full
@@ -132,8 +134,6 @@ def _trainer(job: StageJob, config: RunConfig) -> Any:
     from ray.train import RunConfig as RayRunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from raycap.pipeline.runtime.context import computes_on_cpus
-
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     workers = config.workers
     uses_nccl = workers.gpus_per_worker > 0 and not computes_on_cpus()
@@ -175,8 +175,6 @@ def _ask_to_stop(job: StageJob) -> None:
 
 def _run_worker(settings: dict[str, Any]) -> None:
     """The function that Ray Train runs on every worker."""
-    from raycap.pipeline.runtime.context import RayContext
-
     job: StageJob = settings["job"]
     if failure_file(job).exists():
         return  # When Ray Train restarts the workers, all of them end here, which ends the fit.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.encoder_decoder import Layer
-from raycap.models.encoders.backbone import Backbone
+from raycap.models.encoders.backbone import Backbone, prepare_to_compile
 
 MAX_FORMS = 64  # of a layer that are compiled
 
@@ -67,11 +67,15 @@ class Captioner(nn.Module):
         # All blocks of a backbone are one piece of code. By default torch compiles 8 forms of it, for different shapes,
         # masks and drop paths, in training and in evaluation, and runs the others as they are.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
-        layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, Layer)]
+        for layer in self.model.modules():
+            if isinstance(layer, Layer):
+                layer.compile()
         if self.backbone is not None:
-            layers += self.backbone.blocks
-        for layer in layers:
-            layer.compile()
+            prepare_to_compile(self.backbone)
+            for block in self.backbone.blocks:
+                # Sizes differ between a backbone's stages. torch takes a minute for each form of a Swin block whose
+                # sizes vary, and fails at some.
+                block.compile(dynamic=False)
 
     def encode(self, inputs: Features) -> Memory:
         return self.model.encode(self.features(inputs))

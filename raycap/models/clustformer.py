@@ -1,15 +1,32 @@
 """Ada-ClustFormer (Hu, Wang, Yang et al. 2022): self-attention inside soft clusters of patches and of words.
 
-Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
-H heads, V vocabulary. Elsewhere C is the clustering matrix, which `models/clusters.py` computes.
+Shapes: B images (or sequences), N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens,
+D width, H heads (or rows of a grid with W columns, where token n = row * W + column), V vocabulary. Elsewhere C is the
+clustering matrix.
 
 Each layer multiplies its self-attention weights by its clustering matrix. All heads share the matrix, and it is stacked
 on those of the layers below (equation 6), separately in encoder and decoder. Cross-attention has no such matrix. C
 between words j <= t depends on the words j to t only, so that a step of the causal decoder needs one prefix sum and one
 row of C per layer.
 
+C is computed without a loop over positions (equations 3 to 8). P(s_k | s_i .. s_{k-1}) = sigmoid(z[i,k]), and z[i,k] =
+FC([s_k; mean of s_i .. s_{k-1}]) for i < k (equation 4; the mean does not include s_k). FC is linear, so that it
+commutes with the mean: with u = S w_a, v = S w_m, the prefix sums V of v, and the bias b,
+
+    z[i,k] = u[k] + (V[k] - V[i]) / (k - i) + b
+
+C[i,j] is the product of the factors k = i + 1 .. j (equations 3 and 5), computed as a cumulative sum of logarithms. C
+is symmetric, with diagonal 1. On a grid (equation 8) two FC layers give one matrix along rows, Ch, and one along
+columns, Cv. For cells a and b, C[a,b] = Ch[top row][columns] * Cv[left column][rows] of their bounding box. C is
+symmetric, although the top-left corner of the box may be neither a nor b.
+
 Choices where the paper leaves something open:
 
+- The product starts at k = i + 1, because the sub-sequence before k = i is empty.
+- "matrix" stacking applies equation 6 to the matrices, as written. "conditional" stacks the conditionals instead,
+  before they are multiplied, as Tree Transformer does.
+- Down-up sampling takes means over the members that a group has (the last group of an odd length is smaller), and
+  repeats each entry of the pooled matrix. The decoder has none, because the mean of a group would contain a later word.
 - C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites, and there is no second
   softmax. The printed softmax(A * C), where A is a softmax already, would stay within a factor e of uniform, so that a
   binary window would leave most of the weight outside of it. The rows then sum to less than 1, which residual and norm
@@ -18,8 +35,7 @@ Choices where the paper leaves something open:
 - Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1.
 - C is computed from the same normalized input as the queries.
 - Image tokens have no positions other than those in C; words have sinusoids.
-- The decoder has no down-up sampling, because the mean of a group would contain a later word.
-- The decoder is causal. That of the published code, which is not, is a setting (`models/mask_token.py`).
+- The decoder is causal. That of the published code, which is not, is a setting (`MaskTokenClustFormer`).
 - The paper does not give the width and the heads: they are 512 and 8. Its Figure 5 suggests six layers on each side.
 
 The encoder arranges regions (`inputs: regions`) into a grid by their boxes. `encode` returns them in their original
@@ -31,22 +47,239 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
-from raycap.models.clusters import Arrangement, ClusterMaps, Layout, State, arrange_regions, window_matrix
-from raycap.models.config import ClustFormerConfig
+from raycap.models.base import Cache, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
+from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
-from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from raycap.models.layers import MASKED_SCORE, Dropout, SelfAttention, merge_heads, sinusoids
-from raycap.models.token_embeddings import lm_head, token_embedding
+from raycap.models.dropout import CaptionMasks, Dropout
+from raycap.models.encoder_decoder import (
+    DecoderLayer,
+    EncoderDecoder,
+    Layer,
+    check_captions,
+    layer_list,
+    layer_outputs,
+    position_rows,
+)
+from raycap.models.layers import (
+    MASKED_SCORE,
+    SelfAttention,
+    lm_head,
+    merge_heads,
+    sinusoids,
+    token_embedding,
+    token_macs,
+)
 
-if TYPE_CHECKING:
-    from raycap.models.decoding.masks import CaptionMasks
+State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6; empty before the first layer
+
+
+def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
+    """z (..., N, N) with row i and column k, from u = `scalar` (..., N), v = `context` (..., N) and b = `bias`.
+
+    Only entries with i < k are defined; the others are 0.
+    """
+    count = scalar.shape[-1]
+    positions = torch.arange(count, device=scalar.device)
+    distance = positions - positions[:, None]
+    sums = F.pad(context.cumsum(-1)[..., :-1], (1, 0))  # V[0] .. V[N-1]
+    z = scalar[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / distance.clamp_min(1) + bias
+    # the undefined entries become 0 before the sigmoid, so that they cause no gradient and no overflow
+    return torch.where(distance > 0, z, 0.0)
+
+
+def log_products(log_conditionals: Tensor) -> Tensor:
+    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N).
+
+    Only entries of log P with row i < column k are read.
+    """
+    upper = log_conditionals.triu(1).cumsum(-1).triu(1)
+    return upper + upper.mT
+
+
+def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
+    """Equation 8: log C (B, N, N) from log P along rows (B, H, W, W) and along columns (B, W, H, H)."""
+    rows, columns = horizontal.shape[1:3]
+    cell = torch.arange(rows * columns, device=horizontal.device)
+    row, column = cell // columns, cell % columns
+    top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
+    # (N, N) indices into the flattened factors Ch (H, W, W) and Cv (W, H, H)
+    across = (top * columns + column[:, None]) * columns + column
+    down = (left * rows + row[:, None]) * rows + row
+    along_rows, along_columns = (log_products(part).flatten(1) for part in (horizontal, vertical))
+    # index_select is four times as fast as indexing with a matrix
+    log_products_of_cells = along_rows.index_select(1, across.flatten()) + along_columns.index_select(1, down.flatten())
+    return log_products_of_cells.unflatten(1, (rows * columns, -1))
+
+
+def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
+    """A matrix (N, N): 1 where two cells are at most `window` apart along both axes, else 0 (below equation 2)."""
+    cell = torch.arange(rows * columns, device=device)
+    row, column = cell // columns, cell % columns
+    near = ((row - row[:, None]).abs() <= window) & ((column - column[:, None]).abs() <= window)
+    return near.float()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tokens as a grid, or as a sequence when `rows` is 1.
+
+    Down-up sampling pools groups of `rate` tokens of a sequence, or of `rate` x `rate` tokens of a grid.
+    """
+
+    rows: int
+    columns: int
+    rate: int = 1
+    valid_mask: Tensor | None = None  # (B, N), True at valid tokens; padding comes after them
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Means (B, H, W, D) over the groups, where the pooled grid has H x W cells, from x (B, N, D)."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        grid = x.unflatten(1, (self.rows, self.columns))
+        if self.rate == 1:
+            return grid
+        if self.valid_mask is None:
+            return self._means(grid)
+        valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
+        # the mean of a group's valid members; clamp_min avoids 0 / 0 in a group without any
+        return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
+
+    def _means(self, grid: Tensor) -> Tensor:
+        """The mean of each group of a grid's cells; the last groups may be smaller."""
+        size = (min(self.rate, self.rows), min(self.rate, self.columns))
+        pooled = F.avg_pool2d(grid.permute(0, 3, 1, 2), size, ceil_mode=True, count_include_pad=False)
+        return pooled.permute(0, 2, 3, 1)
+
+    def spread(self, matrix: Tensor) -> Tensor:
+        """A pooled matrix (B, n, n) at full size (B, N, N): each entry is repeated for the members of its groups."""
+        if self.rate == 1:
+            return matrix
+        cell = torch.arange(self.rows * self.columns, device=matrix.device)
+        pooled_row, pooled_column = cell // self.columns // self.rate, cell % self.columns // self.rate
+        group = pooled_row * math.ceil(self.columns / self.rate) + pooled_column
+        return matrix.index_select(1, group).index_select(2, group)
+
+
+class ClusterMaps(nn.Module):
+    """Computes one layer's C, with one linear layer FC for a sequence and two (rows, columns) for a grid."""
+
+    def __init__(self, d_model: int, axes: int, stacking: str) -> None:
+        super().__init__()
+        self.stacking = stacking
+        self.maps = cast(Sequence[nn.Linear], nn.ModuleList(nn.Linear(2 * d_model, 1) for _ in range(axes)))
+
+    def init_weights(self) -> None:
+        """Starts with b = 2, where all conditionals are about 0.88 and C is 0.53, 0.28, 0.09 at distance 5, 10, 19.
+
+        With b = 0, C would halve at every position, and attention would start almost without context.
+        """
+        for linear in self.maps:
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.constant_(linear.bias, 2.0)
+
+    def scalars(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """u and v, (...) each, from x (..., D) for one axis."""
+        scalar, context = (x @ self.maps[axis].weight.to(x.dtype).view(2, -1).T).unbind(-1)
+        return scalar, context
+
+    def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
+        """C (B, N, N) from a grid (B, H, W, D), and the next layer's state; `before` is the previous layer's."""
+        with torch.autocast(grid.device.type, enabled=False):
+            sides = (grid, grid.transpose(1, 2))[: len(self.maps)]  # its rows and its columns; a sequence is one row
+            scores = [
+                conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in enumerate(sides)
+            ]
+            logs, log_complements = self._conditionals(scores, before)
+            log_matrix = grid_log_products(*logs) if len(logs) == 2 else log_products(logs[0][:, 0])
+            return self._stacked(log_matrix.exp(), log_complements, before)
+
+    def step(self, x: Tensor, sums: Tensor, log_row: Tensor, before: State) -> tuple[Tensor, State, Tensor, Tensor]:
+        """Row t of a sequence's C, for the next token x (R, D).
+
+        sums (R, t + 1) are V[0] .. V[t]; log_row (R, t) is log C[j, t-1] of this layer before stacking. Returns the
+        stacked row (R, t + 1), the state for the next layer, and the new sums and log_row, each longer by one.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            scalar, context = self.scalars(x.to(sums.dtype), 0)
+            distance = torch.arange(log_row.shape[1], 0, -1, device=x.device)
+            z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / distance + self.maps[0].bias
+            (log_p,), log_complements = self._conditionals([z], before)
+            log_row = F.pad(log_row + log_p, (0, 1))
+            row, state = self._stacked(log_row.exp(), log_complements, before)
+            sums = torch.cat((sums, sums[:, -1:] + context[:, None]), 1)
+            return row, state, sums, log_row
+
+    def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
+        """log P of each axis, and log(1 - P) of each axis (empty without conditional stacking).
+
+        With conditional stacking, 1 - P is the product of this layer's 1 - P and those of the layers before it.
+        """
+        if self.stacking != "conditional":
+            return [F.logsigmoid(z) for z in scores], ()
+        complements = tuple(F.logsigmoid(-z) for z in scores)
+        if before:
+            complements = tuple(old + new for old, new in zip(before, complements, strict=True))
+        largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that the logarithm of P is finite
+        return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
+
+    def _stacked(self, matrix: Tensor, log_complements: State, before: State) -> tuple[Tensor, State]:
+        """C after stacking, and the state for the next layer."""
+        if self.stacking == "matrix":
+            if before:
+                matrix = before[0] + matrix * (1 - before[0])
+            return matrix, (matrix,)
+        return matrix, log_complements
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Regions arranged into a grid: cell n has region order[n], or a dummy where valid_mask is False."""
+
+    order: Tensor  # (B, H * W)
+    valid_mask: Tensor  # (B, H * W)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Reorders x (B, N, D) from regions to cells, (B, H * W, D); dummies get zeros."""
+        x = F.pad(x, (0, 0, 0, self.order.shape[1] - x.shape[1]))
+        return x.gather(1, self.order[:, :, None].expand(-1, -1, x.shape[2]))
+
+    def undo(self, x: Tensor, count: int) -> Tensor:
+        """Reorders x (B, H * W, D) from cells to regions, (B, count, D)."""
+        back = self.order.argsort(1)[:, :count]
+        return x.gather(1, back[:, :, None].expand(-1, -1, x.shape[2]))
+
+    def row_by_row(self) -> Arrangement:
+        """The same order as a sequence, with the dummies at its end."""
+        moved = (~self.valid_mask).to(torch.uint8).argsort(stable=True, dim=1)
+        return Arrangement(self.order.gather(1, moved), self.valid_mask.gather(1, moved))
+
+
+def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrangement:
+    """Arranges regions with boxes (B, N, 4) by their centers into a grid of `rows` rows and ceil(N / rows) columns.
+
+    Sorted from left to right, every `rows` regions form a column, which is then sorted from top to bottom. Dummies
+    fill the bottom of the last column with regions, and the columns after it. Equal centers stay in their order.
+    """
+    count = boxes.shape[1]
+    columns = math.ceil(count / rows)
+    center_x, center_y = boxes[..., 0::2].mean(-1), boxes[..., 1::2].mean(-1)
+    if lengths is not None:
+        padding = torch.arange(count, device=boxes.device) >= lengths[:, None]
+        center_x, center_y = (axis.masked_fill(padding, torch.inf) for axis in (center_x, center_y))
+    center_x, center_y = (F.pad(axis, (0, columns * rows - count), value=torch.inf) for axis in (center_x, center_y))
+    # sort by y, then stably by x: regions with the same x stay sorted by y
+    order = center_y.argsort(stable=True, dim=1)
+    order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
+    order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
+    order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
+    # indices from this limit on are padding, or dummies
+    limit = count if lengths is None else lengths[:, None]
+    return Arrangement(order, order < limit)
 
 
 class ClusteredAttention(SelfAttention):
@@ -346,3 +579,92 @@ class ClustFormer(EncoderDecoder):
         attention = sum(layer.attention.mixing_macs(tokens) for layer in self.encoder)
         layers = tokens * (linear_macs(*self.encoder) - clusters) + attention + pooled * clusters
         return replace(super().macs(image_tokens), encoder=image_tokens * linear_macs(self.input) + layers)
+
+
+class MaskTokenClustFormer(ClustFormer):
+    """Ada-ClustFormer with the decoder of its published code, which predicts each word at a mask token.
+
+    To predict the word after t tokens, the decoder reads these tokens and then a mask token. Self-attention is not
+    causal: all t + 1 tokens attend to each other, so that the states of the earlier tokens differ from word to word and
+    no keys can be cached. The logits are those at the mask token. It is PAD, whose embedding no other input uses.
+
+    Cost: teacher forcing runs the T prefixes of a caption as T rows of T + 1 tokens, where tokens after the mask are
+    hidden. The decoder's layers take T + 1 times the work and the memory of the causal decoder's, and the output layer
+    the same. A decoding step runs the whole prefix of each beam again, t + 1 tokens in place of one; only the keys and
+    values of cross-attention are computed once.
+    """
+
+    steps_compute_prefix = True
+
+    def __init__(self, config: ClustFormerConfig, sizes: ModelSizes) -> None:
+        super().__init__(config, sizes)
+        # the mask token follows the longest caption
+        self.register_buffer("positions", sinusoids(sizes.max_positions + 1, config.d_model), persistent=False)
+
+    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+        rows, length = tokens.shape
+        check_captions(rows, memory.batch_size)
+        check_positions(length, self.sizes.max_positions)
+        if self.masks is not None:
+            self.masks.begin_pass(length)
+        # row t of a caption has the tokens up to t, and the mask token at t + 1 and (hidden) after it
+        is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
+        prefixes = self._with_mask(tokens)[:, None].expand(-1, length, -1)
+        prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)
+        shared = self._start_prefix_pass(prefixes, is_visible.repeat(rows, 1)[:, None, None])
+        outputs = self.decoder_outputs(memory, prefixes, shared)
+        return self.logits([self.predicting(outputs[-1])])
+
+    def predicting(self, values: Tensor) -> Tensor:
+        length = values.shape[1] - 1
+        return values.unflatten(0, (-1, length)).diagonal(offset=1, dim1=1, dim2=2).movedim(-1, 1)
+
+    @torch.no_grad()
+    def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
+        """See `ClustFormer.decoder_clusters`: those of the pass that predicts the word after the whole caption."""
+        prefixes = self._with_mask(tokens)
+        shared = self._start_prefix_pass(prefixes, None)
+        outputs = self.decoder_outputs(memory, prefixes, shared)
+        return shared.all_matrices(outputs[-1])[:, :, :-1, :-1]
+
+    @torch.no_grad()
+    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
+        return EncoderDecoder.init_cache(self, memory, beams)  # without the sums and rows of the causal decoder
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
+        assert isinstance(cache, TreeCache)
+        check_positions(cache.length + 1, self.sizes.max_positions)
+        cache.advance()
+        consumed = cache.layers[0].append("tokens", tokens.view(1, cache.images, cache.beams))[0]  # (B, slots)
+        paths = consumed[:, None].expand(-1, cache.beams, -1).gather(2, cache.ancestors)  # (B, K, t)
+        prefixes = self._with_mask(paths.flatten(0, 1))
+        shared = self._start_prefix_pass(prefixes, None)
+        y = self.embed(prefixes, position=0)
+        for layer, cross in zip(self.decoder, cache.cross, strict=True):
+            y = layer.read_image(layer.mix(y, shared), cross, cache.bias)
+        return self.logits([y[:, -1]]), cache
+
+    def macs(self, image_tokens: int) -> Macs:
+        causal = super().macs(image_tokens)
+        embedding = (self.config.word_vector_width or 0) * self.config.d_model
+        output = token_macs(self.config, self.sizes) - embedding
+
+        def one_pass(length: float) -> float:
+            """The cost of predicting one word after `length` tokens, without the output layer."""
+            return (length + 1) * (causal.token - output) + causal.mixing(length + 1)
+
+        return replace(
+            causal,
+            token=output,
+            mixing=lambda length: length * one_pass(length),
+            step=lambda slots, length: one_pass(length),
+        )
+
+    def _with_mask(self, tokens: Tensor) -> Tensor:
+        """The tokens (R, T) and the mask token, (R, T + 1)."""
+        return F.pad(tokens, (0, 1), value=self.sizes.pad)
+
+    def _start_prefix_pass(self, prefixes: Tensor, attention_mask: Tensor | None) -> PassState:
+        """The state before the first decoder layer for prefixes with their mask token (rows, T + 1)."""
+        return self._start_pass(Layout(rows=1, columns=prefixes.shape[1]), attention_mask, prefixes.device)

@@ -1,23 +1,37 @@
-"""Configurations of captioners and backbones. This module does not import torch, so that they are read quickly.
+"""Configurations of captioners, backbones and decoding. This module does not import torch: it is read quickly.
 
 Annotations bound a number from above, for pydantic. `__post_init__` checks all that a model needs.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from raycap.models.values import TEXT, Count, Decimal, Groups, Layers, Pixels, Text, Whole, Width, Words, max_length
+from raycap.models.values import (
+    NUMBER,
+    TEXT,
+    Count,
+    Decimal,
+    Groups,
+    Layers,
+    Pixels,
+    Text,
+    Whole,
+    Width,
+    Words,
+    at_most,
+    max_length,
+)
 
 
 class Identity(Enum):
     """How a configuration key enters a run's identity (`pipeline.runs.identity`). Unmarked keys enter by value."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
-    UNLESS_DEFAULT = "by its value where that is not the default: older versions had no such key"
     WITH_BACKBONE = "by its value where features come from a backbone"
     WITH_REGIONS = "by its value where features come from a detector"
     FILE = "by the content of the file that it names"
@@ -32,7 +46,7 @@ class ModelConfig:
     """The settings of every captioner; each system adds more. Raises ValueError for sizes that do not fit.
 
     `word_vectors`: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
-    its input and output (`models/token_embeddings.py`) and trains them only with `train_word_vectors`. Bundles contain
+    its input and output (`models/layers.py`) and trains them only with `train_word_vectors`. Bundles contain
     the vectors, so that a bundle's configuration has a width but needs no file.
     """
 
@@ -174,7 +188,7 @@ class ClustFormerConfig(ModelConfig):
     again, "literal" takes a second softmax of the product, as equation 2 is printed.
 
     `decoder`: "causal", where a word attends to itself and earlier words, or "mask_token" as in the published code,
-    where each word is predicted from a bidirectional pass over the words before it (`models/mask_token.py`).
+    where each word is predicted from a bidirectional pass over the words before it (`models/clustformer.py`).
     """
 
     name: Literal["clustformer"] = "clustformer"
@@ -184,7 +198,7 @@ class ClustFormerConfig(ModelConfig):
     decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
     clustered_encoder_layers: tuple[Layers, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
     clustered_decoder_layers: tuple[Layers, ...] | None = None
-    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # what equation 6 stacks (`models/clusters.py`)
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # what equation 6 stacks (`models/clustformer.py`)
     sampling: Count = 2  # down-up sampling rate of the encoder
     window: Count | None = None  # size of a fixed window that replaces C everywhere
     attention: Literal["product", "renormalized", "literal"] = "product"
@@ -311,10 +325,10 @@ class BackboneConfig:
     drop_path: Decimal = 0.0
     # compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
-    patch_size: Annotated[Pixels | None, Identity.UNLESS_DEFAULT] = None
-    prefix_tokens: Annotated[Literal["drop", "keep"], Identity.UNLESS_DEFAULT] = "drop"
-    pool: Annotated[Count, Identity.UNLESS_DEFAULT] = 1
-    transform: Annotated[Literal["auto", "squash", "reference"], Identity.UNLESS_DEFAULT] = "auto"
+    patch_size: Pixels | None = None
+    prefix_tokens: Literal["drop", "keep"] = "drop"
+    pool: Count = 1
+    transform: Literal["auto", "squash", "reference"] = "auto"
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -368,14 +382,89 @@ class BackboneConfig:
         return self.name.startswith(SWIN_PREFIX)
 
     def feature_settings(self, *ignored: str) -> dict[str, Any]:
-        """The keys and values, without those in `ignored` and without defaults of keys that older versions lacked.
+        """The keys and values, without those in `ignored`. Descriptions of stored results contain them."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
 
-        Descriptions of stored results contain them, so that these do not change when a key is added.
-        """
-        hints = get_type_hints(type(self), include_extras=True)
-        recent = {field.name for field in fields(self) if Identity.UNLESS_DEFAULT in get_args(hints[field.name])}
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ignored and not (field.name in recent and getattr(self, field.name) == field.default)
+
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "seed")
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Rules for words, diverse beams and sampling. Raises ValueError for values that make no sense.
+
+    suppress_unk: no caption has UNK. min_length: no caption has fewer tokens, which count SOS and EOS. no_repeat_ngram:
+    no caption has the same n tokens twice, for this n. no_open_endings: no caption ends with a word that needs another
+    word after it, such as "a" or "with".
+
+    beam_groups: the beams are this many groups, which search one after the other (Vijayakumar et al. 2016,
+    arXiv 1610.02424). A group prefers other words than earlier groups: the log-probability of a word is lowered by
+    `diversity` for each beam of an earlier group that has chosen it at the same step. The paper recommends a diversity
+    from 0.2 to 0.8 (section 5).
+
+    sampling: captions are drawn, without beams, from softmax(logits / temperature), restricted to the `top_k` most
+    probable words and then to the fewest words whose probabilities add up to `top_p` (Holtzman et al. 2019,
+    arXiv 1904.09751). The draws depend on `seed` and the image only.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+
+    suppress_unk: bool = True
+    min_length: Count = 2
+    no_repeat_ngram: Count | None = None
+    no_open_endings: bool = False
+    beam_groups: Count = 1
+    diversity: Decimal = 0.5
+    sampling: bool = False
+    temperature: Decimal = 1.0
+    top_k: Words | None = None
+    top_p: Decimal | None = None
+    seed: Annotated[int, at_most(2**62 - 1), NUMBER] = 0
+
+    def __post_init__(self) -> None:
+        least = {"min_length": 2, "no_repeat_ngram": 1, "beam_groups": 1, "top_k": 1, "seed": 0, "diversity": 0}
+        for key, value in least.items():
+            found = getattr(self, key)
+            _require(found is None or value <= found < math.inf, key, found, f"{value} or more")
+        _require(0 < self.temperature < math.inf, "temperature", self.temperature, "above 0")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        if self.sampling and self.beam_groups > 1:
+            raise ValueError(
+                "evaluation.decoding.sampling draws captions without beams, and evaluation.decoding.beam_groups is "
+                f"{self.beam_groups}; set one of them only"
+            )
+        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        for key in changed & set(SAMPLING_KEYS) if not self.sampling else ():
+            raise ValueError(
+                f"evaluation.decoding.{key} is for drawn captions, and evaluation.decoding.sampling is false; set it "
+                f"to true, or leave {key} out"
+            )
+        if "diversity" in changed and self.beam_groups == 1:
+            raise ValueError(
+                "evaluation.decoding.diversity is for groups of beams, and evaluation.decoding.beam_groups is 1; set "
+                "it to 2 or more, or leave diversity out"
+            )
+
+    @property
+    def signature(self) -> str:
+        """The settings in words; "all words allowed" without any rule."""
+        texts = {
+            "no UNK": self.suppress_unk,
+            f"at least {self.min_length} tokens": self.min_length > 2,
+            f"no repeated {self.no_repeat_ngram}-gram": self.no_repeat_ngram is not None,
+            "no open endings": self.no_open_endings,
+            f"{self.beam_groups} groups of beams with diversity {self.diversity:g}": self.beam_groups > 1,
+            f"drawn at temperature {self.temperature:g} with seed {self.seed}": self.sampling,
+            f"from the {self.top_k} best words": self.top_k is not None,
+            f"from the nucleus of {self.top_p}": self.top_p is not None,
         }
+        return ", ".join(text for text, holds in texts.items() if holds) or "all words allowed"
+
+
+def _require(holds: bool, key: str, found: Any, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"evaluation.decoding.{key} is {found}; it must be {expected}")
+
+
+# the search of the papers' codes, and of bundles that record no other one
+PLAIN = Decoding(suppress_unk=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,16 @@ from torch import Tensor, nn
 from raycap.models.base import Cache, CaptionModel, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
 from raycap.models.config import ModelConfig
 from raycap.models.decoding.cache import TreeCache, TreeSlots
+from raycap.models.dropout import CaptionMasks, Dropout
 from raycap.models.layers import (
     CrossAttention,
-    Dropout,
     FeedForward,
     Mixer,
     cached_for_steps,
     padding_bias,
+    token_macs,
     xavier_blocks_,
 )
-from raycap.models.token_embeddings import token_macs
-
-if TYPE_CHECKING:
-    from raycap.models.decoding.masks import CaptionMasks
 
 LayerType = TypeVar("LayerType", bound="Layer")
 

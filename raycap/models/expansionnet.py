@@ -1,10 +1,34 @@
 """ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
 
-Shapes: B images, N image tokens, R caption rows, T caption tokens, D width, V vocabulary.
-
 Layers are pre-norm, x + dropout(sublayer(norm(x))). After the last layer follow x + dropout(Linear(all layers'
 outputs)) and a LayerNorm, as in the reference. A decoder row depends only on tokens before it, so that PAD after a
 caption needs no mask.
+
+The mixers are the static and the dynamic expansion (section III) in factorized form: the expanded sequence never
+exists. With A+ = relu(M), A- = relu(-M), forward weights F (A normalized over the input tokens) and backward weights R
+(A normalized over the expanded vectors), a stream of equations 5 and 7 is
+
+    R (F V + bias) = (R F) V + R bias
+
+so that an (L, L) product replaces an (E, D) one. This is exact in evaluation. In training the reference drops single
+elements of the expanded vectors, which needs the long form (`ExpansionNetConfig.expansion_dropout`).
+
+M is not divided by sqrt(D) as in equation 2: the normalization cancels the factor, with an epsilon that is sqrt(D)
+times as large (`Expansion.epsilon`).
+
+The weights F and R (equations 3, 4 and 6) and their gradient are written out by hand at the end of this file.
+Autograd's graph of these few lines would keep five tensors of the size of M per stream and pass over them about thirty
+times; the hand-written gradient keeps only the results and needs half of the passes. With y = a r and
+r = 1 / (sum a + eps), it is
+
+    da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
+
+Elements that dropout set to 0 get no gradient, as relu has none there.
+
+Shapes: B sequences, N image tokens, R caption rows, T caption tokens, L tokens of a mixer, D width, V vocabulary, E
+expanded vectors, N_E expanded vectors a token. A leading 2 counts the streams, positive and negative. In the dynamic
+expansion s, t and u have size L: s counts the tokens as owners of expanded vectors, t as their readers, u as sources of
+values.
 """
 
 from __future__ import annotations
@@ -17,13 +41,292 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raycap.models.base import Features, Macs, Memory, ModelSizes, linear_macs, valid_tokens
-from raycap.models.config import ExpansionNetConfig
-from raycap.models.decoding.cache import TreeCache
+from raycap.models.base import Features, Macs, Memory, linear_macs, valid_tokens
+from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
+from raycap.models.dropout import CaptionMasks, Dropout
 from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from raycap.models.expansion import DynamicExpansion, StaticExpansion
-from raycap.models.layers import Dropout, SelfAttention
-from raycap.models.token_embeddings import lm_head, token_embedding
+from raycap.models.layers import Mixer, SelfAttention, lm_head, token_embedding, xavier_blocks_
+
+EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
+EXPORT_SCALE = 2.0**30  # a power of 2, so that products with it are exact
+Dims = int | tuple[int, ...]
+
+
+def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Equation 8; all tensors are (..., D). As in the reference, the gate weights the positive stream by channel."""
+    return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """A context without autocast, for the dynamic expansion.
+
+    Early positions are normalized over few keys, so that their weights jump where M crosses zero. A sign that bfloat16
+    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either, as the products are small.
+    """
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class Expansion(Mixer):
+    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between the two forms."""
+
+    def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
+        super().__init__()
+        self.epsilon = EPSILON * math.sqrt(d_model)
+        self.queries = nn.Parameter(torch.empty(vectors, d_model))
+        self.biases = nn.Parameter(torch.empty(vectors, d_model))
+        self.in_proj = nn.Linear(d_model, projections * d_model)  # one product for all linear maps of the input
+        self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams, as in the reference
+        self.factorized_dropout = factorized_dropout
+
+    def init_weights(self) -> None:
+        """Xavier uniform, each map on its own, as the reference draws them."""
+        for vectors in (self.queries, self.biases):
+            nn.init.xavier_uniform_(vectors)
+        xavier_blocks_(self.in_proj.weight, self.in_proj.out_features // self.in_proj.in_features)
+
+    @property
+    def long_form(self) -> bool:
+        """Whether dropout of single elements needs the expanded sequence in memory."""
+        return self.dropout.active and not self.factorized_dropout
+
+    def drop_vectors(self, backward: Tensor) -> Tensor:
+        """Drops whole expanded vectors (the last dimension of `backward`), the same for all tokens of a sequence."""
+        if not self.dropout.active:
+            return backward
+        return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]), self._of_vectors)
+
+    def _of_vectors(self, masks: CaptionMasks, p: float) -> Tensor:
+        """The shared mask of whole expanded vectors of both streams, (2, R, T, E / T)."""
+        return masks.of_tokens((2, len(self.queries)), p).permute(2, 0, 1, 3)
+
+
+class StaticExpansion(Expansion):
+    """Block static expansion (paper III-A4) over the groups G; bidirectional."""
+
+    def __init__(self, d_model: int, groups: tuple[int, ...], dropout: float, factorized_dropout: bool) -> None:
+        super().__init__(d_model, sum(groups), projections=4, dropout=dropout, factorized_dropout=factorized_dropout)
+        self.groups = tuple(groups)
+
+    def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
+        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None."""
+        key, value_positive, value_negative, gate = self.in_proj(x).chunk(4, -1)
+        m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed: groups are contiguous
+        weights = static_weights(self.dropout(m), valid_mask, self.groups, self.epsilon)  # (B, L, E) each
+        biases = self.biases.to(value_positive.dtype)
+        streams = []
+        for value, forward, backward in ((value_positive, *weights[:2]), (value_negative, *weights[2:])):
+            if self.long_form:
+                expanded = torch.bmm(forward.mT, value).add_(biases)  # (B, E, D)
+                streams.append(torch.bmm(backward, self.dropout(expanded)))
+            else:
+                backward = self.drop_vectors(backward)
+                across = torch.bmm(backward, forward.mT)  # (B, L, L)
+                streams.append(torch.matmul(backward, biases).baddbmm_(across, value))
+        return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps: M, and for each stream R F, R bias and the product with V."""
+        vectors, width = self.queries.shape
+        return 3 * vectors * length * width + 2 * length * length * (vectors + width)
+
+
+class DynamicExpansion(Expansion):
+    """Dynamic expansion (paper III-A1): N_E expanded vectors for each token; causal or bidirectional.
+
+    c_s and k_t are a token's condition and key, e_n and b_n are rows of E_Q and E_B. Queries are c_s + e_n, so that
+    M[(s, n), t] = c_s k_t + e_n k_t: an (L, L) and an (N_E, L) product, added by broadcasting. The bias c_s + b_n
+    splits in the same way, into (R summed over n) C + (R summed over s) E_B.
+    """
+
+    def __init__(self, d_model: int, vectors: int, causal: bool, dropout: float, factorized_dropout: bool) -> None:
+        super().__init__(d_model, vectors, projections=5, dropout=dropout, factorized_dropout=factorized_dropout)
+        self.causal = causal
+        self.vectors = vectors
+
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """x (B, L, D) -> (B, L, D). Causal: only the future is masked, as padding comes last.
+
+        Bidirectional: valid_mask (B, L) True at valid tokens, or None; padding is masked in both normalizations, as the
+        tokens' own expanded vectors are part of the backward one.
+        """
+        with full_precision(x):
+            return self._expand(self._project(x), valid_mask)
+
+    def _expand(self, projected: Tensor, valid_mask: Tensor | None) -> Tensor:
+        """Equations 1 to 8: (B, L, D) from C, K, V1, V2 and the gate side by side, `projected` (B, L, 5 D)."""
+        condition, key, value_positive, value_negative, gate = projected.chunk(5, -1)
+        by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
+        by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
+        m = self.dropout(by_condition[:, :, None] + by_vector[:, None], self._of_m)  # (B, s, N_E, t)
+        forward_mask, backward_mask = self._masks(m, valid_mask)
+        forward, backward = dynamic_weights(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
+        by_token = backward.sum(3).mT.unbind()  # (B, t, s)
+        offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
+        rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
+        if not self.long_form:
+            rows = self.drop_vectors(rows)
+        columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
+        values = (value_positive, value_negative)
+        streams = []
+        for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
+            out = torch.baddbmm(out, tokens, condition)
+            if self.long_form:
+                expanded = self.dropout(torch.bmm(column, value), self._of_expanded)  # (B, s N_E, D), before its bias
+                streams.append(torch.baddbmm(out, row, expanded))
+            else:
+                streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
+        return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
+
+    def _of_m(self, masks: CaptionMasks, p: float) -> Tensor:
+        """The shared mask of M (R, s, N_E, t), or in a step of the two parts of M, (2, R, N_E, t)."""
+        return masks.of_pairs((self.vectors,), p).mT
+
+    def _of_expanded(self, masks: CaptionMasks, p: float) -> Tensor:
+        """The shared mask (R, T, N_E, D) of the elements of one stream's expanded vectors."""
+        return masks.of_tokens(tuple(self.queries.shape), p)
+
+    def _project(self, x: Tensor) -> Tensor:
+        """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
+        return self.in_proj(x.to(self.in_proj.weight.dtype))
+
+    def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Masks with 1 where the vectors of s read token t, and where token t reads them; None for no mask."""
+        if self.causal:
+            length = m.shape[-1]
+            earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
+            return earlier[:, None], earlier[:, None].transpose(0, 2)
+        if valid_mask is None:
+            return None, None
+        return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
+
+    def mixing_macs(self, length: float) -> float:
+        """Multiply-accumulates beside the linear maps: c k and e k, and for each stream R F, both parts of R times the
+        bias, and the product with V.
+        """
+        vectors, width = self.queries.shape
+        return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
+
+    def step_macs(self, slots: int, length: int) -> float:
+        vectors, width = self.queries.shape
+        return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
+
+    def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
+        """The next token of each beam, x (B*K, D) -> (B*K, D); causal.
+
+        ancestors (B, K, t) are the slots on each beam's path, the new one last. The forward weights of past vectors
+        never change, so that they are cached too; with dropout of single elements, the expanded vectors are. Products
+        are computed for all slots of an image; then each beam picks the results of its ancestors. The leading
+        dimensions combine the two streams and the two directions, because few large operations are faster: the new
+        vectors read the past tokens, and the new token reads the past vectors.
+        """
+        with full_precision(x):
+            if isinstance(slots, RowSlots):
+                return self._step_rows(self._project(x), slots)
+            images, beams, length = ancestors.shape
+            paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
+            new_slots, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
+            maps = self._project(x).view(images, beams, 5, -1)
+            new_slots.copy_(maps[:, :, :4].permute(2, 0, 1, 3))  # C, K, V1 and V2 (4, B, K, D)
+            gate = maps[:, :, 4].flatten(0, 1)
+            m = self.dropout(self._step_products(new_slots, cached, slots, paths), self._of_m)
+            parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
+            sums = total(parts, -1)
+            scale = inverse(sums[:, 0], m.dtype, self.epsilon)
+            if self.long_form:
+                columns = self._step_expanded(parts[:, 0] * scale, cached[2:], slots, paths)
+            else:
+                # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
+                new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
+                torch.mul(parts[:, 0], scale, out=new_slots)
+                if self.dropout.active:
+                    kept = self.dropout(m.new_ones(2, images, beams, self.vectors), self._of_vectors)
+                    new_slots.mul_(kept[..., None])
+            scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
+            by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
+            backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
+            return self._step_streams(by_vector, backward, columns, cached, gate, paths)
+
+    def _step_rows(self, maps: Tensor, slots: RowSlots) -> Tensor:
+        """`step` in evaluation for rows with slots of their own: returns (R, D).
+
+        maps (R, 5 D) are C, K, V1, V2 and the gate of the new tokens. Here dimension 1 counts the streams.
+        """
+        width = maps.shape[-1] // 5
+        condition, key, gate = maps[:, :width], maps[:, width : 2 * width], maps[:, 4 * width :]
+        conditions, keys, *values = slots.append_rows("in_proj", maps[:, : 4 * width]).chunk(4, -1)  # (R, t, D)
+        by_vector = torch.matmul(key, self.queries.t())  # (R, N_E): e_n k
+        over_tokens = torch.bmm(keys, condition[..., None]).mT + slots.append_rows("by_vector", by_vector).mT
+        over_vectors = torch.bmm(conditions, key[..., None]).mT + by_vector[..., None]  # (R, N_E, s)
+        forward, backward = (torch.stack((m.relu(), (-m).relu()), 1) for m in (over_tokens, over_vectors))
+        forward = forward * inverse(total(forward, -1), maps.dtype, self.epsilon)  # (R, 2, N_E, t)
+        columns = slots.append_by_position("forward", forward).transpose(1, 2).flatten(2, 3)  # (R, 2, s N_E, u)
+        backward = backward * inverse(total(backward, (2, 3)), maps.dtype, self.epsilon)  # (R, 2, N_E, s)
+        value_weights = torch.matmul(backward.mT.flatten(2)[:, :, None], columns)  # (R, 2, 1, u)
+        streams = torch.matmul(value_weights, torch.stack(values, 1)) + torch.matmul(
+            total(backward, 2).to(maps.dtype), conditions[:, None]
+        )
+        biases = torch.matmul(total(backward, -1)[..., 0].to(maps.dtype), self.biases)  # (R, 2, D)
+        positive, negative = (streams[:, :, 0] + biases).unbind(1)
+        return gated(gate, positive, negative)
+
+    def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
+        """M of the new vectors over their path's tokens, and of the path's vectors over the new token.
+
+        (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, cached (4, B, slots, D).
+        """
+        _, images, beams, length = paths.shape
+        condition, key = new[0], new[1]  # (B, K, D)
+        new_slots, by_vector = slots.allocate("by_vector", (1, images, beams, self.vectors), new)
+        new_slots.copy_(torch.matmul(key, self.queries.t()))  # e_n k
+        products = new.new_empty(2, images, beams, cached.shape[2])
+        torch.bmm(condition, cached[1].mT, out=products[0])
+        torch.bmm(key, cached[0].mT, out=products[1])
+        over_tokens, over_vectors = products.gather(3, paths)[:, :, :, None]  # (B, K, 1, t) each: c k'
+        path = paths[0].flatten(1)[..., None].expand(-1, -1, self.vectors)
+        m = new.new_empty(2, images, beams, self.vectors, length)
+        torch.add(over_tokens, by_vector[0].gather(1, path).view(images, beams, length, -1).mT, out=m[0])
+        torch.add(over_vectors, new_slots[0][..., None], out=m[1])
+        return m
+
+    def _step_expanded(self, forward: Tensor, values: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
+        """The expanded vectors of all slots before their bias, (2, B, slots, N_E, D), after dropout of their elements.
+
+        forward (2, B, K, N_E, t) are F of the new vectors, values (2, B, slots, D) are V1 and V2.
+        """
+        width = values.shape[-1]
+        on_path = values.gather(2, paths.flatten(2)[..., None].expand(-1, -1, -1, width)).view(*paths.shape, width)
+        expanded = [self.dropout(stream, self._of_expanded) for stream in forward @ on_path]  # (B, K, N_E, D)
+        return slots.append("expanded", torch.stack(expanded))
+
+    def _step_streams(
+        self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, paths: Tensor
+    ) -> Tensor:
+        """Equations 7 and 8 for the new tokens: returns (B*K, D).
+
+        backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F; in
+        the long form, columns (2, B, slots, N_E, D) are the expanded vectors before their bias.
+        """
+        _, images, beams, length = paths.shape
+        count, width = cached.shape[2:]
+        rows = backward.new_zeros(2, images, beams, count, self.vectors)
+        rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
+        # the weights of a path's tokens: (values or conditions, stream, B, K, t)
+        path_weights = backward.new_empty(2, 2, images, beams, length)
+        streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
+        rows, columns = rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1)
+        if self.long_form:
+            streams += torch.bmm(rows, columns).view_as(streams)
+            path_weights[0].zero_()
+        else:
+            torch.bmm(rows, columns, out=path_weights[0].flatten(0, 1))
+        torch.sum(backward, 3, out=path_weights[1])
+        weights = backward.new_zeros(2, 2, images, beams, count)
+        weights.scatter_(4, paths.expand(2, -1, -1, -1, -1), path_weights)
+        for stream, value, value_weights, condition_weights in zip(streams, cached[2:], *weights, strict=True):
+            stream.baddbmm_(value_weights, value).baddbmm_(condition_weights, cached[0])
+        positive, negative = streams.flatten(1, 2)
+        return gated(gate, self.dropout(positive), self.dropout(negative))
 
 
 def dynamic_mixer(config: ExpansionNetConfig, vectors: int | None, causal: bool) -> DynamicExpansion | SelfAttention:
@@ -160,3 +463,131 @@ class Transformer(ExpansionNet):
     def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)
         super().__init__(attention, sizes)
+
+
+def signed_parts(m: Tensor) -> Tensor:
+    """Returns relu(m) and relu(-m) as one tensor (2, ...)."""
+    parts = m.new_empty(2, *m.shape)
+    torch.clamp_min(m, 0.0, out=parts[0])
+    torch.sub(parts[0], m, out=parts[1])
+    return parts
+
+
+def total(a: Tensor, dims: Dims) -> Tensor:
+    """The sum over `dims`, which keep size 1, in float32 or float64."""
+    if a.dtype == torch.bfloat16 and a.device.type == "cpu":
+        # this sum accumulates in float32 as well; with dtype=float32 torch would first convert a copy of `a`
+        return a.sum(dims, keepdim=True).float()
+    return a.sum(dims, keepdim=True, dtype=torch.promote_types(a.dtype, torch.float32))
+
+
+def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
+    """1 / (sums + epsilon) in `dtype`; overwrites `sums`, which must be float32 or float64 so that epsilon counts."""
+    if torch.compiler.is_exporting():  # the same number; optimizers of ONNX graphs take an addend below 1e-8 for 0
+        sums, epsilon = sums * EXPORT_SCALE, epsilon * EXPORT_SCALE
+        result = sums.add(epsilon).reciprocal().mul(EXPORT_SCALE)
+    else:
+        result = sums.add_(epsilon).reciprocal_()
+    if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
+        result = result.clamp_(max=6e4)  # float16 ends at 65504
+    return result.to(dtype)
+
+
+def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
+    """The gradient r (dy - sum(dy y)) of a, from dy = `gradient` and r = `inverse`; the sum is over `dims`."""
+    product = gradient * y
+    return torch.sub(gradient, total(product, dims).to(y.dtype), out=product).mul_(inverse)
+
+
+def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
+    """The gradient of M from those of its two parts, which count where `above` or `below`, respectively, is above 0."""
+    relu_gradient = torch.ops.aten.threshold_backward  # one pass; a comparison and a product would be two
+    return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
+
+
+class _StaticWeights(torch.autograd.Function):
+    """Computes each stream separately, because the tensors are large and their gradients arrive separately."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
+        results, inverses = [], []
+        for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
+            # masked before the product, which overflows at padding in float16
+            masked = part if valid_mask is None else part * valid_mask
+            inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
+            results.append(masked * inverses[-1])
+            for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
+                inverses.append(inverse(total(group, -1), m.dtype, epsilon).div_(len(groups)))
+                group *= inverses[-1]
+            results.append(part)
+        ctx.save_for_backward(valid_mask, *results, *inverses)
+        ctx.groups = groups
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        valid_mask, *saved = ctx.saved_tensors
+        results, inverses = saved[:4], saved[4:]
+        count = len(ctx.groups)
+        parts = []
+        for stream in range(2):
+            forward, backward = results[2 * stream : 2 * stream + 2]
+            inverse, *group_inverses = inverses[stream * (count + 1) : (stream + 1) * (count + 1)]
+            da = _normalized_gradient(gradients[2 * stream], forward, inverse, 1)
+            if valid_mask is not None:
+                da *= valid_mask
+            split = (x.split(ctx.groups, -1) for x in (da, gradients[2 * stream + 1], backward))
+            for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
+                # here y is a r divided by the number of groups, `count`, so that the sum is taken over count * y
+                product = gradient * y
+                shift = total(product, -1).to(y.dtype)
+                part += torch.sub(gradient, shift, alpha=count, out=product).mul_(group_inverse)
+            parts += [da, backward]
+        return _signed_gradient(*parts), None, None, None
+
+
+class _DynamicWeights(torch.autograd.Function):
+    """Computes both streams in one tensor: as the tensors are small, the number of operations decides the time."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float) -> Any:
+        a = signed_parts(m)  # (2, B, s, N_E, t)
+        results, inverses = [], []
+        for mask, dims in ((forward_mask, (4,)), (backward_mask, (2, 3))):
+            masked = a if mask is None else a * mask
+            inverses.append(inverse(total(masked, dims), m.dtype, epsilon))
+            results.append(masked * inverses[-1])
+        ctx.save_for_backward(m, forward_mask, backward_mask, *results, *inverses)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        m, forward_mask, backward_mask, *saved = ctx.saved_tensors
+        da = _normalized_gradient(gradients[0], saved[0], saved[2], 4)
+        backward_da = _normalized_gradient(gradients[1], saved[1], saved[3], (2, 3))
+        if forward_mask is not None:
+            da *= forward_mask
+            backward_da *= backward_mask
+        da += backward_da
+        return _signed_gradient(da[0], m, da[1], -m), None, None, None
+
+
+def static_weights(m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> tuple[Tensor, ...]:
+    """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
+
+    Forward: normalized over the valid tokens L, 0 at padding; valid_mask (B, L) or None. Backward: normalized in each
+    group of E, divided by the number of groups, not masked (the reference's rule).
+    """
+    mask = None if valid_mask is None else valid_mask[:, :, None].to(m.dtype)
+    return _StaticWeights.apply(m, mask, groups, epsilon)
+
+
+def dynamic_weights(
+    m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
+
+    Forward: normalized over t where `forward_mask` is 1; backward: over (s, N_E) where `backward_mask` is 1; both are 0
+    elsewhere. The masks broadcast to M and have its dtype; both are None or neither.
+    """
+    return _DynamicWeights.apply(m, forward_mask, backward_mask, epsilon)

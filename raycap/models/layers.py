@@ -1,125 +1,28 @@
-"""Layers that the captioners share: dropout, feed-forward, multi-head attention.
+"""Layers that the captioners share: feed-forward, multi-head attention, the word embedding and the output layer.
 
-Shapes: B images, N image tokens, K captions per image, T caption tokens, D width, H heads.
+Word vectors are learned, or given ones such as GloVe's. Given vectors are used as in the Meshed-Memory paper's section
+"Novel object captioning". They have width G and are mapped to D before the first decoder layer. The output of the last
+layer is mapped back to G, and its products with all word vectors are the logits. The model can then produce words of no
+training caption, whose fixed vectors are near those of training words.
+
+Shapes: B images, N image tokens, K captions per image, T caption tokens, D width, G width of given vectors, H heads,
+V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raycap.models.base import CaptionModel
+from raycap.models.config import ModelConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeSlots
-
-if TYPE_CHECKING:
-    from raycap.models.decoding.masks import CaptionMasks
+from raycap.models.dropout import CaptionMasks, Dropout
 
 MASKED_SCORE = -1e4  # the reference gives masked attention scores this value, which is finite in float16
-
-
-class _Masked(torch.autograd.Function):
-    """x * mask * scale for a mask of bytes, which is what remains in memory for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return _scaled(x, mask, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (mask,) = ctx.saved_tensors
-        return _scaled(gradients[0], mask, ctx.scale), None, None
-
-
-def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """x * mask * scale in one pass over memory."""
-    factor = mask.to(x.dtype)  # a product with a uint8 or bool tensor would not be vectorized
-    return torch.addcmul(x.new_zeros(()), x, factor, value=scale, out=factor)
-
-
-def _dropped_bytes(p: float) -> int:
-    """The number of the 256 bytes that mean "dropped" on the CPU, where p is rounded."""
-    return min(max(round(256 * p), 1), 255)
-
-
-def keep_mask(shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-    """A uint8 mask: 0 with probability p (see `dropout`), else 1. It is drawn by torch's default generator."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=torch.uint8, device=device).bernoulli_(1 - p)
-    count = math.prod(shape)
-    # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
-    words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
-    # a random byte below this number becomes 0, any other 1
-    return words.view(torch.uint8)[:count].view(shape).ge_(_dropped_bytes(p))
-
-
-def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Dropout of x with a given mask of its shape, from `keep_mask` with this p."""
-    share = p if x.device.type != "cpu" else _dropped_bytes(p) / 256
-    return _Masked.apply(x, mask, 1 / (1 - share))
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout. On the CPU the mask comes from random bytes, about eight times faster than torch's Bernoulli numbers.
-
-    There p is rounded to a multiple of 1/256, at least 1/256 (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256). The
-    remaining elements are scaled by the rounded probability, so that the expectation is exact. The mask is saved for
-    the gradient as bytes, a quarter of torch's.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code fuses the mask
-        return F.dropout(x, p)
-    return masked(x, keep_mask(x.shape, p, x.device), p)
-
-
-class Dropout(nn.Module):
-    """Dropout with a probability that can be changed after construction (`set_dropout`), unless it is `fixed`.
-
-    masks: what the steps and the teacher-forced pass of sampled captions share; None to draw new masks.
-    """
-
-    def __init__(self, p: float, fixed: bool = False) -> None:
-        super().__init__()
-        self.p = p
-        self.fixed = fixed
-        self.masks: CaptionMasks | None = None
-
-    @property
-    def active(self) -> bool:
-        return self.training and self.p > 0.0
-
-    def forward(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None = None) -> Tensor:
-        """x after dropout. `shared` takes its mask, of equally many elements in the same order, from `masks`.
-
-        The default is for x (R, ..., T, D), and for x (R, ..., 1, D) or (R, D) of a step.
-        """
-        if not self.active:
-            return x
-        if self.masks is None:
-            return dropout(x, self.p)
-        return self._with_shared_mask(x, shared)
-
-    @torch.compiler.disable  # the masks count the calls
-    def _with_shared_mask(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None) -> Tensor:
-        assert self.masks is not None
-        if shared is None:
-            mask = self.masks.of_tokens((*x.shape[1:-2], x.shape[-1]), self.p).movedim(1, -2)
-        else:
-            mask = shared(self.masks, self.p)
-        return masked(x, mask.reshape(x.shape), self.p)
-
-
-def set_dropout(module: nn.Module, p: float) -> None:
-    """Sets the probability of a captioner's dropouts, except fixed ones. Raises ValueError for one outside [0, 1)."""
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
-    for child in module.modules():
-        if isinstance(child, Dropout) and not child.fixed:
-            child.p = p
 
 
 def xavier_blocks_(weight: Tensor, blocks: int = 1) -> None:
@@ -349,3 +252,69 @@ class SelfAttention(Mixer):
         query, key, value, path = self.project_step(x, slots, ancestors)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=path[:, None])
         return self.out_proj(merge_heads(mixed).flatten(0, 1), x)
+
+
+class WordVectors(nn.Embedding):
+    """Given word vectors (V, G), and a linear map to D. They are random until `fill_word_vectors` sets them."""
+
+    def __init__(self, count: int, width: int, d_model: int, trained: bool) -> None:
+        super().__init__(count, width)
+        self.weight.requires_grad_(trained)
+        self.to_model = nn.Linear(width, d_model)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.to_model(super().forward(tokens))
+
+
+class TiedOutput(nn.Linear):
+    """A linear map from D to G, then the products with all word vectors: (..., D) to logits (..., V)."""
+
+    def __init__(self, words: WordVectors, d_model: int) -> None:
+        super().__init__(d_model, words.embedding_dim)
+        self.tied = (words,)  # the tuple hides the embedding from PyTorch, which would store its vectors twice
+
+    def forward(self, y: Tensor) -> Tensor:
+        return F.linear(super().forward(y), self.tied[0].weight)
+
+
+def token_embedding(config: ModelConfig, sizes: ModelSizes) -> nn.Embedding:
+    """The layer that maps tokens (...) to embeddings (..., D)."""
+    if config.word_vector_width is None:
+        return nn.Embedding(sizes.vocabulary_size, config.d_model)
+    return WordVectors(sizes.vocabulary_size, config.word_vector_width, config.d_model, config.train_word_vectors)
+
+
+def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bias: bool = True) -> nn.Linear:
+    """The layer that maps states (..., D) to logits (..., V); with given vectors it uses those of `embedding`."""
+    if isinstance(embedding, WordVectors):
+        return TiedOutput(embedding, config.d_model)
+    return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)
+
+
+def token_macs(config: ModelConfig, sizes: ModelSizes) -> float:
+    """Multiply-accumulates of embedding one token and computing its logits."""
+    width = config.word_vector_width
+    if width is None:
+        return config.d_model * sizes.vocabulary_size
+    return 2 * width * config.d_model + width * sizes.vocabulary_size
+
+
+@torch.no_grad()
+def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> None:
+    """Sets a model's word vectors to vectors (V, G) where given (V,) is True.
+
+    The others, special tokens among them, are drawn from a normal distribution with the mean and the deviation of the
+    given ones, channel by channel (torch's default generator). Raises ValueError for a model without such words, other
+    shapes, and when no vector is given.
+    """
+    words = getattr(model, "token_embedding", None)
+    if not isinstance(words, WordVectors):
+        raise ValueError(f"{type(model).__name__} has words of its own; set model.word_vector_width")
+    if vectors.shape != words.weight.shape or given.shape != vectors.shape[:1] or not bool(given.any()):
+        raise ValueError(
+            f"vectors {tuple(vectors.shape)}, {int(given.sum())} of them given: the model takes "
+            f"{tuple(words.weight.shape)}, one given or more"
+        )
+    given_vectors = vectors[given].double()
+    drawn = given_vectors.mean(0) + given_vectors.std(0, correction=0) * torch.randn(vectors.shape, dtype=torch.float64)
+    words.weight.copy_(torch.where(given[:, None], vectors.double(), drawn))

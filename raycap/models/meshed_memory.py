@@ -32,22 +32,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Features, Memory, ModelSizes, valid_tokens
-from raycap.models.config import MeshedMemoryConfig
+from raycap.models.base import Features, Memory, valid_tokens
+from raycap.models.config import MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache
+from raycap.models.dropout import Dropout
 from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
 from raycap.models.layers import (
     CrossAttention,
-    Dropout,
     FeedForward,
     SelfAttention,
     attend,
+    lm_head,
     merge_heads,
     padding_bias,
     sinusoids,
     split_heads,
+    token_embedding,
 )
-from raycap.models.token_embeddings import lm_head, token_embedding
 
 
 class MemoryAttention(SelfAttention):

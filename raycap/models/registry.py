@@ -1,16 +1,28 @@
-"""Models by name."""
+"""Models by name, and what they cost: multiply-accumulates per image, and parameters without a backbone.
+
+`Cost.paper` counts as ExpansionNet v2's Table VI does (`ExpansionNet.paper_macs`). `Cost.executed` and
+`Cost.beam_search` count the products that this code runs in evaluation (`CaptionModel.macs`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from raycap.models.base import CaptionModel, ModelConfig, ModelSizes
-from raycap.models.clustformer import ClustFormer
-from raycap.models.config import ClustFormerConfig
+import torch
+
+from raycap.models.base import CaptionModel
+from raycap.models.clustformer import ClustFormer, MaskTokenClustFormer
+from raycap.models.config import ClustFormerConfig, ModelConfig, ModelSizes
 from raycap.models.expansionnet import ExpansionNet, Transformer
-from raycap.models.mask_token import MaskTokenClustFormer
 from raycap.models.meshed_memory import MeshedMemoryTransformer
+
+# the sizes that Table VI counts for
+TABLE_6_IMAGES = 5000
+TABLE_6_IMAGE_TOKENS = 144
+TABLE_6_CAPTION_TOKENS = 12.5
+TABLE_6_SIZES = ModelSizes(feature_width=1536, vocabulary_size=10000, max_positions=52, sos=0, eos=1, pad=2)
 
 
 def _clustformer(config: ClustFormerConfig, sizes: ModelSizes) -> ClustFormer:
@@ -30,3 +42,33 @@ def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
     model = MODELS[config.name](config, sizes)
     model.init_weights()
     return model
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Multiply-accumulates per image (paper's accounting, as executed, beam search as executed), and parameters."""
+
+    paper: float | None  # None: the paper has no such accounting of this system
+    executed: float
+    beam_search: float
+    parameters: int
+
+
+def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
+    """The model without memory for its weights, for counting and for checking its settings."""
+    with torch.device("meta"):
+        return build_model(config, sizes)
+
+
+def cost(
+    config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
+) -> Cost:
+    """The cost of teacher forcing over `caption_tokens`, and of a search of `steps` steps (20 tokens take 19)."""
+    model = model_on_meta(config, sizes)
+    macs = model.macs(image_tokens)
+    return Cost(
+        paper=model.paper_macs(image_tokens, caption_tokens),
+        executed=macs.encoder + macs.decoder(caption_tokens),
+        beam_search=macs.encoder + macs.search(beams, steps),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )

@@ -15,6 +15,10 @@ class DamagedError(JobFailedError):
     """A file of raycap is not what was written: it is missing, cut or changed. The message begins with its name."""
 
 
+class OtherVersionError(UserError):
+    """A folder was written by a version of raycap whose results are not those of this one."""
+
+
 def cause_of(error: BaseException) -> BaseException:
     """The error that a task's function has raised, which Ray wraps in its own error; other errors as they are.
 

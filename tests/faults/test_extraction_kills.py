@@ -21,7 +21,8 @@ from PIL import Image
 
 from raycap.pipeline.features.store.index import read_manifests
 from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.features import gather
 from tests.support.s3_server import CREDENTIALS, s3_server

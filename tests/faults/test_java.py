@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from raycap.pipeline.evaluation.scores import java as java_module
-from raycap.pipeline.evaluation.scores import java_metrics
 from raycap.pipeline.evaluation.scores.metrics import Score, score_captions
 
 REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
@@ -232,9 +231,9 @@ def test_heap_follows_the_free_memory(java, monkeypatch: pytest.MonkeyPatch, fre
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
-    for jar in java_metrics.SPICE_MODELS:
+    for jar in java_module.SPICE_MODELS:
         (folder / jar).touch()
-    monkeypatch.setenv(java_metrics.SPICE_MODELS_VARIABLE, str(folder))
+    monkeypatch.setenv(java_module.SPICE_MODELS_VARIABLE, str(folder))
     monkeypatch.setattr(java_module, "free_memory_mb", lambda: 16_000.0)
 
 
@@ -247,7 +246,7 @@ def spice(deadline_s: float = DEADLINE_S):
 
 def test_spice_without_models(java, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     java("")
-    monkeypatch.setenv(java_metrics.SPICE_MODELS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(java_module.SPICE_MODELS_VARIABLE, str(tmp_path))
     monkeypatch.setattr(java_module, "free_memory_mb", lambda: 16_000.0)
     score, categories = spice()
     assert score.value is None and "make spice" in (score.unavailable or "") and categories is None

@@ -20,7 +20,8 @@ import yaml
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.runs.folder import JOURNAL
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS

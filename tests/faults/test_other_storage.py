@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, try_rights
+from raycap.pipeline.storage.path import StoragePath, try_rights
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.s3_server import CREDENTIALS
 from tests.support.versity_server import BUCKET, build_gateway, versity_server

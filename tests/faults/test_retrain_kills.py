@@ -22,7 +22,8 @@ import yaml
 from raycap.pipeline.config.sections import SceneConfig
 from raycap.pipeline.data.synthetic.scenes import write_dataset
 from raycap.pipeline.retrain.champion import ChampionStore
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT
 from tests.support.champion_check import decisions, errors_of
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster

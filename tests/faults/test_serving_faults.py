@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from raycap.jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, write_images
 from tests.support.hostile_requests import exchange

@@ -19,7 +19,7 @@ from raycap.jobs.cli import main
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import StalledError
 from raycap.pipeline.evaluation.captioning import ray_data
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, caption_stream
 from raycap.pipeline.features import interruptions
 from raycap.pipeline.storage.path import StoragePath, storage_path

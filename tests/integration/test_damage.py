@@ -6,7 +6,7 @@ import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.runs.folder import RunFolder, StageResult
+from raycap.pipeline.runs.folder import RunFolder, StageResult, stored_config
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
@@ -29,7 +29,7 @@ from raycap.pipeline.training.optimizer import make_optimizer
 from raycap.pipeline.training.stage_output import Progress, StageOutput
 from tests.conftest import small_config
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
-from tests.support.runs import Killed, assert_same_weights, best_weights, prepare_run
+from tests.support.runs import Killed, assert_same_weights, best_weights, empty_run, prepare_run
 
 STAGE = "xe_frozen"
 
@@ -70,7 +70,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def copied(folder: RunFolder, root: Path) -> RunFolder:
     """A copy of a run's folder."""
-    return RunFolder(Path(shutil.copytree(folder.path, root / "runs" / folder.run_id)))
+    return replace(folder, path=Path(shutil.copytree(folder.path, root / "runs" / folder.run_id)))
 
 
 def newest(stage: Path, prefix: str) -> Path:
@@ -175,7 +175,7 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
     else:
         damage(path)
     with pytest.raises(DamagedError) as raised:
-        _ = (folder.config, folder.metadata, folder.vocabulary, folder.result(STAGE))
+        _ = (stored_config(folder.path), folder.metadata, folder.vocabulary, folder.result(STAGE))
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
 
 
@@ -203,11 +203,11 @@ def test_metadata_of_another_type_is_named_with_a_remedy(
     folder = copied(world.folder, tmp_path)
     path = folder.path / "run.json"
     values = read_json(path)
-    del values["sha256"]  # as in runs of older versions
+    del values["sha256"]
     assert asdict(folder.metadata) == values
     write_json(path, values | change)
     with pytest.raises(DamagedError, match=rf"^{path} is damaged: .*{named}.*; restore it from a copy, or remove"):
-        _ = RunFolder(folder.path).metadata
+        _ = replace(folder).metadata
 
 
 @pytest.mark.parametrize(("name", "old", "new"), [("run.json", '"pad": ', '"pad": 1'), ("vocabulary.json", "a", "b")])
@@ -217,12 +217,12 @@ def test_a_changed_letter_is_found_in_a_document(tmp_path: Path, world: World, n
     path = folder.path / name
     path.write_text(new.join(path.read_text().rsplit(old, 1)))
     with pytest.raises(DamagedError, match=rf"^{path} is damaged: it does not have the digest .*; restore it from a"):
-        _ = RunFolder(folder.path).vocabulary
+        _ = replace(folder).vocabulary
 
 
 @pytest.mark.parametrize("change", [{"durations": 5}, {"scores": []}, {"table": None}, {"missing": 1}])
 def test_a_summary_of_another_type_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
-    folder = RunFolder(tmp_path)
+    folder = empty_run(tmp_path)
     values = {"table": "t", "durations": {"xe": 1.5}, "scores": {"test_CIDEr-D": 0.5}, "tracked": True}
     write_json(tmp_path / "COMPLETE.json", values)
     assert folder.summary == values
@@ -243,7 +243,7 @@ def test_damaged_weights_are_named_with_a_remedy(tmp_path: Path, world: World, p
         write_json(folder.stage(STAGE) / "DONE.json", asdict(result))
     damage(path)
     with pytest.raises(DamagedError) as raised:
-        folder.weights_before(None, "model")
+        folder.delivered_weights("model")
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
 
 

@@ -34,8 +34,8 @@ def spice(predictions: list[Any], *_: Any) -> tuple[list[float], dict[str, float
 @pytest.fixture
 def trained(tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run with trained stages, which lacks its evaluation."""
-    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java_metrics.meteor", meteor)
-    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java_metrics.spice", spice)
+    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java.meteor", meteor)
+    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java.spice", spice)
     monkeypatch.setattr("raycap.jobs.run.why_unavailable", lambda name: None)  # as where Java is installed
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, tracking={"enabled": True})
     train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
@@ -56,7 +56,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
         failing.setattr("raycap.jobs.gallery.add_maps", broken)
         failing.setattr("raycap.pipeline.runs.run_report.make_report", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
-        failing.setattr("raycap.pipeline.evaluation.scores.java_metrics.meteor", broken)
+        failing.setattr("raycap.pipeline.evaluation.scores.java.meteor", broken)
         run(config)
     reason = "RuntimeError: broken on purpose"
     assert summary(trained)["missing"] == {"METEOR": reason, "the heat maps": reason, "the report": reason}

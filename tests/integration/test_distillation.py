@@ -22,7 +22,7 @@ from raycap.jobs.run import train
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source
 from raycap.pipeline.runs.distillation import caption_store as caption_store_module
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, images_to_caption
 from raycap.pipeline.runs.distillation.teacher import find_teacher

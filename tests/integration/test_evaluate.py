@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 from raycap.jobs.cluster_captions import SplitTask, caption_on_cluster
 from raycap.jobs.evaluate import evaluate
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path

@@ -31,7 +31,7 @@ from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.check import check_data
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
 from tests.support.damage import flip_any

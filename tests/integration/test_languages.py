@@ -12,15 +12,15 @@ import pytest
 from raycap.jobs.gallery import compute_maps
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.vocabulary import UNK
-from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runs.run_report import make_report, report_images, score_table
 from raycap.pipeline.runs.run_scores import score_run, split_result
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.path import StorageOptions, storage_path
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from raycap.pipeline.training.split_captions import caption_split
 from raycap.pipeline.training.stage_output import StageOutput

@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.folder import RunFolder, describe_delivered, open_folder
 from raycap.pipeline.runs.journal import Follower, Journal, read_journal
+from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module
@@ -164,22 +166,33 @@ def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
     assert len(predictions) == len(undisturbed.dataset.split("val"))
 
 
-@pytest.mark.parametrize(("score", "expected"), [(9.0, "scst_finetune"), (0.001, "scst_frozen")])
-def test_the_last_stage_is_kept_only_when_it_is_better(
-    tmp_path: Path, score: float, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("deliver", "scores", "model", "backbone"),
+    [
+        ("last", (0.3, 0.6, 0.5, 0.55), "scst_finetune", "scst_finetune"),
+        ("last", (0.3, 0.6, 0.5, 0.45), "scst_frozen", "xe_finetune"),  # keep_if_better drops the last stage
+        ("best", (0.3, 0.6, 0.5, 0.55), "xe_finetune", "xe_finetune"),
+        ("best", (0.6, 0.3, 0.5, 0.55), "xe_frozen", "init"),
+    ],
+)
+def test_a_run_delivers_its_best_stage_or_its_last_one(
+    deliver: str, scores: tuple[float, ...], model: str, backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, store = prepare_run(tmp_path)
-    original = StageRun._score
-
-    def scored(self: StageRun, captions: dict[int, str]) -> float:
-        return score if self.stage.name == "scst_finetune" else original(self, captions)
-
-    monkeypatch.setattr(StageRun, "_score", scored)
+    folder, store = prepare_run(tmp_path, deliver=deliver)
+    by_stage = dict(zip(STAGES, scores, strict=True))
+    monkeypatch.setattr(StageRun, "_score", lambda self, _: by_stage[self.stage.name])
     train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
-    assert folder.weights_before(None, "model").parent.parent.name == expected
-    assert folder.weights_before(None, "backbone").parent.parent.name == (
-        "scst_finetune" if expected == "scst_finetune" else "xe_finetune"
-    )
+    text = describe_delivered(folder)
+    assert text is not None and text.startswith(f"{model}, because ") and f"xe_frozen {scores[0]:.4f}" in text
+    start = folder.weights_before(folder.config.stages[3], "model")
+    assert start.is_relative_to(folder.stage("scst_frozen")), "a stage starts from the stage before in either case"
+    bundle = load_bundle(bundle_run(folder))
+    assert bundle_protocol(bundle.config).objective == folder.config.stage(model).objective
+    for part, name in (("model", model), ("backbone", backbone)):
+        file = folder.delivered_weights(part)
+        assert name in file.relative_to(folder.path).parts, part
+        weights = getattr(bundle.captioner, part).state_dict()
+        assert all(torch.equal(weights[key], value) for key, value in load_file(file).items()), part
 
 
 def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +215,7 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     train_stages(LocalContext("cpu"), job)
     result = folder.result("scst_frozen")
     assert result and "fell to 0.1" in result.ended_early and not result.kept and result.steps == 6
-    assert folder.weights_before(None, "model").parent.parent.name == "xe_finetune"
+    assert folder.delivered_weights("model").parent.parent.name == "xe_finetune"
 
 
 def test_a_finished_run_trains_nothing(undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,14 +407,15 @@ def one_rank(rank: int, world_size: int, cases: list[tuple[Path, Path, str, Path
         save_steps(context, folder, store, name, place / f"{rank}.pt")
     if world_size == 3:
         path, store, name, _ = cases[0]
-        run_folder, job = RunFolder(path), StageJob(RunFolder(path), STAGES, store)
+        run_folder = open_folder(path)
+        job = StageJob(run_folder, STAGES, store)
         run_until(StageRun(context, run_folder, run_folder.config.stage(name), job), last=4)
     gc.collect()  # the stages' reducers, which otherwise keep the group's threads until the interpreter has ended
     dist.destroy_process_group()
 
 
 def save_steps(context: LocalContext, folder: Path, store: Path, name: str, out: Path) -> None:
-    run_folder = RunFolder(folder)
+    run_folder = open_folder(folder)
     run = StageRun(context, run_folder, run_folder.config.stage(name), StageJob(run_folder, STAGES, store))
     numbers = [run.step(step, run.batches.at(step)) for step in range(20)]
     metrics = ([entry[key].item() for entry in numbers] for key in ("gradient_norm", "loss"))
@@ -485,7 +499,7 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
             assert [3 * norm for norm in rank_norms] == pytest.approx(norms, rel=1e-6)
             for key in weights:
                 assert torch.allclose(weights[key], rank_weights[key], rtol=1e-9, atol=1e-9), key
-    noticed = RunFolder(cases[0][0])
+    noticed = open_folder(cases[0][0])
     assert [path.name for path in noticed.stage("xe_frozen").glob("step-*")] == ["step-2"]
     assert noticed_steps(noticed) == [2]
 

@@ -13,9 +13,9 @@ from raycap.jobs.cli import main
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
-from raycap.pipeline.features.extraction import Extractor, ShardWriter, feature_key, with_views
-from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, with_views
+from raycap.pipeline.features.store.store import FeatureStore, feature_key
+from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
@@ -40,7 +40,7 @@ def extract(folder: RunFolder, stage: str) -> StoragePath:
     weights = folder.weights_before(config.stage(stage), "backbone")
     extractor = Extractor(config.backbone, weights, config.features, data.max_pixels)
     store = config.storage_place / "features" / feature_key(extractor.describe())
-    stored = data.train_splits if folder.metadata.stores_features else ()
+    stored = data.train_splits if folder.config.features.store == "always" else ()
     rows: Dataset = with_views(folder.dataset.split(*stored, data.val_split), config)
     batch = {name: rows.table[name].to_numpy() for name in ("key", "uri")}
     pixels = decode_batch(batch, extractor.transform, data.max_pixels, augmentation=config.features.augmentation)
@@ -120,7 +120,7 @@ def one_rank(rank: int, folders: list[Path], stores: list[StoragePath], out: Pat
     context = LocalContext("cpu")
     context.world_rank, context.world_size = rank, 2
     for folder, store in zip(folders, stores, strict=True):
-        train_stages(context, StageJob(RunFolder(folder), FROZEN_STAGES[:1], store))
+        train_stages(context, StageJob(open_folder(folder), FROZEN_STAGES[:1], store))
     gc.collect()  # the stages' reducers, which otherwise keep the group's threads until the interpreter has ended
     dist.destroy_process_group()
 
@@ -164,7 +164,7 @@ def test_a_run_keeps_no_features_of_training_images(tmp_path: Path, ray_session:
     assert main(["run", file]) == 0
     assert any(line.startswith("stage 1   xe_frozen: cross_entropy, frozen features computed") for line in log_lines)
     (run,) = (tmp_path / "results" / "runs").iterdir()
-    folder = RunFolder(run)
+    folder = open_folder(run)
     assert folder.summary is not None
     training = folder.dataset.split(*folder.config.data.train_splits).values("key")
     stores = [FeatureStore(place) for place in (tmp_path / "results" / "features").iterdir()]

@@ -14,7 +14,7 @@ import torch
 from raycap.pipeline.features.store.index import read_manifests
 from raycap.pipeline.features.store.shards import _Shard
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.cache import REWARD_INDEXES, ShardCache, used_bytes
 from raycap.pipeline.storage.path import StoragePath, cache_folder
@@ -133,7 +133,7 @@ def one_rank(rank: int, world_size: int, folder: Path, store: StoragePath, steps
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous-{steps}", rank=rank, world_size=world_size)
-    job = StageJob(RunFolder(folder), FROZEN_STAGES[:1], store)
+    job = StageJob(open_folder(folder), FROZEN_STAGES[:1], store)
     train_stages(WorkerContext(rank, world_size, steps), job)
     gc.collect()  # the stages' reducers, which otherwise keep the group's threads until the interpreter has ended
     dist.destroy_process_group()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 from tests.support.mlflow_server import mlflow_server
 from tests.support.postgres import postgres

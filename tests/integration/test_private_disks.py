@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import make_bundle, write_images
 from tests.support.distillation import make_teacher

@@ -15,7 +15,8 @@ from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import ROOT, small_config
 from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights, prepare_run, run_with_own_cache
@@ -194,4 +195,4 @@ def test_an_abandoned_driver_on_another_machine_writes_nothing(
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     with pytest.raises(RuntimeError, match="another driver"):
         train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, (), old))
-    assert not [name for name in RunFolder(folder.path, folder.home).root.list() if name.startswith("stages/")]
+    assert not [name for name in folder.root.list() if name.startswith("stages/")]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from raycap.pipeline.data.synthetic.scenes import draw_scene, make_scene
-from raycap.pipeline.evaluation.reports.cluster_pictures import COLORS, LayerColors
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
+from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors
 from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
 
 PROGRAM = find_chromium()

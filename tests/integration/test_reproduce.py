@@ -16,7 +16,7 @@ from pycocoevalcap.cider.cider import Cider
 from raycap.jobs.cli import main
 from raycap.jobs.reproduce import PUBLISHED
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.protocols import collapsed
+from raycap.pipeline.evaluation.captioning.search import collapsed
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
 from tests.support.golden import EXPANSIONNET, write_published_form

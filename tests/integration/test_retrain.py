@@ -11,6 +11,7 @@ import pytest
 
 from raycap.jobs.cli import main
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.retrain.champion import ChampionState
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import S3Object, StorageError
 from tests.support.champion_check import errors_of
@@ -167,20 +168,20 @@ def test_held_out_images_in_training_are_refused(world: World) -> None:
     sound(world, 1)
 
 
-def test_data_that_changes_during_training_waits_for_the_next_call(world: World) -> None:
+def test_data_that_is_added_during_training_waits_for_the_next_call(world: World) -> None:
     first(world)
     world.add("train", 20, range(3, 8))
 
     class Meanwhile(Colors):
-        def train(self, config: Any) -> Any:
+        def train(self, config: Any, data: Any) -> Any:
             world.add("train", 1, range(1))
-            return super().train(config)
+            return super().train(config, data)
 
-    code, said = world.call(Meanwhile())
-    assert code == 1 and "has changed during the retraining" in said
-    sound(world, 1)
-    assert "decision  promoted" in world.call()[1]
+    assert "decision  promoted" in world.call(Meanwhile())[1]
     sound(world, 2)
+    assert world.last()["data"]["images"] == len(world.entries) - 1
+    assert "1 images are new" in world.call()[1]
+    sound(world, 3)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +199,11 @@ def test_verify_finds_contradictions(tmp_path: Path, spoil: Any) -> None:
     world = World(tmp_path)
     world.begin()
     first(world)
-    pointer = world.store.folder / "champion.json"
-    body = json.loads(pointer.read_bytes())
-    del body["sha256"]
+    store = world.store
+    body = json.loads(store.read().model_dump_json())
     spoil(body)
-    pointer.write_bytes(json.dumps(body).encode())
-    assert errors_of(world.store)
+    store._write(ChampionState.model_validate_json(json.dumps(body)))
+    assert errors_of(store)
 
 
 def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +233,7 @@ def test_a_page_that_fails_changes_no_decision_and_is_made_by_the_next_call(
 
     page = world.store.folder / "decisions/000001-t000001.html"
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.retrain.retrain.decision_page", broken)
+        failing.setattr("raycap.pipeline.retrain.decision.decision_page", broken)
         code, said = world.call()
         assert code == 0 and "decision  first: there was no champion" in said
         assert "the decision's page could not be made (RuntimeError: broken on purpose)" in said

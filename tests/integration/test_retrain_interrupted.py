@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.retrain import retrain as retrain_module
+from raycap.pipeline.retrain import decision as decision_module
 from raycap.pipeline.storage.lease import Lease
 from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
@@ -33,10 +33,10 @@ def test_of_two_concurrent_calls_one_does_nothing(world: World) -> None:
     inside, over = threading.Event(), threading.Event()
 
     class Slow(Colors):
-        def train(self, config: Any) -> Any:
+        def train(self, config: Any, data: Any) -> Any:
             inside.set()
             assert over.wait(60)
-            return super().train(config)
+            return super().train(config, data)
 
     one = threading.Thread(target=lambda: said.append(world.call(Slow())))
     one.start()
@@ -89,10 +89,10 @@ def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:
     """The expected verdict, and an iterator over equal worlds with a champion and new data."""
-    monkeypatch.setattr("raycap.pipeline.retrain.retrain.try_rights", lambda folder: None)  # its writes do not count
+    monkeypatch.setattr("raycap.pipeline.retrain.decision.try_rights", lambda folder: None)  # its writes do not count
     where, verdict = request.param
     # rendering the page takes longer than all other steps
-    monkeypatch.setattr(retrain_module, "decision_page", lambda *arguments: "a page")
+    monkeypatch.setattr(decision_module, "decision_page", lambda *arguments: "a page")
     world = World(tmp_path, request.getfixturevalue("s3") if where == "s3" else None)
     world.begin()
     if verdict == "kept":

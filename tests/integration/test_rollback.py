@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.retrain.retrain import rollback
+from raycap.pipeline.retrain.decision import rollback
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 

@@ -14,7 +14,6 @@ import pytest
 from raycap.jobs.cli import main
 from raycap.jobs.run import RunDriver
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.training.dry_run import DryRunResult
 from tests.conftest import small_config, write_karpathy
@@ -29,18 +28,22 @@ def tree(folder: Path) -> dict[str, int]:
 def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = parse_config(small_config(tmp_path, evaluation__precision="auto"))
+    changes = {"evaluation__precision": "auto", "features__compute_dtype": "auto"}
+    config = parse_config(small_config(tmp_path, **changes))
     folder = prepare(config)
-    driver = RunDriver(config, folder, address=None)
-    driver._decide_precision()
-    (record,) = (tmp_path / "precision").glob("*.json")
-    decided = json.loads(record.read_text())["precision"]
-    assert driver.config.evaluation.precision == driver.folder.config.evaluation.precision == decided
-    assert driver.tracker.config.evaluation.precision == decided
-    record.unlink()  # a later attempt asks neither the storage nor Ray
-    monkeypatch.setattr("raycap.jobs.run.with_precision", lambda config, _: config)
-    later = RunDriver(config, prepare(config), address=None)
-    assert later.folder.run_id == folder.run_id and later.config.evaluation.precision == decided
+    driver = RunDriver(folder, address=None)
+    driver._decide_precisions()
+    driver.folder.write_config()
+    records = list((tmp_path / "precision").glob("*.json"))
+    decided = (driver.config.features.compute_dtype, driver.config.evaluation.precision)
+    assert sorted(decided) == sorted(json.loads(record.read_text())["precision"] for record in records)
+    assert driver.tracker.config is driver.config
+    for record in records:  # a later attempt asks neither the storage nor Ray
+        record.unlink()
+    later = RunDriver(prepare(config), address=None)
+    later._decide_precisions()
+    assert later.folder.run_id == folder.run_id and not list((tmp_path / "precision").glob("*.json"))
+    assert (later.config.features.compute_dtype, later.config.evaluation.precision) == decided
 
     # a configuration in which workers have GPUs, on a device that is simulated
     stages = [stage.name for stage in config.stages if stage.train_backbone]
@@ -49,11 +52,12 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     monkeypatch.setattr("raycap.jobs.run.start_ray", lambda *_: None)
     monkeypatch.setattr("raycap.jobs.run.StallWatch.results", lambda *_: iter(results))
     for expected in (True, False):
-        on_gpus = RunDriver(config.model_copy(update={"workers": workers}), RunFolder(folder.path), address=None)
+        on_gpus = RunDriver(prepare(config.model_copy(update={"workers": workers})), address=None)
         assert on_gpus.folder.config.backbone.gradient_checkpointing == "auto", "inherited from another attempt"
         assert on_gpus._decides_checkpointing
         on_gpus._dry_run()
         assert on_gpus.folder.config.backbone.gradient_checkpointing is expected
+        on_gpus.folder.write_config()
         results[-1] = replace(results[-1], checkpointing=False)
     assert not driver._decides_checkpointing, "a CPU keeps the activations"
 

@@ -24,7 +24,8 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.mlflow_server import MlflowServer
 from tests.support.s3_server import s3_server

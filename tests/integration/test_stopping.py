@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from raycap.jobs.cli import main
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.folder import JOURNAL, open_folder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.tracking.run_tracker import Tracker
@@ -112,9 +112,9 @@ def test_a_signal_during_training_saves_a_checkpoint(
     assert statuses == ["KILLED", "KILLED"] and 0 < steps[0] < steps[1]
     (run,) = tmp_path.glob("stopped/runs/*")
     whole, _ = prepare_run(tmp_path / "whole", **settings)
-    for folder in (RunFolder(run), whole):
+    for folder in (open_folder(run), whole):
         train_stages(LocalContext("cpu"), StageJob(folder, ("xe_finetune",), None))
-    assert f"continues from step {steps[1]} " in str(read_journal(RunFolder(run).journal))
+    assert f"continues from step {steps[1]} " in str(read_journal(run / JOURNAL))
     assert_same_weights(best_weights(run / "stages/xe_finetune"), best_weights(whole.stage("xe_finetune")))
 
 

@@ -20,7 +20,8 @@ from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.storage import s3
 from raycap.pipeline.storage.cache import ImageCache, ShardCache
-from raycap.pipeline.storage.path import StorageError, StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import write_karpathy
 from tests.support.features import gather
 from tests.support.s3_server import s3_server

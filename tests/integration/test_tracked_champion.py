@@ -11,8 +11,8 @@ import pytest
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from raycap.pipeline.retrain.retrain import Trained, rollback
-from raycap.pipeline.retrain.tracking import update_tracker
+from raycap.pipeline.retrain.decision import FoundData, Trained, rollback
+from raycap.pipeline.retrain.page import update_tracker
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.storage.atomic import read_json, write_json
@@ -26,8 +26,8 @@ from tests.support.retrain_world import Colors, World
 class Registered(Colors):
     """Also registers the run and its model version on the tracker, as `raycap run` does."""
 
-    def train(self, config: RunConfig) -> Trained:
-        trained = super().train(config)
+    def train(self, config: RunConfig, data: FoundData) -> Trained:
+        trained = super().train(config, data)
         client = tracking_client(config)
         experiment = experiment_of(client, config)
         parent = client.create_run(experiment, tags={"raycap.run_id": trained.run_id})
@@ -89,10 +89,9 @@ def test_a_tracker_that_was_down_is_updated_later(world: Tracked, monkeypatch: p
     class Later(Registered):
         """The run is sent during training; then the tracker goes down."""
 
-        def train(self, config: RunConfig) -> Trained:
-            return super().train(
-                config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": reachable})})
-            )
+        def train(self, config: RunConfig, data: FoundData) -> Trained:
+            tracking = config.tracking.model_copy(update={"uri": reachable})
+            return super().train(config.model_copy(update={"tracking": tracking}), data)
 
     world.uri = unreachable
     code, said = world.call(Later())

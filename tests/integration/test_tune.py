@@ -13,6 +13,7 @@ import torch
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.caption_files import read_predictions
+from tests.support.runs import empty_run
 from tests.support.searches import LR, G, small_search, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
@@ -184,12 +185,11 @@ def test_an_objective_that_needs_java_is_refused_without_it(
 
 def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
     """Two attempts of 5 and 3 s with a long pause between them, and a second stage of 2 s."""
-    from raycap.pipeline.runs.folder import RunFolder
     from raycap.pipeline.search.trial import trained_seconds
 
     entries = [("event", 100), ("train", 104), ("validation", 105), ("event", 90_000), ("train", 90_003)]
     entries += [("event", 90_010), ("train", 90_012)]
-    run = RunFolder(tmp_path)
+    run = empty_run(tmp_path)
     run.journal.mkdir(parents=True)
     lines = [{"stage": "a" if time < 90_005 else "b", "kind": kind, "step": 1, "time": time} for kind, time in entries]
     (run.journal / "00001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

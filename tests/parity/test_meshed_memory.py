@@ -18,8 +18,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.import_ import import_checkpoint
 from raycap.models.base import CaptionModel, Features
 from raycap.models.convert.tensor_files import read_tensors
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import beam_search
+from raycap.models.decoding.search import ScoreRules, beam_search
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle

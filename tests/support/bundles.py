@@ -8,15 +8,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from raycap.models.base import ModelSizes
 from raycap.models.captioner import Captioner
-from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, confidence_search
 from raycap.pipeline.storage.path import storage_path
 from tests.support.confidence import make_confidence
 

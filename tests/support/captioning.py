@@ -9,7 +9,7 @@ import torch
 
 from raycap.jobs.cluster_captions import Captioned, SplitTask
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store.store import open_store

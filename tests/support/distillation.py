@@ -14,7 +14,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.evaluation.captioning.bundle import save_bundle
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.runs.distillation.caption_store import CaptionStore, caption_store, images_to_caption
 from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.runs.prepare import prepare

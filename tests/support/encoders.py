@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 
 from raycap.pipeline.config.sections import EncoderSection, TextEncoderSection
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.encoders import FileEncoder
+from raycap.pipeline.evaluation.scores.encoders import FileEncoder, FileTextEncoder
 from raycap.pipeline.evaluation.scores.grounding import bert_score
 from raycap.pipeline.evaluation.scores.metrics import UnavailableError
-from raycap.pipeline.evaluation.scores.text_encoders import FileTextEncoder
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.clip import MERGES, clip_tensors
 from tests.support.fuzz_models import mutated_safetensors
 from tests.support.fuzzing import Case

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycap.models.base import CaptionModel, Features, Memory, ModelSizes
+from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.captioner import Captioner
-from raycap.models.clusters import ClusterMaps
-from raycap.models.config import BackboneConfig, ExpansionNetConfig
+from raycap.models.clustformer import ClusterMaps
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.constraints import ConstraintAutomaton
 from raycap.models.decoding.search import Captions
 from raycap.models.encoders.backbone import Backbone

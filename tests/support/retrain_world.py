@@ -25,15 +25,15 @@ from PIL import Image
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
 from raycap.pipeline.retrain.champion import ChampionStore
-from raycap.pipeline.retrain.retrain import Trained, retrain
+from raycap.pipeline.retrain.decision import FoundData, Trained, retrain
 from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 from tests.support.champion_check import decisions, errors_of
 from tests.support.logs import on_message
@@ -156,8 +156,8 @@ class Colors:
     def __init__(self) -> None:
         self.trained: list[str | None] = []  # what each training started from
 
-    def train(self, config: RunConfig) -> Trained:
-        dataset = find_data(config)[0].readable()
+    def train(self, config: RunConfig, data: FoundData) -> Trained:
+        dataset = data[0].readable()
         fingerprint = dataset.fingerprint()
         run_id = f"world-{hashlib.sha256(f'{config_identity(config)} {fingerprint}'.encode()).hexdigest()[:10]}"
         self.trained.append(config.init_from)
@@ -178,7 +178,7 @@ class Colors:
         (folder / "vocabulary.json").write_text("{}")
         if home is not None:
             Mirror(home, folder).push()
-        return Trained(run_id, folder, fingerprint)
+        return Trained(run_id, folder)
 
     def reader(self, config: RunConfig) -> Reader:
         return Threads()

@@ -20,9 +20,9 @@ from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.images import decode_image, read_image_file
-from raycap.pipeline.features.extraction import Extractor, feature_key, with_views
+from raycap.pipeline.features.extraction import Extractor, with_views
 from raycap.pipeline.features.regions import import_regions
-from raycap.pipeline.features.store.store import write_shard
+from raycap.pipeline.features.store.store import feature_key, write_shard
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.storage.path import StoragePath
@@ -44,6 +44,11 @@ MESHED_MEMORY = {"name": "meshed_memory", "num_memory_slots": 4}
 
 class Killed(Exception):
     """Raised by a test in place of a kill -9."""
+
+
+def empty_run(path: Path, home: StoragePath | None = None) -> RunFolder:
+    """The folder of a small run, without any file."""
+    return RunFolder(path, parse_config(small_config(path)), home)
 
 
 def prepare_run(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:

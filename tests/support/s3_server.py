@@ -29,14 +29,15 @@ CREDENTIALS = {
 }
 
 
-OUTAGE, READS = "/.outage", "/.reads"  # the paths of `plan_outage` and `num_reads`
+OUTAGE, READS = "/.outage", "/.reads"  # the paths of `plan_outage` and `reads`
 
 
 class BadDay:
     """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle.
 
     During an outage, all requests are refused. `planned` holds the seconds of the next outages, and for each the text
-    in a request's path with which it begins. Each answer is `delay_s` late. `read` has the paths of all GET requests.
+    in a request's path with which it begins. Each answer is `delay_s` late. `read` has the path and query of each GET
+    request.
     """
 
     def __init__(self, application: Any, share: float, delay_s: float) -> None:
@@ -61,11 +62,10 @@ class BadDay:
             start_response("200 OK", [])
             return []
         if environ["PATH_INFO"] == READS:
-            text = urllib.parse.parse_qs(environ["QUERY_STRING"])["with"][0]
             start_response("200 OK", [("Content-Type", "text/plain")])
-            return [str(sum(text in path for path in self.read)).encode()]
+            return ["\n".join(self.read).encode()]
         if environ["REQUEST_METHOD"] == "GET":
-            self.read.append(environ["PATH_INFO"])
+            self.read.append(f"{environ['PATH_INFO']}?{urllib.parse.unquote(environ['QUERY_STRING'])}")
         time.sleep(self.delay_s)
         if self.planned and self.planned[0][1] in environ["PATH_INFO"]:
             self.outage_until = time.monotonic() + self.planned.pop(0)[0]
@@ -110,10 +110,10 @@ def plan_outage(url: str, seconds: float, at: str = "") -> None:
         pass
 
 
-def num_reads(url: str, text: str) -> int:
-    """The number of GET requests so far whose path contains a text."""
-    with urllib.request.urlopen(f"{url}{READS}?{urllib.parse.urlencode({'with': text})}") as answer:
-        return int(answer.read())
+def reads(url: str) -> list[str]:
+    """The path and query, with a question mark between them, of each GET request so far."""
+    with urllib.request.urlopen(f"{url}{READS}") as answer:
+        return answer.read().decode().splitlines()
 
 
 @contextmanager

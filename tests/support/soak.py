@@ -140,7 +140,8 @@ def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
     """Captions images of a folder on S3 for ever. In between it is sent damaged images and wrong columns."""
     from raycap.pipeline.evaluation.captioning.bundle import load_bundle
     from raycap.pipeline.evaluation.captioning.service import CaptionService
-    from raycap.pipeline.storage.path import StorageOptions, StoragePath
+    from raycap.pipeline.storage.path import StoragePath
+    from raycap.pipeline.storage.s3 import StorageOptions
     from raycap.pipeline.tracking.pyfunc import PyfuncModel
 
     model = PyfuncModel(CaptionService(load_bundle(Path(bundle)), beam_size=2, max_length=8))

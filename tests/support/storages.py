@@ -11,6 +11,7 @@ import yaml
 from raycap.models.config import ModelSizes
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionStore
 from raycap.pipeline.runs.folder import RunMetadata
+from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StoragePath
 
@@ -43,10 +44,19 @@ class FakeStorage:
                 self.write(f"{folder}/stages/{stage}/step-6/state.pt", b"s" * 1000)
                 self.write(f"{folder}/stages/{stage}/step-6/progress.json", {"step": 6})
         metadata = RunMetadata(
-            run_id=run_id, created="2026-01-02T03:04:05+00:00", data_fingerprint="f", code="c", commit="g", versions={},
-            splits={}, unreadable={}, sizes=ModelSizes(4, 9, 5, 2, 0, 1), num_tokens=3,
+            run_id=run_id,
+            created="2026-01-02T03:04:05+00:00",
+            data_fingerprint="f",
+            results_version=RESULTS_VERSION,
+            commit="g",
+            versions={},
+            splits={},
+            unreadable={},
+            sizes=ModelSizes(4, 9, 5, 2, 0, 1),
+            num_tokens=3,
             parameters={"model": 1, "backbone": 1},
-        )  # fmt: skip
+            vocabulary="v",
+        )
         self.write(f"{folder}/run.json", metadata.values())
         if complete:
             self.write(f"{folder}/COMPLETE.json", {"scores": {"val_CIDEr-D": 1.25, "test_CIDEr-D": 1.5}})

@@ -18,6 +18,7 @@ from raycap.jobs.cluster import start_ray
 from raycap.jobs.options import Threads
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.features.extraction import Extractor, ShardWriter, compute
 from raycap.pipeline.features.precision import measure_extraction
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import storage_path
@@ -45,7 +46,6 @@ def bench_extract(
     """
     import ray
 
-    from raycap.pipeline.features.extraction import Extractor
     from raycap.pipeline.runs.prepare import initial_backbone
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
@@ -91,8 +91,6 @@ def _image_table(folder: Path | None, count: int, scratch: Path) -> pa.Table:
 
 def _plain_loop_rate(extractor: Extractor, table: pa.Table) -> float:
     """Images per second of a loop that decodes, resizes and computes one batch after the other in one thread."""
-    from raycap.pipeline.features.extraction import ShardWriter
-
     writer = ShardWriter(storage_path(extractor.weights.parent / "plain"), extractor)
 
     def extract(part: list[str]) -> None:
@@ -109,8 +107,6 @@ def _plain_loop_rate(extractor: Extractor, table: pa.Table) -> float:
 
 def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float:
     """Images per second through Ray Data, from the first finished shard to the last."""
-    from raycap.pipeline.features.extraction import compute
-
     for _ in compute([table], len(table), storage_path(folder), extractor):
         pass
     assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"

@@ -21,12 +21,11 @@ from torch import Tensor
 from raycap.jobs.bench.measuring import timed
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
 from raycap.jobs.options import Threads
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import ExpansionNetConfig
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.search import Captions, beam_search, sample
-from raycap.models.expansion import DynamicExpansion, StaticExpansion
-from raycap.models.expansionnet import ExpansionNet
-from raycap.models.macs import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
+from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
+from raycap.models.registry import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.runtime.processor import prepare_processor

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ from raycap.jobs.bench.measuring import in_new_process, percent_changes, print_t
 from raycap.jobs.cluster import start_ray
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.features.store.store import mark_complete, write_shard
-from raycap.pipeline.runs.folder import JOURNAL, RunFolder
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder, open_folder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.storage.path import Entry, StoragePath, join
 
@@ -140,12 +140,12 @@ def _run(run: Path, store: Path, case: str) -> tuple[list[float], float]:
     from raycap.jobs.train import fit
     from raycap.pipeline.training.loop import StageJob
 
-    folder, home = RunFolder(run), run.with_name("home")
+    folder, home = open_folder(run), run.with_name("home")
     for path in (run / "stages", folder.journal, home):
         shutil.rmtree(path, ignore_errors=True)
     if case == SLOW:
         shutil.copytree(run, home)
-        folder = RunFolder(run, SlowFolder(str(home)))
+        folder = replace(folder, home=SlowFolder(str(home)))
     job = StageJob(folder, ("steps",), store, driver_token=folder.new_driver_token())
     if case == RAY:
         fit(job, folder.config)

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raycap.models.base import Cache, CaptionModel, Features, Memory, valid_tokens
-from raycap.models.expansion import DynamicExpansion, StaticExpansion
-from raycap.models.expansionnet import ExpansionNet
+from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
 from raycap.models.layers import SelfAttention
 
 EPSILON = 1e-9  # of equation 4

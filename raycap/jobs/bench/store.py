@@ -20,6 +20,7 @@ from raycap.jobs.options import Folder
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import MANIFEST, take_snapshot
 from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.features.extraction import plan_extraction
 from raycap.pipeline.features.store.index import MANIFEST as STORE_MANIFEST
 from raycap.pipeline.features.store.shards import INDEX
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
@@ -143,8 +144,6 @@ def _write_table(root: Path, uris: list[str], num_new: int) -> None:
 
 def _plan(root: Path, num_new: int) -> None:
     """Plans the extraction; prints the seconds of each step and the peak memory of this process."""
-    from raycap.pipeline.features.extraction import plan_extraction
-
     section = DataSection(root=str(root), annotations="table.parquet", images="images")
     (dataset, _), seconds = timed(lambda: read_annotations(section, root))
     print(f"annotations  {seconds:.1f} s")

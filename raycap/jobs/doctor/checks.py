@@ -20,10 +20,10 @@ from raycap.pipeline.cluster.jobs_api import find_token
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.formats.source import find_files
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.java import free_memory_mb, java_version
-from raycap.pipeline.evaluation.scores.java_metrics import spice_models
+from raycap.pipeline.evaluation.scores.java import free_memory_mb, java_version, spice_models
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.path import StoragePath, cache_folder, is_remote, storage_path, try_rights
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path, try_rights
+from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
 from raycap.pipeline.version import commit
 

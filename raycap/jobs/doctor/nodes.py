@@ -13,6 +13,7 @@ from raycap.jobs.doctor import checks
 from raycap.jobs.doctor.checks import Finding
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.storage.path import StoragePath
 
 PROBE_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
@@ -40,8 +41,6 @@ def check_cluster(config: RunConfig | None, requests: Mapping[str, Sequence[Reso
     requests: the resources of each process, by the name of the stage.
     """
     import ray
-
-    from raycap.pipeline.runtime.context import computes_on_cpus
 
     alive = {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
     uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles) and not computes_on_cpus()

@@ -20,7 +20,7 @@ from raycap.jobs.runs.folders import (
     read_record,
     reason,
 )
-from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.errors import JobFailedError, OtherVersionError, UserError
 from raycap.pipeline.runs.folder import RunMetadata
 from raycap.pipeline.storage.digests import DIGESTS, digests_in
 from raycap.pipeline.storage.path import StoragePath
@@ -37,15 +37,16 @@ KNOWN = {
     "config.yaml", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log", "predictions", "scores.json",
     "report.html", "COMPLETE.json", "tokens", "distilled.arrow", "distilled-tokens", ".lock",
 }  # fmt: skip
-State = Literal["complete", "in progress", "interrupted", "unprepared", "damaged", "foreign"]
+State = Literal["complete", "in progress", "interrupted", "unprepared", "of another version", "damaged", "foreign"]
 
 
 @dataclass
 class RunEntry:
     """A run.
 
-    at: the stage, or `evaluation`, at which an incomplete run is. detail: why it counts as damaged. trial: it belongs
-    to a search. val, test: CIDEr-D; of an incomplete run, val is the best of its last finished stage.
+    at: the stage, or `evaluation`, at which an incomplete run is. detail: the reason of the states "damaged" and
+    "of another version". trial: it belongs to a search. val, test: CIDEr-D; of an incomplete run, val is the best of
+    its last finished stage.
     """
 
     id: str
@@ -96,6 +97,8 @@ def read_run(place: StoragePath, scan: Scan) -> RunEntry:
             name in KNOWN or TEMPORARY.fullmatch(name) for name in scan.tops
         ):  # its creation or removal was killed
             entry.state = "in progress" if _is_active(place, scan) else "unprepared"
+    except OtherVersionError as error:
+        entry.state, entry.detail = "of another version", reason(error)
     except (UserError, JobFailedError, OSError, ValueError) as error:
         entry.state, entry.detail = "damaged", reason(error)
     return entry

@@ -107,7 +107,7 @@ def _features(storage: StoragePath, found: Inventory, kept: list[str]) -> Iterat
         if not found.features or run.state == "foreign":
             continue
         try:
-            if run.state in ("damaged", "unprepared"):
+            if run.state in ("damaged", "unprepared", "of another version"):
                 raise UserError(f"runs/{run.id} is {run.state}")
             digests = backbones(storage, run)
         except (UserError, JobFailedError, OSError) as error:

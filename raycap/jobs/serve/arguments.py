@@ -9,13 +9,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import read_bundle_config
+from raycap.pipeline.evaluation.captioning.bundle import SentBundle, StoredBundle, read_bundle_config
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched, require_intact
-from raycap.pipeline.evaluation.captioning.model_sources import SentBundle, StoredBundle
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.serving.address import NamedModel, parse_address, split_name, weights_digest
 from raycap.pipeline.serving.limits import Limits
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 TOKEN_VARIABLE = "RAYCAP_SERVE_TOKEN"
 MIN_TOKEN = 16  # characters

@@ -22,10 +22,11 @@ from ray.serve.handle import DeploymentHandle
 from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.runtime.batcher import Batcher
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, weights_digest
 from raycap.pipeline.serving.comparison import ComparisonLog
 from raycap.pipeline.serving.limits import RefusedError
@@ -45,8 +46,6 @@ class CaptionerDeployment:
     """One process with one model."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
-        from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.processor import computing_thread
         from raycap.pipeline.serving.host import ModelHost
         from raycap.pipeline.serving.loading import LoadedModel, load_source
         from raycap.pipeline.serving.watcher import ChampionWatcher

@@ -25,10 +25,11 @@ from raycap.jobs.tune.features import extract_once, find_backbone, require_backb
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.shipped import named_search
+from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.runs.identity import code_digest
+from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
@@ -59,7 +60,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from raycap.pipeline.data.reading import find_data
     from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)
@@ -68,7 +68,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         logger.warning(f"{len(unreadable)} images cannot be read and are left out")
     source = find_backbone(search, dataset, address)
     digest = "" if source is None else weights_file_digest(source.weights)
-    name = search.identity(dataset.fingerprint(), code_digest(), digest)
+    name = search.identity(dataset.fingerprint(), str(RESULTS_VERSION), digest)
     folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
     folder.path.mkdir(parents=True, exist_ok=True)
 

@@ -67,7 +67,7 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
         )
         if not trained:
             run = _train_stand_in(config, run, dataset, address)
-    return _source(run.weights_before(None, "backbone"), base)
+    return _source(run.delivered_weights("backbone"), base)
 
 
 def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address: str | None) -> RunFolder:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.search.report import comparisons, importances, write_page, write_plots
+from raycap.pipeline.search.ablations import comparisons
+from raycap.pipeline.search.report import importances, write_page, write_plots
 from raycap.pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
 from raycap.pipeline.search.space import short
 from raycap.pipeline.search.spec import SCORE

@@ -10,16 +10,13 @@ Shapes: B images, K beams, t steps so far. Slots are numbered step by step, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raycap.models.base import Cache
-
-if TYPE_CHECKING:
-    from raycap.models.decoding.masks import CaptionMasks
+from raycap.models.dropout import CaptionMasks
 
 INITIAL_STEPS = 20  # room for the steps of most captions; it is doubled for longer ones
 

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, check_beams, search
+from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, check_beams, search
 
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # the alternatives

@@ -14,8 +14,16 @@ from typing import Any
 import torch
 
 from raycap.models.base import CaptionModel, Memory, map_tensors
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import Beams, Captions, Decoder, beam_search, check_beams, search, start_beams
+from raycap.models.decoding.search import (
+    Beams,
+    Captions,
+    Decoder,
+    ScoreRules,
+    beam_search,
+    check_beams,
+    search,
+    start_beams,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -450,6 +450,32 @@ def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
+class TensorDropPath(nn.Module):
+    """Stochastic depth with its rate in a tensor. torch compiles a block anew for each rate that is a number."""
+
+    keep: Tensor
+
+    def __init__(self, rate: float, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("keep", torch.tensor(1 - rate, device=device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device) < self.keep
+        return x * (kept / self.keep).to(x.dtype)
+
+
+def prepare_to_compile(backbone: Backbone) -> None:
+    """Replaces the blocks' stochastic depth in place, so that blocks of equal sizes are the same code."""
+    device = next(backbone.parameters()).device
+    for block in backbone.blocks:
+        for owner in list(block.modules()):
+            for name, child in list(owner.named_children()):
+                if isinstance(child, DropPath):
+                    setattr(owner, name, TensorDropPath(child.drop_prob, device).train(child.training))
+
+
 def set_drop_path(module: nn.Module, rate: float) -> None:
     """Sets the stochastic depth of all backbones in `module`: 0 in the first block, rising to `rate` in the last one.
 

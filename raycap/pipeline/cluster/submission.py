@@ -22,7 +22,7 @@ from raycap.pipeline.config.variables import is_secret, texts_in, variable_names
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path
 from raycap.pipeline.runtime.secrets import holds_secret, is_secret_name
-from raycap.pipeline.storage.path import is_remote
+from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import is_file
 from raycap.pipeline.version import COMMIT_FILE, commit, package_folder
 

@@ -18,7 +18,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
 from raycap.models.config import MODEL_CONFIGS, BackboneConfig
-from raycap.pipeline.config.renamed import new_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import long_storage
 from raycap.pipeline.config.shipped import is_shipped, referenced_file
@@ -296,14 +295,10 @@ def _without_unused(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]
 
 
 def _sentence(error: ValidationError, data: Any, section_type: Any, section: str) -> str:
-    """One error as a sentence with the dotted key: a renamed key if there is one, otherwise pydantic's first error."""
+    """Pydantic's first error as a sentence with the dotted key."""
     prefix = (section,) if section else ()
     errors = [(_location((*prefix, *details["loc"])), details) for details in error.errors()]
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    for location, details in errors:
-        new = new_key(location) if details["type"] in unknown else None
-        if new is not None:
-            return f"{_dotted(location, data)}: `{location[-1]}` is now `{new}`"
     location, first = errors[0]
     if first["type"] in MISSING:  # perhaps because its name has a typing error
         for place, details in errors:

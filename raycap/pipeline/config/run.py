@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator
 
@@ -31,7 +31,8 @@ from raycap.pipeline.config.sections import (
     long_storage,
 )
 from raycap.pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
-from raycap.pipeline.storage.path import StoragePath, cache_folder, is_remote, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
+from raycap.pipeline.storage.s3 import is_remote
 
 
 class RunConfig(Section):
@@ -48,7 +49,9 @@ class RunConfig(Section):
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     # a model bundle whose weights training starts from, with a fresh optimizer
     init_from: Annotated[Place | None, Identity.BUNDLE] = None
-    distill: Annotated[DistillSection | None, Identity.UNLESS_DEFAULT] = None
+    distill: DistillSection | None = None
+    # the stage whose weights the run delivers: the one with the best validation CIDEr-D, or the last one
+    deliver: Literal["best", "last"] = "best"
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()
@@ -64,6 +67,11 @@ class RunConfig(Section):
         """Keeps the references to variables of the plain values from which this configuration was made."""
         self._expanded = remember_secrets(data | {"storage": long_storage(data.get("storage"))})
         return self
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Remembers the secrets in a configuration that another process has sent, for messages of this one."""
+        super().__setstate__(state)
+        remember_secrets([self.model_dump(mode="json"), *self._expanded.values()])
 
     def without_tracker(self) -> Self:
         """The configuration for processes that need no tracker, whose address may contain a password."""

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from raycap.models import config
-from raycap.models.decoding import config as decoding_config
 from raycap.models.encoders import views
 from raycap.pipeline.config import run, sections
 from raycap.pipeline.config.run import RunConfig
@@ -46,7 +45,7 @@ def config_schema() -> dict[str, Any]:
 
 def _classes() -> dict[str, type]:
     """The classes of sections by name."""
-    modules = (config, decoding_config, views, sections, run)
+    modules = (config, views, sections, run)
     found = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
     return {each.__name__: each for each in found}
 

@@ -19,18 +19,15 @@ from pydantic import (
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Identity, ModelConfig
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig
 from raycap.models.encoders.views import Augmentation, Views
 from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
-from raycap.pipeline.config.renamed import refuse_renamed_value
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import split_userinfo
 from raycap.pipeline.storage.lease import MAX_LEASE_S
-from raycap.pipeline.storage.path import StorageOptions
-from raycap.pipeline.storage.s3 import RETRY_MINUTES
+from raycap.pipeline.storage.s3 import RETRY_MINUTES, StorageOptions
 
 # A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
 _MAY_HOLD_PASSWORD = re.compile(
@@ -325,17 +322,16 @@ class FeatureSection(Section):
     # room; None: half of the disk's free space when the cache is opened
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
     # of the training samples of frozen stages: a permutation of all samples, or one of shards with a bounded shuffle
-    # (`pipeline.training.sample_order`); auto: shards if the features are on S3 and larger than this machine's cache
-    order: Annotated[Literal["auto", "samples", "shards"], Identity.UNLESS_DEFAULT] = "auto"
+    # (`pipeline.training.sample_order`)
+    order: Literal["samples", "shards"] = "samples"
     # in the order of shards, the share of a worker's training samples from which the next ones are drawn
-    shuffle_buffer: Annotated[Share, Identity.UNLESS_DEFAULT] = 0.1
+    shuffle_buffer: Share = 0.1
 
-    # whether the features of training images are stored, or frozen stages compute them at each step; fits: decided for
-    # each run (`pipeline.features.keeping`). Those of other images are always stored.
-    store: Annotated[Literal["never", "fits", "always"], Identity.UNLESS_DEFAULT] = "always"
+    # whether the features of training images are stored, or frozen stages compute them at each step. Those of other
+    # images are always stored.
+    store: Literal["never", "always"] = "always"
 
     def check_values(self) -> None:
-        refuse_renamed_value("features.hdf5", self.hdf5)
         if self.store == "never" and self.order == "shards":
             raise ValueError(
                 "features.order is shards, which is the order of a store, and features.store = never keeps no features "
@@ -386,11 +382,11 @@ class OptimizerSection(Section):
     eps: PositiveFloat = 1e-9
     weight_decay: NonNegativeFloat = 0.0
     # linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table
-    decayed_weights: Annotated[Literal["all", "linear"], Identity.UNLESS_DEFAULT] = "all"
+    decayed_weights: Literal["all", "linear"] = "all"
     # In end-to-end stages the backbone's rate is the stage's times this factor, and times layer_decay once for each of
     # the layers from a parameter's own to the last one.
-    backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER, Identity.UNLESS_DEFAULT] = 1.0
-    layer_decay: Annotated[Share, Identity.UNLESS_DEFAULT] = 1.0
+    backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
+    layer_decay: Share = 1.0
 
 
 class PlateauSection(Section):
@@ -421,14 +417,14 @@ class ScstSection(Section):
     fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
     document_frequency: Literal["images", "captions"] = "images"
     # images, drawn at random, whose references give the document frequencies; None: all training images
-    document_sample: Annotated[Positive | None, Identity.UNLESS_DEFAULT] = None
+    document_sample: Positive | None = None
     sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
     # {reward: weight} of the summands (`pipeline.training.rewards.stage_reward`); a weight of 0 only logs the summand
-    reward: Annotated[dict[RewardName, RewardWeight], Identity.UNLESS_DEFAULT] = {"ciderd": 1.0}
+    reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
     # divide the advantages of an image's samples by the standard deviation of their rewards
-    divide_by_deviation: Annotated[bool, Identity.UNLESS_DEFAULT] = False
+    divide_by_deviation: bool = False
     # the weight of the divergence from the weights with which the stage began, which takes one more copy of them
-    kl: Annotated[NonNegativeFloat, Identity.UNLESS_DEFAULT] = 0.0
+    kl: NonNegativeFloat = 0.0
     max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
 
     def check_values(self) -> None:
@@ -448,7 +444,7 @@ class StageSection(Section):
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
     # parameters that are not trained: names as in `model.encoder.0`, which include all below, with * and ? for any text
-    freeze: Annotated[tuple[Text, ...], Field(max_length=100), Identity.UNLESS_DEFAULT] = ()
+    freeze: Annotated[tuple[Text, ...], Field(max_length=100)] = ()
     epochs: Epochs
     batch_size: BatchSize  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
     captions_per_image: Beams = 1
@@ -597,7 +593,7 @@ class ScoreInputsSection(Section):
     instances: Annotated[Text | None, Identity.FILE] = None  # COCO's annotations of objects, for CHAIR
     clip: EncoderSection | None = None  # for CLIPScore
     pac: EncoderSection | None = None  # for PAC-S: a CLIP with the weights of its authors
-    bert: Annotated[TextEncoderSection | None, Identity.UNLESS_DEFAULT] = None  # for BERTScore
+    bert: TextEncoderSection | None = None  # for BERTScore
 
     def check_values(self) -> None:
         if self.instances is not None and self.objects is None:
@@ -622,9 +618,9 @@ class EvaluationSection(Section):
     max_length: Tokens = 20
     num_results: Beams = 1  # captions per image, at most beam_size without decoding.sampling
     # of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
-    # with this alpha (`models.decoding.rules.length_divisor`)
+    # with this alpha (`models.decoding.search.length_divisor`)
     ranking: Ranking = "mean"
-    decoding: Annotated[Decoding, Identity.UNLESS_DEFAULT] = Decoding()
+    decoding: Decoding = Decoding()
     # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions
     collapse_repeats: bool = False
     # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
@@ -634,12 +630,12 @@ class EvaluationSection(Section):
     # on a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     # a caption with this CIDEr-D is good, for the confidence; the default is that of people's captions on COCO's server
-    good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER, Identity.UNLESS_DEFAULT] = 0.85
+    good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85
     # a file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format)
     constraints: Annotated[Text | None, Identity.FILE] = None
     # metrics that are computed besides the default ones
-    metrics: Annotated[FurtherMetrics, Identity.UNLESS_DEFAULT] = ()
-    inputs: Annotated[ScoreInputsSection, Identity.UNLESS_DEFAULT] = ScoreInputsSection()
+    metrics: FurtherMetrics = ()
+    inputs: ScoreInputsSection = ScoreInputsSection()
 
     def images_at_a_time(self, device: str) -> int:
         """The images of one search on a device of the type "cpu" or "cuda".

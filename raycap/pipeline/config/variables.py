@@ -1,7 +1,7 @@
 """`${VARIABLE}` in configurations: replaced when a configuration is read, kept where it is stored or sent.
 
 A stored configuration, such as a run's config.yaml, contains the references and not the values, which may be secret.
-Ray's workers, which may lack the variables, receive the values with the run's folder (`pipeline.runs.folder`).
+Ray's workers, which may lack the variables, receive the configuration as an object with the values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from raycap.pipeline.runtime.secrets import (
     is_secret_option,
     remember_address,
     remember_variable,
-    remembered_variables,
     without_secrets,
 )
 
@@ -48,8 +47,8 @@ def variable_names(text: str) -> list[str]:
 def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> Any:
     """Replaces each `${VARIABLE}` in the plain values of `key`. Raises UserError for a variable that is not set.
 
-    is_stored: the values are those of a stored configuration. The variables that this process has received then have
-    priority over its environment. A reference to a variable that is not set remains, except in the storage's place.
+    is_stored: the values are those of a stored configuration. A reference to a variable that is not set then remains,
+    except in the storage's place.
     """
     if isinstance(value, dict):
         return {
@@ -60,16 +59,15 @@ def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> A
         return [expand_variables(item, f"{key}.{index}", is_stored=is_stored) for index, item in enumerate(value)]
     if not isinstance(value, str) or not (names := variable_names(value)):
         return value
-    known = os.environ | remembered_variables() if is_stored else os.environ
-    if missing := [name for name in names if name not in known]:
+    if missing := [name for name in names if name not in os.environ]:
         if is_stored and not key.startswith("storage."):
             return value
         raise UserError(
             f"{shown(key)} needs the environment variable {shown(missing[0])}, which is not set; export it, or "
             f"--set {shown(key)}=..."
         )
-    expanded = Expanded(_REFERENCE.sub(lambda match: known[match[1]], value))
-    expanded.written, expanded.variables = value, {name: known[name] for name in names}
+    expanded = Expanded(_REFERENCE.sub(lambda match: os.environ[match[1]], value))
+    expanded.written, expanded.variables = value, {name: os.environ[name] for name in names}
     return expanded
 
 

@@ -38,8 +38,8 @@ from raycap.pipeline.data.images import (
 )
 from raycap.pipeline.data.manifests import MANIFEST, Manifest, divided, hashes
 from raycap.pipeline.runtime.log import progress
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote, storage_path
-from raycap.pipeline.storage.s3 import REMOTE, Entry
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import REMOTE, Entry, StorageOptions, is_remote
 from raycap.pipeline.storage.tables import TableSpill, spilled, spilled_zeros
 
 _URIS_PER_TASK = 8192  # files whose sizes a thread looks up in one task
@@ -57,7 +57,7 @@ _NO_OBJECT = "no such object"
 # The images of a data set. file: the file or object of an image that is a part of one; null for other images
 _IMAGES = pa.schema([("row", pa.int64()), ("uri", pa.string()), ("file", pa.string())])
 _FILES = pa.schema([("row", pa.int64()), *(MANIFEST.field(name) for name in ("uri", "size", "tag"))])
-_ENTRIES = pa.schema([MANIFEST.field(name) for name in ("uri", "size", "tag")])
+ENTRIES = pa.schema([MANIFEST.field(name) for name in ("uri", "size", "tag")])
 # What is known of an image: it needs no key; it has one; its file is to be read; it has a key that is not written yet
 _NOTHING, _HAS_KEY, _CHANGED, _NEW = range(4)
 
@@ -97,18 +97,20 @@ def take_snapshot(
     manifest: StoragePath | Path,
     options: StorageOptions = StorageOptions(),
     hash_files: HashFiles | None = None,
+    listing: pa.Table | None = None,
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
     manifest: the path of a `Manifest`, used when it exists and brought up to date when a file is new or has changed.
-    hash_files: what reads new and changed files; None for threads of this process. The memory is that of
-    `manifests.PART_IMAGES` images and some 4 bytes per image; unreadable images take more. Raises StorageError when the
-    storage is out of order.
+    hash_files: what reads new and changed files; None for threads of this process. listing: files that the
+    caller has listed, with the columns of ENTRIES. Folders on S3 are listed only for images that are not among
+    them. The memory is that of `manifests.PART_IMAGES` images and some 4 bytes per image; unreadable images take more.
+    Raises StorageError when the storage is out of order.
     """
     forget_pages()
     uris = dataset.table["uri"]
     snapshot = _Snapshot(uris, Manifest(storage_path(manifest), len(uris)), options)
-    snapshot.compare()
+    snapshot.compare(ENTRIES.empty_table() if listing is None else listing)
     changed = snapshot.changed()
     if len(changed):
         batches = (pa.RecordBatch.from_arrays([part], ["uri"]) for part in _chosen(uris, changed))
@@ -141,9 +143,9 @@ class _Snapshot:
         self._stale = set[int]()  # parts with changed files
         self._repeated: list[tuple[np.ndarray, np.ndarray]] = []  # rows with the URI of an earlier row, and that row
 
-    def compare(self) -> None:
+    def compare(self, listing: pa.Table) -> None:
         """Reads the sizes and tags of all files, and finds those that are new or have changed."""
-        entries = _Entries(self._images, self._archives, self._options)
+        entries = _Entries(self._images, self._archives, self._options, listing)
         # of unreadable images: is missing, the row, the URI and the reason
         found: list[tuple[bool, int, str, str]] = []
         for part in range(self._manifest.num_parts):
@@ -321,8 +323,8 @@ class _Keys:
 class _Entries:
     """The sizes and tags of the files of images. archives: the files of which images are parts."""
 
-    def __init__(self, images: TableSpill, archives: list[str], options: StorageOptions) -> None:
-        objects = _Objects(images, [file for file in archives if is_remote(file)], options)
+    def __init__(self, images: TableSpill, archives: list[str], options: StorageOptions, listing: pa.Table) -> None:
+        objects = _Objects(images, [file for file in archives if is_remote(file)], options, listing)
         self._objects = objects.found
         local = [file for file in archives if not is_remote(file)]
         sizes, tags, self._reasons = _stat_files(pa.array(local, pa.string()))
@@ -335,7 +337,7 @@ class _Entries:
                 pa.concat_arrays([sizes, pa.array([entry.size for entry in entries], pa.int64())]),
                 pa.concat_arrays([tags, pa.array([entry.tag for entry in entries], pa.string())]),
             ],
-            schema=_ENTRIES,
+            schema=ENTRIES,
         )
 
     def read(self, part: int, images: pa.Table) -> tuple[pa.Array, pa.Array, dict[str, str]]:
@@ -359,7 +361,7 @@ class _Entries:
 
 
 def _entries_in(entries: pa.Table, names: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """The sizes and tags of these names in a table of _ENTRIES."""
+    """The sizes and tags of these names in a table of ENTRIES."""
     entries = entries.combine_chunks()
     rows = pc.index_in(names, value_set=entries["uri"])
     sizes, tags = (
@@ -394,23 +396,25 @@ def _stat_files(files: pa.Array) -> tuple[pa.Array, pa.Array, dict[str, str]]:
 
 
 class _Objects:
-    """The sizes and tags of the objects that exist: from one listing per folder, not one request per image.
+    """The sizes and tags of the objects that exist: from a given listing, or else from one listing per folder.
 
     The listing of a folder with n images ends after 1 + n / 100 requests, of 1000 objects each. If more than nine of
     ten objects are no images of the data set, some images are not found by then; each of these is one more request.
     """
 
-    def __init__(self, images: TableSpill, archives: list[str], options: StorageOptions) -> None:
-        """archives: the objects of which images are parts."""
-        self.found, self.archives = TableSpill(_ENTRIES, images.parts), dict[str, Entry]()
-        self._images, self._wanted_archives, self._options = images, set(archives), options
-        counts = Counter(map(_folder_of, archives))
+    def __init__(self, images: TableSpill, archives: list[str], options: StorageOptions, listing: pa.Table) -> None:
+        """archives: the objects of which images are parts. listing: a table of ENTRIES."""
+        self.found, self.archives = TableSpill(ENTRIES, images.parts), dict[str, Entry]()
+        self._images, self._wanted_archives, self._options = images, pa.array(archives, pa.string()), options
         # By a part of its hash, whether an object may be one of the images. There may be ten times as many objects.
         self._is_wanted = np.zeros(2 ** (2 * sum(map(len, self._all_images()))).bit_length(), bool)
         for part in range(images.parts):
-            uris = self._uris(part)
-            counts.update(map(_folder_of, uris.to_pylist()))
-            self._is_wanted[hashes(uris) % len(self._is_wanted)] = True
+            self._is_wanted[hashes(self._uris(part)) % len(self._is_wanted)] = True
+        for batch in listing.to_batches(max_chunksize=_ROWS_AT_A_TIME):
+            self._add(batch)
+        counts = Counter[str]()
+        for uris in self._missing():
+            counts.update(map(_folder_of, uris))
         self._list(counts)
 
     def _all_images(self) -> Iterator[pa.RecordBatch]:
@@ -423,8 +427,15 @@ class _Objects:
             images.filter(pc.and_(pc.is_null(images["file"]), pc.starts_with(images["uri"], REMOTE)))["uri"]
         )
 
+    def _missing(self) -> Iterator[list[str]]:
+        """The objects that are not found yet, some at a time."""
+        yield [uri for uri in self._wanted_archives.to_pylist() if uri not in self.archives]
+        for part in range(self._images.parts):
+            uris = self._uris(part)
+            yield uris.filter(pc.invert(pc.is_in(uris, value_set=self.found.table(part)["uri"]))).to_pylist()
+
     def _list(self, counts: Counter[str]) -> None:
-        """Finds the objects. counts: how many are directly in each folder."""
+        """Finds the objects. counts: how many are missing directly in each folder."""
         images_in: dict[str, int] = {}
         folder = ""
         for own_folder, count in sorted(counts.items()):
@@ -437,34 +448,33 @@ class _Objects:
             objects = itertools.islice(StoragePath(folder, self._options).walk(), left)
             while some := [(f"{folder}/{name}", entry) for name, entry in itertools.islice(objects, _URIS_PER_TASK)]:
                 left -= len(some)
-                self._add(some)
+                self._add(_as_batch(some))
             if not left:
                 unfinished.append(f"{folder}/")
-        if unfinished:
-            self._ask(
-                [uri for uri in self._wanted_archives - self.archives.keys() if uri.startswith(tuple(unfinished))]
-            )
-            for part in range(self._images.parts):
-                uris = self._uris(part)
-                left_out = uris.filter(pc.invert(pc.is_in(uris, value_set=self.found.table(part)["uri"])))
-                self._ask([uri for uri in left_out.to_pylist() if uri.startswith(tuple(unfinished))])
+        for uris in self._missing() if unfinished else ():
+            self._ask([uri for uri in uris if uri.startswith(tuple(unfinished))])
 
     def _ask(self, uris: list[str]) -> None:
         """Looks for single objects."""
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             entries = pool.map(lambda uri: _stat(StoragePath(uri, self._options)), uris)
-            self._add([(uri, entry) for uri, entry in zip(uris, entries, strict=True) if entry is not None])
+            found = [(uri, entry) for uri, entry in zip(uris, entries, strict=True) if entry is not None]
+            self._add(_as_batch(found))
 
-    def _add(self, objects: list[tuple[str, Entry]]) -> None:
-        """Keeps those of these objects that may be images, and the archives."""
-        self.archives |= {uri: entry for uri, entry in objects if uri in self._wanted_archives}
-        uris = pa.array([uri for uri, _ in objects], pa.string())
-        sizes = pa.array([entry.size for _, entry in objects], pa.int64())
-        tags = pa.array([entry.tag for _, entry in objects], pa.string())
-        batch = pa.RecordBatch.from_arrays([uris, sizes, tags], schema=_ENTRIES)
-        batch = batch.filter(pa.array(self._is_wanted[hashes(uris) % len(self._is_wanted)]))
+    def _add(self, objects: pa.RecordBatch) -> None:
+        """Keeps those of these rows of ENTRIES that may be images, and the archives."""
+        archives = objects.filter(pc.is_in(objects["uri"], value_set=self._wanted_archives)).to_pylist()
+        self.archives |= {row["uri"]: Entry(row["size"], row["tag"]) for row in archives}
+        batch = objects.filter(pa.array(self._is_wanted[hashes(objects["uri"]) % len(self._is_wanted)]))
         for part, entries in divided(batch, self._images.parts.bit_length() - 1):
             self.found.append(entries, part)
+
+
+def _as_batch(objects: list[tuple[str, Entry]]) -> pa.RecordBatch:
+    """Rows of ENTRIES."""
+    return pa.RecordBatch.from_pylist(
+        [{"uri": uri, "size": each.size, "tag": each.tag} for uri, each in objects], ENTRIES
+    )
 
 
 def _folder_of(uri: str) -> str:
@@ -480,10 +490,10 @@ def _stat(path: StoragePath) -> Entry | None:
 
 
 def hash_with_threads(
-    uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions()
+    uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files with threads of this process (`HashFiles`), which release the interpreter's lock."""
+    """Reads and hashes files with threads of this process (`HashFiles`). cache_bytes: see `hash_batch`."""
     for start in range(0, len(uris), _URIS_PER_SLICE):
-        part = np.array(uris.slice(start, _URIS_PER_SLICE).to_pylist(), object)
+        part = uris.slice(start, _URIS_PER_SLICE).to_numpy(zero_copy_only=False)
         batch = {"uri": part, "number": np.arange(start, start + len(part))}
-        yield HashedFiles.of_batch(hash_batch(batch, options, _NUM_THREADS))
+        yield HashedFiles.of_batch(hash_batch(batch, options, cache_bytes, _NUM_THREADS))

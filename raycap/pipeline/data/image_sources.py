@@ -21,8 +21,8 @@ from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, dec
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, relative_name
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, join, storage_path
-from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 MAX_PIXELS = 100_000_000  # Larger images are refused.

@@ -27,7 +27,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,9 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, is_remote
-from raycap.pipeline.storage.s3 import REMOTE, StorageError
+from raycap.pipeline.storage.cache import cached_image, image_cache
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import REMOTE, StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_pages import (
     MAX_PAGE_BYTES,
     PageValue,
@@ -250,12 +251,15 @@ class OversizedError(BadImage):
     """An image of too many pixels."""
 
 
-def read_image_file(path: StoragePath) -> bytes:
+def read_image_file(path: StoragePath, key: str | None = None) -> bytes:
     """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
 
-    Raises OSError if it is larger than MAX_BYTES, and for pipes and devices.
+    key: its content key if that is known. An image on S3 is then not read if it is in this machine's cache. Raises
+    OSError if the file is larger than MAX_BYTES, and for pipes and devices.
     """
-    return ImageLocation.parse(path.uri, path.options).read_bytes(MAX_BYTES)
+    image = ImageLocation.parse(path.uri, path.options)
+    cached = cached_image(key) if key and image.is_remote else None
+    return image.read_bytes(MAX_BYTES) if cached is None else cached
 
 
 def reason_of(error: OSError) -> str:
@@ -370,52 +374,64 @@ def pixels_of(
 
 
 def hash_batch(
-    batch: dict[str, np.ndarray], options: StorageOptions = StorageOptions(), threads: int = 1
+    batch: dict[str, np.ndarray],
+    options: StorageOptions = StorageOptions(),
+    cache_bytes: int | None = None,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
 
-    One of them is "". threads: that read local files. Raises StorageError while the storage is out of order.
+    One of them is "". Images on S3 are cached on this machine, so that those who know their keys need not read them
+    again. cache_bytes: the cache's size (`features.cache_gib`); None for the default. threads: that read local files.
+    Raises StorageError while the storage is out of order, because the images are not at fault.
     """
+    cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
 
     def read(uri: str) -> tuple[str, str]:
         try:
-            return hashlib.sha256(read_image_file(StoragePath(uri, options))).hexdigest(), ""
+            data = read_image_file(StoragePath(uri, options))
         except StorageError:
             raise
         except OSError as error:
             return "", reason_of(error)
+        key = hashlib.sha256(data).hexdigest()
+        if cache is not None and is_remote_image(uri):
+            with suppress(OSError):  # a disk that cannot be written; the image is read again
+                cache.add(key, data)
+        return key, ""
 
-    results = _for_each(read, batch["uri"], threads)
+    results = _for_each(read, threads, batch["uri"])
     return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
 
 
 def measure_batch(
     batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
 ) -> dict[str, Any]:
-    """Adds size and reason to a batch with the column uri: (B, 2) int32 widths and heights, and why there are none.
+    """Adds size and reason to a batch with the columns key and uri: (B, 2) int32 sizes, and why there are none.
 
-    Every image is decoded as a whole. One that cannot be used has the size (0, 0), and others the reason "". threads:
-    that decode local files. Raises StorageError while the storage is out of order.
+    A size is a width and a height. Every image is decoded as a whole. One that cannot be used has the size (0, 0), and
+    others the reason "". key: the content key, or None if it is not known. threads: that decode local files. Raises
+    StorageError while the storage is out of order.
     """
 
-    def measure(uri: str) -> tuple[tuple[int, int], str]:
+    def measure(uri: str, key: str | None) -> tuple[tuple[int, int], str]:
         try:
-            return decode_image(read_image_file(StoragePath(uri, options)), max_pixels).size, ""
+            return decode_image(read_image_file(StoragePath(uri, options), key), max_pixels).size, ""
         except StorageError:
             raise
         except (BadImage, OSError) as error:
             return (0, 0), str(error)
 
-    results = _for_each(measure, batch["uri"], threads)
+    results = _for_each(measure, threads, batch["uri"], batch["key"])
     sizes = np.array([size for size, _ in results], np.int32).reshape(-1, 2)
     return {**batch, "size": sizes, "reason": np.array([reason for _, reason in results])}
 
 
-def _for_each(function: Callable[[str], Any], uris: np.ndarray, threads: int = 1) -> list[Any]:
+def _for_each(function: Callable[..., Any], threads: int, uris: np.ndarray, *columns: np.ndarray) -> list[Any]:
     """The function's values for files. Requests mostly wait, so that remote files get more threads."""
     names = [str(uri) for uri in uris]
     with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, names)) else 1)) as pool:
-        return list(pool.map(function, names))
+        return list(pool.map(function, names, *columns))
 
 
 def decode_batch(
@@ -440,7 +456,7 @@ def decode_batch(
     def decode(rows: list[int]) -> str:
         """Writes the pixels of one image in its rows of the batch, and returns its reason."""
         try:
-            data = read_image_file(StoragePath(str(batch["uri"][rows[0]]), options))
+            data = read_image_file(StoragePath(str(batch["uri"][rows[0]]), options), content_key_of(keys[rows[0]]))
             digest = hashlib.sha256(data).hexdigest()
             for row in rows:
                 keys[row] = keys[row] or digest

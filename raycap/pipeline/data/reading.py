@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
-from raycap.pipeline.data.content_keys import HashFiles, take_snapshot
+from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.json_files import add_coco, add_karpathy
 from raycap.pipeline.data.formats.source import (
@@ -43,7 +44,8 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
@@ -101,12 +103,12 @@ def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, Sto
 
 
 def snapshot_of(
-    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None
+    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None, listing: pa.Table | None = None
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
 
-    hash_files: of `take_snapshot`. With region features from a file the images need not exist, and their ids are the
-    content keys.
+    hash_files, listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
+    are the content keys.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -114,7 +116,8 @@ def snapshot_of(
     image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
-    return take_snapshot(dataset, manifest, config.storage.options, hash_files)
+    hash_files = hash_files or partial(hash_with_threads, cache_bytes=config.features.cache_bytes)
+    return take_snapshot(dataset, manifest, config.storage.options, hash_files, listing)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:

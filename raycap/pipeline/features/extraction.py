@@ -50,7 +50,9 @@ from raycap.pipeline.features.store.store import (
     write_shard,
 )
 from raycap.pipeline.runtime.log import progress
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.runtime.processor import computing_thread, device_for
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
 
@@ -108,7 +110,7 @@ def hash_and_extract(config: RunConfig, weights: Callable[[], Path], start_ray: 
 
     def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
         if config.features.views or len(uris) <= config.features.max_images_for_tasks:
-            return hash_with_threads(uris, options)
+            return hash_with_threads(uris, options, config.features.cache_bytes)
         extractor = _extractor(config, weights(), start_ray)
         return hashing_extraction(config.storage_place / "features", extractor, start_ray)(uris, options)
 
@@ -402,8 +404,6 @@ class ShardWriter:
         import ray
 
         from raycap.pipeline.features.model_inputs import FeatureComputer
-        from raycap.pipeline.runtime.context import device_for
-        from raycap.pipeline.runtime.processor import computing_thread
 
         self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
         self.thread = computing_thread(extractor.settings.threads_per_actor)

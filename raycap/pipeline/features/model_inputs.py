@@ -26,10 +26,18 @@ from raycap.models.encoders.views import Augmentation, Views, seed_of_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, decode_image, has_remote_image, pixels_of
+from raycap.pipeline.data.images import (
+    MAX_BYTES,
+    ImageLocation,
+    decode_image,
+    has_remote_image,
+    pixels_of,
+    read_image_file,
+)
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.cache import ImageCache, image_cache
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import load_weights
 
 T = TypeVar("T")
@@ -154,7 +162,10 @@ class Images:
         assert self.transform is not None
         image, key = ImageLocation.parse(self.uri(row), self.options), self._value("key", row)
         cache = self.cache if image.is_remote and key else None
-        data = image.read_bytes(MAX_BYTES) if cache is None else cache.read(image, key, MAX_BYTES)
+        if cache is None:
+            data = read_image_file(StoragePath(self.uri(row), self.options), key)
+        else:
+            data = cache.read(image, key, MAX_BYTES)
         decoded = decode_image(data, self.max_pixels)
         pixels = pixels_of(decoded, self.transform, self.augmentation, self._view_seed(row, seed))
         return torch.from_numpy(pixels.copy())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raycap.models.config import BackboneConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
 from raycap.pipeline.features.interruptions import one_sentence
+from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError
 from raycap.pipeline.storage.untrusted.documents import parse_json
@@ -125,9 +126,6 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
     A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
     """
-    from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.processor import computing_thread
-
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1
 
@@ -135,7 +133,6 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
         import torch
 
         from raycap.models.encoders.backbone import Backbone, with_one_block_per_stage
-        from raycap.pipeline.runtime.processor import measure_precisions
 
         model = Backbone(with_one_block_per_stage(backbone), with_weights=False).eval().to(device)
         images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)

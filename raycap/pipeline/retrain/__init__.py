@@ -1,1 +1,1 @@
-"""Scheduled retraining: lease, data listing, comparison, champion."""
+"""Scheduled retraining: listing of the data, decision, champion, and the page that shows it."""

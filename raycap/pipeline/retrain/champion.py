@@ -3,8 +3,8 @@
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
                  decisions/NUMBER-tTOKEN.json, .html   one record per decision, with the digest of the previous record
-                 snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.data_listing`)
-                 held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.held_out`)
+                 snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.listing`)
+                 held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.listing`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
 The name of every file except the first two contains the token of the lease under which it was written. Such a file is
@@ -15,7 +15,6 @@ champion.json contains its own digest, so that no file is deleted because of a d
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import uuid
 from pathlib import Path
@@ -26,10 +25,11 @@ from pydantic import AfterValidator, ValidationError
 from raycap.pipeline.config.sections import Section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference
-from raycap.pipeline.retrain.data_listing import Change
+from raycap.pipeline.retrain.listing import Change
 from raycap.pipeline.runtime.names import relative_name, shown
 from raycap.pipeline.storage.lease import Lease, LostLeaseError
-from raycap.pipeline.storage.path import ConflictError, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import ConflictError
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
@@ -121,7 +121,7 @@ class ChampionState(Section):
     snapshot: FileRecord | None = None
     fingerprint: str | None = None  # the fingerprint of the data of the last training
     held_out: FileRecord | None = None
-    sha256: str | None = None  # of the other fields; None in files of older versions
+    sha256: str = ""  # of the other fields
 
     @property
     def bundles(self) -> tuple[BundleRecord, ...]:
@@ -133,17 +133,6 @@ class ChampionState(Section):
         """The names below retrain/NAME of the files that belong to this state."""
         files = [record.name for record in (self.decision, self.snapshot, self.held_out) if record]
         return (*files, *([self.decision.name.replace(".json", ".html")] if self.decision else []))
-
-    def contradiction(self) -> str:
-        """The first contradiction between the fields; "" if there is none."""
-        if self.number != len(self.decided):
-            return f"number is {self.number} and decided has {len(self.decided)} tokens"
-        # the last folder only, because the name of a configuration may contain what looks like a token
-        folders = [record.bundle.rpartition("/")[2] for record in self.bundles]
-        for name in (*self.references, *(f"{folder}/" for folder in folders)):
-            if (token := _token_of(name)) is not None and token not in self.decided:
-                return f"decided lacks the token of {shown(name)}"
-        return ""
 
 
 class ChampionStore:
@@ -171,12 +160,10 @@ class ChampionStore:
                 f"{self.folder / POINTER} is not a champion's file ({shown(field)}: {shown(first['msg'])})"
                 "; restore it from a copy, or remove it to start over"
             ) from error
-        damage = state.contradiction()
-        if state.sha256 is not None and state.sha256 != _digest_of_fields(data):
-            damage = "its fields do not have the digest in sha256"
-        if damage:
+        if state.sha256 != _digest_of_fields(state):
             raise UserError(
-                f"{self.folder / POINTER} is damaged ({damage}); restore it from a copy, nothing was changed"
+                f"{self.folder / POINTER} is damaged (its fields do not have the digest in sha256); restore it from a "
+                "copy, nothing was changed"
             )
         return state
 
@@ -205,7 +192,7 @@ class ChampionStore:
     def _write(self, state: ChampionState) -> ChampionState:
         """Writes champion.json; ConflictError when it is not the version that was last read."""
         state = state.model_copy(update={"nonce": uuid.uuid4().hex})
-        state = state.model_copy(update={"sha256": _digest_of_fields(state.model_dump_json())})
+        state = state.model_copy(update={"sha256": _digest_of_fields(state)})
         self._tag = (self.folder / POINTER).write_if(state.model_dump_json(indent=1).encode(), self._tag)
         return state
 
@@ -282,11 +269,9 @@ def _token_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _digest_of_fields(data: str | bytes) -> str:
-    """The digest of champion.json without its field `sha256`."""
-    # of the fields as they are in the file, because a later version may have more
-    fields = {name: value for name, value in json.loads(data).items() if name != "sha256"}
-    return _sha256(json.dumps(fields, sort_keys=True).encode())
+def _digest_of_fields(state: ChampionState) -> str:
+    """The digest of a state without its field `sha256`."""
+    return _sha256(state.model_dump_json(exclude={"sha256"}).encode())
 
 
 def _sha256(data: bytes) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads
+from raycap.pipeline.data.content_keys import HashFiles
 from raycap.pipeline.data.dataset import Dataset, Selection
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
@@ -31,7 +31,6 @@ from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shown
-from raycap.pipeline.storage.path import StorageOptions
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +49,18 @@ MAX_EXAMPLES = 3  # A finding names at most this many images.
 class Reader(Protocol):
     """Reads many images. Raises StorageError while the storage is out of order."""
 
-    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
-        """Hashes files, as `pipeline.data.content_keys.HashFiles`."""
+    @property
+    def hash_files(self) -> HashFiles | None:
+        """What hashes files; None for threads of this process."""
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        """Decodes images. Yields the rows of tables with the column uri, in any order, as `measure_batch` does."""
+        """Decodes images. Yields the rows of tables with the columns key and uri, in any order, as `measure_batch`."""
 
 
 class Threads:
     """Reads images with threads of this process."""
 
-    hash_files = staticmethod(hash_with_threads)
+    hash_files: HashFiles | None = None
 
     def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
@@ -81,10 +81,15 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem."""
+    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem.
+
+    data: the data set with content keys, and {URI: reason} of the images that cannot be read; None if a sample ended
+    the check.
+    """
 
     statistics: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    data: tuple[Dataset, dict[str, str]] | None = field(default=None, compare=False)
 
     def error(self, text: str) -> None:
         """Adds an error."""
@@ -100,7 +105,12 @@ class Findings:
         return not any(finding.kind == "error" for finding in self.findings)
 
 
-def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: Reader = Threads()) -> Findings:
+def check_data(
+    config: RunConfig,
+    checked_keys: pa.Array | None = None,
+    reader: Reader = Threads(),
+    listing: pa.Table | None = None,
+) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
     Every image is read and decoded once. If too many of a sample are unusable, the others are not decoded. For a run on
@@ -108,7 +118,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
 
     checked_keys: content keys of images that an earlier check has decoded. The check, with its sample, leaves these
     images out, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. All
-    images get content keys before the sample, so that new files are read.
+    images get content keys before the sample, so that new files are read. listing: of `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
@@ -117,7 +127,7 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, reader: 
     logger.info(f"reading {len(dataset)} images")
     if checked_keys is None and _check_sample(result, dataset, config):
         return result
-    dataset, missing = snapshot_of(dataset, config, reader.hash_files)
+    dataset, missing = result.data = snapshot_of(dataset, config, reader.hash_files, listing)
     unchecked = dataset
     if checked_keys is not None:  # only the keys say which images are to be sampled
         unchecked = _selected(dataset, ~_has_keys(dataset, checked_keys))
@@ -242,7 +252,7 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
     if not config.has_backbone or len(dataset) < 10 * SAMPLE:
         return False
     rows = dataset.rows[np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))]
-    parts = Threads().measure(dataset.rounds(rows, "uri"), config)
+    parts = Threads().measure(dataset.rounds(rows, "key", "uri"), config)
     unusable = [
         (str(uri), str(reason))
         for part in parts
@@ -297,12 +307,8 @@ def _check_images(
 
 
 def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusable: dict[str, str]) -> None:
-    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}.
-
-    With `fits` each run decides whether its extraction reads them, so that they get a warning.
-    """
-    store = config.features.store
-    if store == "always":
+    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}."""
+    if config.features.store == "always":
         return
     training = dataset.split(*config.data.train_splits)
     uris = _selected(training, _has_keys(training, pa.array(list(unusable), pa.string()))).column("uri")
@@ -310,10 +316,7 @@ def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusab
         return
     text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
     examples = _examples([shown(uri) for uri in uris])
-    if store == "never":
-        result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
-    else:
-        result.warn(f"{text}with features.store = fits they end a run that does not store features: {examples}")
+    result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:

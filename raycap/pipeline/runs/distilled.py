@@ -42,7 +42,7 @@ def with_distilled_captions(folder: RunFolder) -> RunFolder:
     logger.info(f"teacher   {record}")
     write_json(folder.path / "run.json", replace(folder.metadata, distilled=record).values())
     folder.push(DISTILLED)
-    taught = RunFolder(folder.path, folder.home)  # the other object has cached the old run.json
+    taught = replace(folder)  # the other object has cached the old run.json
     taught.write_tokens(DISTILLED_TOKENS)
     taught.push("run.json")
     return taught

@@ -16,26 +16,25 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 from pydantic import TypeAdapter
 
 from raycap.models.config import ModelSizes
-from raycap.pipeline.config.load import parse_stored_config
+from raycap.pipeline.config.load import dump_config, parse_stored_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.config.variables import variable_names
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
-from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.errors import DamagedError, OtherVersionError, UserError
 from raycap.pipeline.runs.distillation.taken_captions import Distilled, captions_of, read_taken
+from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
-from raycap.pipeline.runtime.secrets import remember_variable, remembered_variables
-from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock
+from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
 from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
 from raycap.pipeline.storage.mirror import Mirror, no_pruning, prune_copies, remove_copy
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
@@ -58,15 +57,28 @@ def try_lock(folder: Path) -> Iterator[bool]:
         yield has_lock
 
 
-def open_folder(path: Path, home: StoragePath | None) -> RunFolder:
-    """A run's folder. For a run on S3, `path` is a local copy; it is updated unless another process has locked it."""
-    folder = RunFolder(path, home)
+def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig | None = None) -> RunFolder:
+    """A run's folder. For a run on S3, `path` is a local copy; it is updated unless another process has locked it.
+
+    config: the configuration of the run; None for the stored one.
+    """
     if home is not None:
         prune_copies(keep=path)
         with try_lock(path) as has_lock:
             if has_lock:  # otherwise another process writes to the local copy, which is then newer than the one on S3
-                folder.pull()
-    return folder
+                Mirror(home, path).pull()
+    return RunFolder(path, config or stored_config(path), home)
+
+
+def stored_config(path: Path) -> RunConfig:
+    """The configuration in config.yaml of a run's folder. Raises UserError."""
+    file = path / "config.yaml"
+    with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
+        values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
+    try:
+        return parse_stored_config(values)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class RunMetadata:
     run_id: str
     created: str  # ISO 8601, UTC
     data_fingerprint: str
-    code: str  # digest of the source files that affect the result (`code_digest`)
+    results_version: int  # RESULTS_VERSION of the code that created the run
     commit: str
     versions: dict[str, str]  # of Python and the main packages, by name
     splits: dict[str, int]  # number of images by split
@@ -88,11 +100,8 @@ class RunMetadata:
     sizes: ModelSizes
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
-    vocabulary: str = ""  # the SHA-256 of vocabulary.json; "" in runs of older versions
+    vocabulary: str  # the SHA-256 of vocabulary.json
     distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
-    order: Literal["samples", "shards"] = "samples"  # in which frozen stages read features; decided from features.order
-    # whether the features of training images are stored, or computed at each step; decided from features.store
-    stores_features: bool = True
 
     def __post_init__(self) -> None:
         if missing := {"model", "backbone"} - self.parameters.keys():
@@ -100,14 +109,22 @@ class RunMetadata:
 
     @staticmethod
     def parse(values: Any, name: str) -> RunMetadata:
-        """The metadata in the values of a run.json with this name. Raises DamagedError."""
+        """The metadata in the values of a run.json with this name. Raises DamagedError.
+
+        Raises OtherVersionError if a version of raycap wrote it that gives other results.
+        """
         try:
-            digest = values.pop("sha256", None)  # older versions have written none
+            digest = values.pop("sha256", None)
             if digest is not None and digest != _digest(values):
                 raise DamagedError(f"{name} is damaged: it does not have the digest that it contains")
-            return TypeAdapter(RunMetadata).validate_python(values)
+            if (found := values.get("results_version")) == RESULTS_VERSION:
+                return TypeAdapter(RunMetadata).validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
             raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
+        raise OtherVersionError(
+            f"{name} was written by a version of raycap with other results (its results_version is {found}, and "
+            f"{RESULTS_VERSION} here); use that version, or remove the folder"
+        )
 
     def values(self) -> dict[str, Any]:
         """The values of run.json."""
@@ -141,18 +158,25 @@ class StageResult:
 class RunFolder:
     """The folder of one run.
 
-    path: the local folder. home: the original on S3, of which `path` is a copy; None for a local storage. A worker
-    must open the folder with `on_worker`.
+    path: the local folder. config: the configuration of this attempt, with the decisions of `runs.resolution`. home:
+    the original on S3, of which `path` is a copy; None for a local storage. A worker gets a pickle of this object,
+    reads no config.yaml, and must open the folder with `on_worker`.
     """
 
     path: Path
+    config: RunConfig = field(repr=False, compare=False)
     home: StoragePath | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves the cached properties out of the pickle, and adds the variables that config.yaml refers to."""
-        config, known = self.path / "config.yaml", remembered_variables()
-        names = variable_names(config.read_text(encoding="utf-8")) if known and config.is_file() else ()
-        return _received, (self.path, self.home, {name: known[name] for name in names if name in known})
+        """Leaves the cached properties and the tracker, whose address may be secret, out of the pickle."""
+        return RunFolder, (self.path, self.config.without_tracker(), self.home)
+
+    def write_config(self) -> None:
+        """Writes config.yaml, unless it has this content already."""
+        path, text = self.path / "config.yaml", dump_config(self.config)
+        if not path.is_file() or path.read_bytes() != text.encode():
+            write_text(path, text)
+            self.push("config.yaml")
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
         """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
@@ -168,7 +192,7 @@ class RunFolder:
         token = driver_token or self.token("driver_token") or "first"  # "first": no driver has worked on the run yet
         if not token.isalnum():  # it becomes a folder's name
             raise UserError(f"{self.root}/log/driver_token is {printable(token)[:80]!r}, not a token; remove this file")
-        folder = RunFolder(copies / token / self.run_id, self.home)
+        folder = replace(self, path=copies / token / self.run_id)
         prune_copies(keep=folder.path)
         folder.pull()
         for copy in copies.iterdir():
@@ -218,16 +242,6 @@ class RunFolder:
     @property
     def run_id(self) -> str:
         return self.path.name
-
-    @cached_property
-    def config(self) -> RunConfig:
-        path = self.path / "config.yaml"
-        with self._reading(path):
-            values = dict(require_mapping(parse_yaml(path.read_bytes(), str(path)), str(path)))
-        try:
-            return parse_stored_config(values)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -285,7 +299,7 @@ class RunFolder:
     def vocabulary(self) -> Vocabulary:
         path, digest = self.path / "vocabulary.json", self.metadata.vocabulary
         with self._reading(path):
-            if digest and not has_digest(path, digest):
+            if not has_digest(path, digest):
                 raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
             return Vocabulary.load(path)
 
@@ -351,13 +365,23 @@ class RunFolder:
         with self._reading_stage(name, path):
             return TypeAdapter(StageResult).validate_python(read_json(path))
 
-    def last_kept(self) -> StageSection | None:
-        """The last finished stage whose weights were kept; None if there is none."""
-        for stage in reversed(self.config.stages):
-            result = self.result(stage.name)
-            if result is not None and result.kept:
-                return stage
-        return None
+    def delivered(self) -> StageSection | None:
+        """The finished stage whose weights the run delivers; None if there is none.
+
+        Of the stages that were kept, it is the last one, or with `deliver: best` the one with the highest validation
+        CIDEr-D. Of equal stages it is the later one.
+        """
+        kept = [(stage, result) for stage in self.config.stages if (result := self.result(stage.name)) and result.kept]
+        if not kept:
+            return None
+        if self.config.deliver == "last":
+            return kept[-1][0]
+        return max(reversed(kept), key=lambda item: item[1].best_score)[0]
+
+    def delivered_weights(self, part: str) -> Path:
+        """The file with the weights of `part` (model or backbone) that the run delivers. Raises as `weights_after`."""
+        stage = self.delivered()
+        return self._initial_weights(part) if stage is None else self.weights_after(stage, part)
 
     def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
         """As `_reading`, for a file that the stage has written."""
@@ -385,14 +409,13 @@ class RunFolder:
                 return best
         return self.weights_before(stage, part)
 
-    def weights_before(self, stage: StageSection | None, part: str) -> Path:
+    def weights_before(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from.
 
         These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
-        initial weights. With stage None every stage counts as earlier, which gives the run's final weights. Raises
-        DamagedError for a damaged file.
+        initial weights. Raises DamagedError for a damaged file.
         """
-        for earlier in reversed(self.config.stages if stage is None else self.before(stage)):
+        for earlier in reversed(self.before(stage)):
             result = self.result(earlier.name)
             if result is not None and result.kept:
                 best = self.stage(earlier.name) / f"best-{result.best_step}"
@@ -402,10 +425,25 @@ class RunFolder:
                     if weights.is_file() or is_recorded(weights):
                         require_whole(weights)
                         return weights
+        return self._initial_weights(part)
+
+    def _initial_weights(self, part: str) -> Path:
+        """The file with the weights of `part` that the run starts from. Raises DamagedError for a damaged file."""
         initial = self.path / "init" / f"{part}.safetensors"
         with self._reading(initial):
             require_whole(initial)
         return initial
+
+
+def describe_delivered(folder: RunFolder) -> str | None:
+    """Which stage a run delivers and why, as a sentence; None for a run of one stage."""
+    stage = folder.delivered()
+    if stage is None or len(folder.config.stages) == 1:
+        return None
+    results = {each.name: folder.result(each.name) for each in folder.config.stages}
+    scores = ", ".join(f"{name} {result.best_score:.4f}" for name, result in results.items() if result is not None)
+    why = "deliver is last" if folder.config.deliver == "last" else "it has the best score"
+    return f"{stage.name}, because {why}; validation CIDEr-D by stage: {scores}"
 
 
 @contextmanager
@@ -425,10 +463,3 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
 def _digest(values: dict[str, Any]) -> str:
     """The SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _received(path: Path, home: StoragePath | None, variables: dict[str, str]) -> RunFolder:
-    """A folder that another process has sent, with the values of its configuration's variables there."""
-    for name, value in variables.items():
-        remember_variable(name, value)
-    return RunFolder(path, home)

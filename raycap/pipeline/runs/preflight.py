@@ -19,8 +19,9 @@ from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.data.reading import build_vocabulary, planned_data
 from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
+from raycap.pipeline.evaluation.captioning.bundle_files import REQUIRED_FILES
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.features.regions import open_regions, region_file
 from raycap.pipeline.runs.distillation.teacher import check_teacher
 from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.storage.path import storage_path
@@ -91,8 +92,6 @@ def check_files(config: RunConfig) -> None:
     if model.word_vectors is not None and model.word_vector_width is not None:
         check_word_vectors(Path(model.word_vectors).expanduser(), model.word_vector_width)
     if features.hdf5 not in (None, SYNTHETIC):
-        from raycap.pipeline.features.regions import open_regions, region_file
-
         with open_regions(region_file(config)):
             pass
     if config.has_backbone and config.backbone.weights not in ("none", "pretrained"):
@@ -167,7 +166,7 @@ def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_wid
 
     The data, which are not read yet, may make it larger.
     """
-    from raycap.models.macs import model_on_meta
+    from raycap.models.registry import model_on_meta
 
     positions = config.model.max_positions or 74
     sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words

@@ -9,19 +9,17 @@ import datetime
 import logging
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import torch
 
 from raycap.models.base import CaptionModel
 from raycap.models.config import ModelSizes
-from raycap.models.encoders.backbone import Backbone, backbone_macs, image_transform
+from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.layers import fill_word_vectors
 from raycap.models.registry import build_model
-from raycap.models.token_embeddings import fill_word_vectors
-from raycap.pipeline.config.load import dump_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import build_vocabulary, find_data, longest_caption
@@ -29,15 +27,14 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
-from raycap.pipeline.features.keeping import DISK_RATE, S3_RATE, computing_seconds, reading_seconds, stores_features
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.runs.distilled import has_distilled_captions
-from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder
-from raycap.pipeline.runs.identity import code_digest, run_identity
+from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder, stored_config
+from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
+from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
-from raycap.pipeline.storage.cache import free_bytes, shard_cache
 from raycap.pipeline.storage.digests import file_digest, write_digests
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import commit
@@ -65,7 +62,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    folder = RunFolder(folder.path, folder.home)  # a new object, which has not cached the old data set
+    folder = replace(folder)  # a new object, which has not cached the old data set
     if not (folder.path / "COMPLETE.json").is_file():
         _restore_tokens(folder)
     return folder
@@ -98,9 +95,20 @@ def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
 
 
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
-    """The folder of the run that a configuration and its data identify. The folder may not exist yet."""
+    """The folder of the run that a configuration and its data identify. The folder may not exist yet.
+
+    The configuration gets the decisions of an earlier attempt at the run, if there was one.
+    """
     name = f"runs/{run_identity(config, fingerprint)}"
-    return open_folder(config.working_path / name, config.home(name))
+    folder = open_folder(config.working_path / name, config.home(name), config)
+    if not (folder.path / "config.yaml").is_file():
+        return folder
+    try:
+        earlier = stored_config(folder.path)
+    except (DamagedError, UserError) as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; its decisions are made again")
+        return folder
+    return replace(folder, config=with_decisions_of(config, earlier))
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
@@ -166,17 +174,16 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
-    write_text(folder.path / "config.yaml", dump_config(config))
+    folder.write_config()
     for part, module in parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
     write_digests(folder.path / "init")
-    stores = decide_store(config, dataset, num_tokens * width)
     counts = {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
     metadata = RunMetadata(
         run_id=folder.run_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         data_fingerprint=dataset.fingerprint(),
-        code=code_digest(),
+        results_version=RESULTS_VERSION,
         commit=commit(),
         versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),
@@ -185,65 +192,11 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
-        order=decide_order(config, dataset, num_tokens * width) if stores else "samples",
-        stores_features=stores,
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
     folder.write_tokens(TOKENS, vocabulary)
     write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
     folder.push("run.json")
-
-
-def decide_order(config: RunConfig, dataset: Dataset, row_values: int) -> Literal["samples", "shards"]:
-    """The order in which frozen stages read features. With `auto`, shards if the features exceed the cache.
-
-    Every worker and every later attempt uses the decision, which depends on this machine. row_values: the numbers in an
-    image's features.
-    """
-    settings = config.features
-    if settings.order != "auto":
-        return settings.order
-    if not config.storage_place.is_remote or all(stage.train_backbone for stage in config.stages):
-        return "samples"
-    num_train, num_val = len(dataset.split(*config.data.train_splits)), len(dataset.split(config.data.val_split))
-    num_bytes = (num_train * max(1, settings.views) + num_val) * row_values * np.dtype(settings.stored_dtype).itemsize
-    limit = shard_cache(settings.cache_bytes).limit
-    if num_bytes <= limit:
-        return "samples"
-    sizes = f"features take {num_bytes / 2**30:.1f} GiB and the cache of this machine {limit / 2**30:.1f} GiB"
-    logger.info(f"order     frozen stages read whole shards: {sizes}")
-    return "shards"
-
-
-def decide_store(config: RunConfig, dataset: Dataset, row_values: int) -> bool:
-    """Whether the features of training images are stored, by `features.store`; see `stores_features` for `fits`.
-
-    As for `decide_order`, every worker and every later attempt uses the decision. row_values: the numbers in an image's
-    features. A local storage has room for as much as half of its disk's free space, and S3 for as much as this
-    machine's cache of shards. Features that are stored already do not count, as when `raycap run` checks the disk.
-    """
-    settings, workers = config.features, config.workers
-    num_stores = config.num_training_stores(config.stages)
-    if settings.store != "fits" or not num_stores:
-        return settings.store != "never"
-    row_bytes = row_values * np.dtype(settings.stored_dtype).itemsize
-    total = len(dataset.split(*config.data.train_splits)) * max(1, settings.views) * row_bytes
-    rate, most = S3_RATE, None
-    if config.storage_place.is_remote:
-        room = shard_cache(settings.cache_bytes).limit
-    else:
-        total, most, rate = num_stores * total, max(0, free_bytes(config.working_path)), DISK_RATE
-        room = most // 2
-    reading = reading_seconds(total, row_bytes, room, rate)
-    frozen = next(stage for stage in config.stages if not stage.train_backbone)
-    gpus, threads, (_, images) = workers.gpus_per_worker, workers.threads_per_worker, config.micro_batch_sizes(frozen)
-    computing = computing_seconds(backbone_macs(config.backbone), gpus, threads, images, settings.batch_size)
-    stores = stores_features(total, room, most, reading, computing)
-    sizes = f"they take {total / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB are there for them"
-    times = f"per image, reading takes {1000 * reading:.3g} ms and computing {1000 * computing:.3g} ms (estimates)"
-    what = "stored" if stores else "computed at each step"
-    logger.info(f"store     features of training images are {what}: {sizes}; {times}")
-    return stores
 
 
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:

@@ -1,4 +1,4 @@
-"""A run's model as a bundle: with the weights at the run's end, or after one of its stages."""
+"""A run's model as a bundle: with the weights that it delivers, or those of one of its stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import read_confidences, save_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import BUNDLE_FILES, require_intact
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.mirror import Mirror
@@ -63,14 +63,14 @@ def bundle_run(
 ) -> Path:
     """Writes the bundle and returns its local folder.
 
-    stage: bundle the best weights of this stage, even if the run did not keep it; by default the run's final weights.
+    stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
     scores: values by name for the bundle's info, rounded to four digits.
     """
     config = folder.config
     backbone = Backbone(config.backbone, with_weights=False) if config.has_backbone else None
     captioner = Captioner(build_model(config.model, folder.sizes), backbone)
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
-        load_weights(module, folder.weights_before(None, part) if stage is None else folder.weights_after(stage, part))
+        load_weights(module, folder.delivered_weights(part) if stage is None else folder.weights_after(stage, part))
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
     if stage is not None:
         info["stage"] = stage.name
@@ -78,7 +78,7 @@ def bundle_run(
         info["teacher"] = str(folder.metadata.distilled)
     info |= {key: round(value, 4) for key, value in (scores or {}).items()}
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
-    protocol = run_protocol(config, stage or folder.last_kept())
+    protocol = run_protocol(config, stage or folder.delivered())
     about: dict[str, Any] = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}
     save_bundle(path, captioner, folder.vocabulary, **about)
     if location.is_remote:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.comparison.published import FinalRow, published_rows
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
 from raycap.pipeline.evaluation.scores.metrics import Score
@@ -16,7 +16,8 @@ from raycap.pipeline.features.extraction import describe_features
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.run_scores import RunScores
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 
 CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
     ("train", "loss"): "loss",
@@ -88,7 +89,7 @@ def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterat
 def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -> list[ReportImage]:
     """The captioned images of a split, with their captions, references and scores."""
     scores = result.cider_by_image
-    rows = zip(part.column("image_id"), part.column("uri"), part.column("captions"), strict=True)
+    rows = zip(*(part.column(name) for name in ("image_id", "uri", "key", "captions")), strict=True)
     return [
         ReportImage(
             image_id=image,
@@ -97,8 +98,9 @@ def report_images(result: SplitResult, part: Dataset, options: StorageOptions) -
             references=references,
             score=scores.get(image),
             split=result.split,
+            key=key,
         )
-        for image, uri, references in rows
+        for image, uri, key, references in rows
         if image in result.captions
     ]
 
@@ -109,7 +111,7 @@ def make_report(
     """Writes report.html of a finished run."""
     config, metadata = folder.config, folder.metadata
     columns, rows = score_table(scores.splits, with_alignment=True)
-    ours = run_protocol(config, folder.last_kept())
+    ours = run_protocol(config, folder.delivered())
     distilled = metadata.distilled
     by_split = {result.split: result for result in scores.splits}
     for split in config.data.test_splits:

@@ -17,10 +17,8 @@ from raycap.pipeline.data.caption_files import N_BEST, read_n_best, read_predict
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search, run_protocol
-from raycap.pipeline.evaluation.confidence.confidence import SIGNALS, Confidence
-from raycap.pipeline.evaluation.confidence.fit import fit_split
-from raycap.pipeline.evaluation.confidence.quality import Quality, judged_quality
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search, run_protocol
+from raycap.pipeline.evaluation.confidence.confidence import SIGNALS, Confidence, Quality, fit_split, judged_quality
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import (
     JAVA_METRICS,
@@ -158,7 +156,7 @@ def score_run(folder: RunFolder, dataset: Dataset, results: Sequence[SplitResult
     splits = {result.split: result.to_json() for result in run_scores.splits}
     for split, each in quality.items():
         splits[split]["confidence"] = each.to_json()
-    protocol = run_protocol(folder.config, folder.last_kept())
+    protocol = run_protocol(folder.config, folder.delivered())
     content = {"protocol": asdict(protocol), "signature": protocol.signature, "splits": splits}
     write_json(folder.path / "scores.json", content | {"validation_by_stage": run_scores.validation_by_stage})
     return run_scores

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raycap.pipeline.runtime.log import set_rank
+from raycap.pipeline.runtime.processor import computes_on_cpus
 
 STOP_POLL_S = 1.0
 
@@ -36,26 +37,6 @@ class Context(Protocol):
 
     def must_stop(self) -> bool:
         """Whether training must save its state and end. It does not wait, and ranks may differ."""
-
-
-def computes_on_cpus() -> bool:
-    """Whether processes compute on the CPU although GPUs are assigned to them.
-
-    The environment variable RAYCAP_DEVICE=cpu asks for it, so that placement on GPUs can be tested on nodes without any
-    (`ray start --num-gpus=4`).
-    """
-    return os.environ.get("RAYCAP_DEVICE") == "cpu"
-
-
-def device_for(gpus: float) -> torch.device:
-    """The device of a process to which the configuration assigns `gpus` GPUs. Raises RuntimeError for a missing GPU."""
-    if not gpus or computes_on_cpus():
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            f"the configuration assigns {gpus} GPUs, but torch sees none; set gpus_per_worker to 0 or check the driver"
-        )
-    return torch.device("cuda")
 
 
 class LocalContext:

@@ -1,22 +1,49 @@
-"""The processor that computes: threads and memory of a CPU, the precision of products, and the fastest precision."""
+"""The processor that computes: the device, threads and memory of a CPU, the precision of products, and the fastest one.
+
+torch is imported only where it is used, because its import takes seconds.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Parameters of mallopt, from glibc's malloc.h, where their names begin with M_.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
 MIN_ROUNDS, MAX_ROUNDS = 5, 20  # of a measurement, after one that warms up
 MEASUREMENT_S = 0.2  # after which a measurement takes no further round
+
+
+def computes_on_cpus() -> bool:
+    """Whether processes compute on the CPU although GPUs are assigned to them.
+
+    The environment variable RAYCAP_DEVICE=cpu asks for it, so that placement on GPUs can be tested on nodes without any
+    (`ray start --num-gpus=4`).
+    """
+    return os.environ.get("RAYCAP_DEVICE") == "cpu"
+
+
+def device_for(gpus: float) -> torch.device:
+    """The device of a process to which the configuration assigns `gpus` GPUs. Raises RuntimeError for a missing GPU."""
+    import torch
+
+    if not gpus or computes_on_cpus():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"the configuration assigns {gpus} GPUs, but torch sees none; set gpus_per_worker to 0 or check the driver"
+        )
+    return torch.device("cuda")
 
 
 def prepare_processor(threads: int | None = None) -> None:
@@ -26,6 +53,8 @@ def prepare_processor(threads: int | None = None) -> None:
     zeroes new pages. That took a fifth of a beam search and a tenth of a training step. In return, a process keeps its
     peak memory until it ends. Without glibc the memory settings have no effect.
     """
+    import torch
+
     if threads is not None:
         torch.set_num_threads(threads)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -50,6 +79,8 @@ def computing_thread(threads: int) -> ThreadPoolExecutor:
 def memory_mb(device: torch.device) -> float:
     """MiB of memory: the resident set of the process on a CPU, the peak of allocated tensors on a GPU."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated() / 2**20
     import psutil
 
@@ -63,6 +94,8 @@ def float32_products(precision: str) -> Iterator[None]:
     TensorFloat-32 rounds factors to 10 bits after the point (GPUs since Ampere). Without this block, torch uses it for
     convolutions and not for matrices. On other processors nothing changes.
     """
+    import torch
+
     cudnn: Any = torch.backends.cudnn
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [backend.fp32_precision for backend in backends]
@@ -101,6 +134,8 @@ def measure_precisions(compute: Callable[[], object], device: torch.device, num_
 
     A processor that supports bfloat16 may still be slower with it, so that only a measurement shows what is faster.
     """
+
+    import torch
 
     def seconds(is_bfloat16: bool) -> float:
         begin = time.perf_counter()

@@ -39,7 +39,6 @@ _IN_TEXT = re.compile(
 )
 
 _masks: dict[str, str] = {}  # what must not be shown, and what is shown in its place
-_variables: dict[str, str] = {}  # the values of the configuration's `${VARIABLE}`s
 
 
 def is_secret_name(name: str) -> bool:
@@ -95,7 +94,6 @@ def remember_address(address: str) -> None:
 
 def remember_variable(name: str, value: str) -> None:
     """Remembers the value of a variable of the configuration. Messages then show `${NAME}` in its place."""
-    _variables[name] = value
     _masks.update(_forms(value, f"${{{name}}}", MIN_SECRET if is_secret_name(name) else MIN_VALUE))
 
 
@@ -123,15 +121,9 @@ def _forms(value: str, mask: str, min_length: int) -> dict[str, str]:
     return dict.fromkeys(forms, mask)
 
 
-def remembered_variables() -> dict[str, str]:
-    """The values of all variables that were remembered, by name."""
-    return dict(_variables)
-
-
 def forget_all() -> None:
     """Forgets what was remembered, at the begin of another command in the same process."""
     _masks.clear()
-    _variables.clear()
     _masks_of_environment.cache_clear()
 
 

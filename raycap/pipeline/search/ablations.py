@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raycap.models.config import ModelConfig
-from raycap.models.macs import TABLE_6_IMAGES
+from raycap.models.registry import TABLE_6_IMAGES
 from raycap.pipeline.evaluation.comparison.published import (
     ABLATION_COLUMNS,
     AblationRow,

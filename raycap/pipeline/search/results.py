@@ -14,9 +14,8 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from raycap.pipeline.config.load import dump_config, parse_config
-from raycap.pipeline.evaluation.captioning.protocols import in_language, searched
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, in_language, searched
+from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.search.space import short, show_value
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
 from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes

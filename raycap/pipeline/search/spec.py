@@ -346,9 +346,10 @@ class Search:
         return sum(stage.epochs for stage in self.trial_config(self.space.first(), self.config.seeds[0]).stages)
 
     def identity(self, *others: str) -> str:
-        """The search's name and a hash of the search, its base and `others` (the digests of data, code and backbone).
+        """The search's name and a hash of the search, its base and `others`.
 
-        The hash ignores the budget, the resources and the seeds, so that a search can resume after they change.
+        others: the digests of data and backbone, and RESULTS_VERSION. The hash ignores the budget, the resources and
+        the seeds, so that a search can resume after they change.
         """
         body = self.config.model_dump(mode="json", exclude={"budget", "resources", "seeds", "base", "set", "storage"})
         text = json.dumps([body, config_identity(self.base), *others], sort_keys=True, default=str)
@@ -362,8 +363,6 @@ class Search:
         """
         if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
             raise UserError(ONE_PRECISION)
-        if self.base.features.store == "fits":
-            raise UserError("features.store is fits, which each run decides; set it to always or never for all trials")
         for key in self.space.keys:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):

@@ -22,8 +22,7 @@ import torch
 
 from raycap.models.base import Features
 from raycap.models.decoding.search import beam_search
-from raycap.models.macs import TABLE_6_CAPTION_TOKENS, cost
-from raycap.models.registry import build_model
+from raycap.models.registry import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset
@@ -35,7 +34,8 @@ from raycap.pipeline.runs.distilled import with_distilled_captions
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runtime.context import Context, LocalContext, device_for
+from raycap.pipeline.runtime.context import Context, LocalContext
+from raycap.pipeline.runtime.processor import device_for
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
@@ -293,17 +293,17 @@ def best_scores(run: RunFolder) -> Reports:
 
 
 def final_scores(run: RunFolder) -> Reports:
-    """As `best_scores`, for a run whose stages are finished: the last score is that of the weights that were kept."""
+    """As `best_scores`, for a run whose stages are finished: the last score is that of the weights that it delivers."""
     reports = best_scores(run)
-    return [*reports[:-1], *((epoch, _kept_result(run)[1].best_score) for epoch, _ in reports[-1:])]
+    return [*reports[:-1], *((epoch, _delivered_result(run)[1].best_score) for epoch, _ in reports[-1:])]
 
 
-def _kept_result(run: RunFolder) -> tuple[str, StageResult]:
-    """The name and the result of the last stage whose weights were kept. The first stage is kept in any case."""
-    stage = run.last_kept()
+def _delivered_result(run: RunFolder) -> tuple[str, StageResult]:
+    """The name and the result of the stage that a trial delivers. The first stage is kept in any case."""
+    stage = run.delivered()
     result = None if stage is None else run.result(stage.name)
     if stage is None or result is None:
-        raise RuntimeError(f"no stage of {run.run_id} was kept")
+        raise RuntimeError(f"no stage of {run.run_id} is finished")
     return stage.name, result
 
 
@@ -339,7 +339,7 @@ def latency_ms(run: RunFolder) -> float:
     """The median time in milliseconds in which the trained model encodes one image and searches for its caption."""
     settings, device = run.config.evaluation, trial_device(run.config)
     model = build_model(run.config.model, run.sizes)
-    load_weights(model, run.weights_before(None, "model"))  # None: the weights after the last stage
+    load_weights(model, run.delivered_weights("model"))
     model = model.eval().to(device)
     tokens = run.metadata.num_tokens
     boxes = torch.rand(1, tokens, 4, device=device) if run.config.model.needs_boxes else None
@@ -355,14 +355,14 @@ def latency_ms(run: RunFolder) -> float:
 
 
 def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, float]:
-    """The scores of the captions of the weights that were kept; metrics that cannot be computed here are missing.
+    """The scores of the captions of the delivered weights; metrics that cannot be computed here are missing.
 
     The captions are those of the validation that chose these weights, and those of `score_split`, if it is another one.
     """
     metrics, dataset = search.config.metrics, run.dataset.without(excluded)
     scores = {}
     if metrics:
-        validated = read_predictions(run.stage(_kept_result(run)[0]) / "predictions-val.json")
+        validated = read_predictions(run.stage(_delivered_result(run)[0]) / "predictions-val.json")
         scores = _scores(dataset.split(run.config.data.val_split), validated, metrics, run.config)
     if not search.reports_validation:
         captions = split_captions(run, search.score_split, excluded)

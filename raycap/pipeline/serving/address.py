@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import SentBundle, StoredBundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
-from raycap.pipeline.evaluation.captioning.model_sources import SentBundle, StoredBundle
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
 WEIGHTS = "model.safetensors"

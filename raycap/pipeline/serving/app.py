@@ -1,10 +1,15 @@
-"""The HTTP interface of `raycap serve`, without Ray: routes, decoding, answers and the OpenAPI document."""
+"""The HTTP interface of `raycap serve`, without Ray: routes, decoding, answers, the OpenAPI document and the page."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +19,6 @@ from starlette.exceptions import HTTPException
 
 from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption
-from raycap.pipeline.evaluation.reports.caption_page import content_security_policy, page
 from raycap.pipeline.serving.bodies import Options, Source, parse_body, read_body
 from raycap.pipeline.serving.forms import (
     CaptionAnswer,
@@ -32,11 +36,12 @@ from raycap.pipeline.serving.guard import FAILED, Access, Guard, error_parts
 from raycap.pipeline.serving.limits import Limits, RefusedError
 from raycap.pipeline.serving.metrics import Metrics
 from raycap.pipeline.serving.served_models import Decoder, ImageFile, Made, Search, ServedModel, ServedModels
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 500, 503)
 }
+PAGE = Path(__file__).with_name("caption_page.html")
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> G
 
     async def index() -> Response:
         """The page."""
-        return HTMLResponse(page(), headers={"Content-Security-Policy": content_security_policy()})
+        return HTMLResponse(page_html(), headers={"Content-Security-Policy": content_security_policy()})
 
     app.add_api_route("/metrics", metrics_text, response_class=Response, responses=REFUSALS)
     app.add_api_route("/", index, response_class=HTMLResponse, include_in_schema=False)
@@ -212,3 +217,22 @@ def _request_body(json_form: Any, options: Any) -> dict[str, Any]:
             "application/json": {"schema": json_form.model_json_schema()},
         },
     }
+
+
+@lru_cache
+def page_html() -> str:
+    """The HTML of the page, one file without anything from elsewhere."""
+    return PAGE.read_text(encoding="utf-8")
+
+
+@lru_cache
+def content_security_policy() -> str:
+    """A policy that allows the page's own style and script, images that the user chose, and requests to the server."""
+    digests = {}
+    for tag in ("style", "script"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page_html(), re.DOTALL)
+        digests[tag] = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'sha256-{digests['style']}'; script-src 'sha256-{digests['script']}'; "
+        "img-src blob: data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.serving.address import ModelAddress, parse_address, weights_digest
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.address import ModelAddress

@@ -29,7 +29,8 @@ from typing import Protocol
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.storage.atomic import file_lock, write_bytes
 from raycap.pipeline.storage.digests import has_digest
-from raycap.pipeline.storage.path import StorageError, StoragePath, cache_folder
+from raycap.pipeline.storage.path import StoragePath, cache_folder
+from raycap.pipeline.storage.s3 import StorageError
 
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
@@ -39,7 +40,9 @@ RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of 
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
 COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
 LET_GO_DIVISOR = 1000  # makes the time of a file that was let go earlier than that of any use, in the same sequence
+IMAGES = "images"  # the folder of the images
 NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def free_bytes(folder: Path) -> int:
@@ -122,19 +125,6 @@ class ShardCache:
                 return path if self._add(path, _fetch(source, sha256)) else None
         return path
 
-    def read(self, source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
-        """The content of a small file, which is cached if there is room for it. Raises StorageError as `get`."""
-        path = self.folder / _require_digest(sha256, source)
-        with suppress(FileNotFoundError):  # not cached, or removed by another process to free space
-            _touch(path)
-            data = path.read_bytes()
-            if hashlib.sha256(data).hexdigest() == sha256:
-                return data
-            path.unlink()  # it is damaged
-        data = _fetch(source, sha256, max_bytes)
-        self._add(path, data)
-        return data
-
     def _add(self, path: Path, data: bytes) -> bool:
         """Writes a file, after removing the least recently used files until the new file fits within the limit.
 
@@ -162,7 +152,7 @@ class ShardCache:
 
 
 class ImageCache:
-    """Local copies of remote images, at most `limit` bytes, because an end-to-end stage reads every image per epoch.
+    """Local copies of remote images, at most `limit` bytes, because commands and epochs read the same images.
 
     The images are divided among folders with an equal share of the limit, because adding an image lists its folder.
     """
@@ -171,11 +161,36 @@ class ImageCache:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
     def read(self, source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
-        """The content of an image file. Raises StorageError when it no longer has the digest.
+        """The content of an image file, which is cached. Raises StorageError when it no longer has the digest.
 
         Raises OSError when it has more than `max_bytes` bytes.
         """
-        return ShardCache(self.folder / _require_digest(sha256, source)[:2], self.limit).read(source, sha256, max_bytes)
+        data = self.find(_require_digest(sha256, source))
+        if data is None:
+            data = _fetch(source, sha256, max_bytes)
+            self.add(sha256, data)
+        return data
+
+    def find(self, sha256: str) -> bytes | None:
+        """The content of the cached image with this digest; None if there is none, or for a text that is no digest."""
+        if not _DIGEST.fullmatch(sha256):
+            return None
+        path = self._path(sha256)
+        with suppress(FileNotFoundError):  # not cached, or removed by another process to free space
+            _touch(path)
+            data = path.read_bytes()
+            if hashlib.sha256(data).hexdigest() == sha256:
+                return data
+            path.unlink()  # it is damaged
+        return None
+
+    def add(self, sha256: str, data: bytes) -> None:
+        """Caches an image with this digest if there is room for it."""
+        path = self._path(sha256)
+        ShardCache(path.parent, self.limit)._add(path, data)
+
+    def _path(self, sha256: str) -> Path:
+        return self.folder / sha256[:2] / sha256
 
 
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
@@ -186,14 +201,19 @@ def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
 
 def image_cache(most: int | None) -> ImageCache:
     """This machine's cache of images; `most` as for `shard_cache`."""
-    folder = cache_folder() / "images"
+    folder = cache_folder() / IMAGES
     counted = [folder / f"{number:02x}" for number in range(0, NUM_IMAGE_FOLDERS, COUNT_EVERY)]  # the shares are equal
     return ImageCache(folder, cache_limit(folder, COUNT_EVERY * used_bytes(counted), most))
 
 
+def cached_image(sha256: str) -> bytes | None:
+    """The content of the image with this digest in this machine's cache; None if there is none."""
+    return ImageCache(cache_folder() / IMAGES, limit=0).find(sha256)
+
+
 def _require_digest(text: str, source: Readable) -> str:
     """Returns the digest of a file, which becomes a local file's name. Raises StorageError for any other text."""
-    if not re.fullmatch("[0-9a-f]{64}", text):
+    if not _DIGEST.fullmatch(text):
         raise StorageError(f"{source}: the digest recorded for it is {printable(text)[:80]!r}, not a SHA-256")
     return text
 

@@ -23,7 +23,8 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable
-from raycap.pipeline.storage.path import ConflictError, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import ConflictError
 
 logger = logging.getLogger(__name__)
 

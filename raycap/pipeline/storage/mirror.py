@@ -29,7 +29,8 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import relative_name
 from raycap.pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
 from raycap.pipeline.storage.cache import usable_bytes
-from raycap.pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath, cache_folder, join
+from raycap.pipeline.storage.path import Entry, StoragePath, cache_folder, join
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"

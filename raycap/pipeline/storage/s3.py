@@ -90,8 +90,11 @@ class S3Object:
         """Raises an error within seconds if no server answers or the bucket does not exist."""
         from botocore.exceptions import ClientError
 
+        hasty = S3Object(self.uri, self.options.hasty)
+        key = hasty._location["Key"]
         try:
-            next(S3Object(self.uri, self.options.hasty).list(), None)
+            with hasty._errors_translated():
+                hasty._client.list_objects_v2(Bucket=hasty._location["Bucket"], Prefix=key, MaxKeys=1)
         except StorageError as error:
             if not isinstance(error.__cause__, ClientError):  # a server that refuses a request has answered
                 raise

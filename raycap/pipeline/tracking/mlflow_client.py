@@ -12,7 +12,7 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
-from raycap.pipeline.storage.path import StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import StorageOptions, is_remote
 from raycap.pipeline.tracking.local_database import ensure_database
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.storage.path import is_remote
+from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from raycap.pipeline.tracking.run_sync import SentRecord
 from raycap.pipeline.version import package_folder

@@ -3,11 +3,12 @@
 `sync` sends what was not sent before and stores what was sent in log/tracked.json, so it may be called any number of
 times: regularly during training, and at the end. A tracker that is down or slow does not affect training, because the
 next `sync` sends the same entries of the journal. A request without an answer may have arrived; the next `sync` then
-reads from the tracker which steps it has.
+reads from the tracker which steps it has. Pictures of the training curves, one PNG per metric, go to the parent.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import tempfile
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.evaluation.reports.curves import write_curves
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Entry, read_journal
 from raycap.pipeline.storage.atomic import read_json, write_json
@@ -27,6 +27,14 @@ METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
 FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of this kind has
 NOT_METRICS = ("step", "time", "total")
+# {(kind of journal entry, key): title of the picture}
+CURVES = {
+    ("train", "loss"): "loss",
+    ("train", "reward"): "reward",
+    ("train", "lr"): "learning rate",
+    ("train", "images_per_s"): "images/s",
+    ("validation", "CIDEr-D"): "validation CIDEr-D",
+}
 
 
 class SentRecord:
@@ -137,7 +145,7 @@ def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> 
     """The id of MLflow's run for a raycap run, which is created if it does not exist."""
     metadata = folder.metadata
     match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
-    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit, "raycap.code": metadata.code}
+    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
     tags["raycap.data_fingerprint"] = metadata.data_fingerprint
     return get_or_create_run(client, experiment_of(client, config), match, tags)
 
@@ -210,3 +218,30 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
         steps[f"{stage}/{kind}"] = step
     if metrics:
         send()
+
+
+def write_curves(entries: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes a picture of each metric in a run's journal to `folder`, and returns the pictures' paths."""
+    from matplotlib.figure import Figure
+
+    lengths: dict[str, int] = {}  # steps of each stage
+    for entry in entries:
+        lengths[entry["stage"]] = max(lengths.get(entry["stage"], 0), entry["step"])
+    first_steps = itertools.accumulate(lengths.values(), initial=0)
+    offsets = dict(zip(lengths, first_steps, strict=False))  # the last sum belongs to no stage
+    written = []
+    for (kind, key), title in CURVES.items():
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        of_kind = [entry for entry in entries if entry["kind"] == kind and key in entry]
+        for stage, offset in offsets.items():
+            points = [(offset + entry["step"], entry[key]) for entry in of_kind if entry["stage"] == stage]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 20 else "", label=stage)
+        if axes.lines:
+            axes.set(xlabel="step, all stages", title=title)
+            axes.grid(color="#dddddd")
+            axes.legend()
+            written.append(folder / f"{kind}_{key}.png")
+            figure.savefig(written[-1], dpi=110)
+    return written

@@ -18,9 +18,8 @@ from raycap.models.encoders.backbone import image_transform
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runtime.context import device_for
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.runtime.processor import float32_products, memory_mb, prepare_processor
+from raycap.pipeline.runtime.processor import device_for, float32_products, memory_mb, prepare_processor
 from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
 from raycap.pipeline.training.objectives import check_reward, make_objective
@@ -103,7 +102,7 @@ def _one_step(
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
     batch = _longest_batch(folder, stage, train)
     language, groups = folder.config.data.language, None
-    if stage.objective == "scst" and folder.metadata.order == "shards":
+    if stage.objective == "scst" and folder.config.features.order == "shards":
         images = np.unique(batch.images.numpy())
         groups = Groups.of(lambda start, stop: images, NUM_STEPS, len(train), stage.sampling.document_sample)
     objective, reward = make_objective(stage, captioner, train, folder.vocabulary, language, groups)
@@ -134,7 +133,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.images_of(rows[:: stage.captions_per_image])
     side, width = config.backbone.image_size, folder.sizes.feature_width
-    reads_images = stage.train_backbone or not folder.metadata.stores_features
+    reads_images = stage.train_backbone or folder.config.features.store == "never"
     transform = image_transform(config.backbone) if reads_images else None
     if reads_images:
         features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))

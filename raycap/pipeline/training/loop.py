@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner
+from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import Backbone, set_drop_path
-from raycap.models.layers import set_dropout
 from raycap.models.registry import build_model
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
@@ -57,7 +57,7 @@ REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation m
 class StageJob:
     """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read.
 
-    Where `RunMetadata.stores_features` is False, the store has the validation images only.
+    Where `features.store` is never, the store has the validation images only.
     """
 
     folder: RunFolder
@@ -153,7 +153,7 @@ def feature_computer(
     ValueError without it.
     """
     config = folder.config
-    if stage.train_backbone or folder.metadata.stores_features:
+    if stage.train_backbone or config.features.store == "always":
         return None
     dtype = known_precision(config.backbone, config.features, config.storage_place / "precision") or undecided
     if dtype is None:
@@ -196,7 +196,7 @@ class StageRun:
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.captioner = stage_captioner(folder, stage, context.device)
-        store, by_shards = None, folder.metadata.order == "shards" and not stage.train_backbone
+        store, by_shards = None, config.features.order == "shards" and not stage.train_backbone
         if not stage.train_backbone:
             if job.store is None:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")

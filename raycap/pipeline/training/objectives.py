@@ -33,15 +33,14 @@ from torch.nn import functional as F
 
 from raycap.models.base import CaptionModel, Memory, evaluating
 from raycap.models.captioner import Captioner
-from raycap.models.decoding.config import Decoding
-from raycap.models.decoding.masks import CaptionMasks, new_masks
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import Beams, Decoder, greedy, sample, search
+from raycap.models.config import Decoding
+from raycap.models.decoding.search import Beams, Decoder, ScoreRules, greedy, sample, search
+from raycap.models.dropout import CaptionMasks, new_masks
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
+from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import (

@@ -1,4 +1,4 @@
-"""Captions of a split from a run's final weights, computed on the training workers."""
+"""Captions of a split from the weights that a run delivers, computed on the training workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raycap.models.captioner import Captioner
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import write_predictions
-from raycap.pipeline.evaluation.captioning.protocols import run_protocol
 from raycap.pipeline.evaluation.captioning.search import caption_images
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.features.model_inputs import model_inputs
 from raycap.pipeline.features.store.store import open_store
 from raycap.pipeline.runs.folder import RunFolder
@@ -34,14 +34,14 @@ def caption_split(
     excluded: Sequence[str],
     output: StageOutput,
 ) -> None:
-    """Writes captions of a split from the final weights of a run, with the search of its section `evaluation`.
+    """Writes captions of a split from the weights that a run delivers, with the search of its section `evaluation`.
 
     Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
     initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
     output: of the run's last stage; it writes the journal, whose new entries count no training time.
     """
     prepare_processor(folder.config.workers.threads_per_worker)
-    captioner = _final_captioner(folder).to(context.device)
+    captioner = _delivered_captioner(folder).to(context.device)
     features = None
     if captioner.backbone is None:
         assert store is not None  # the frozen stages have read it
@@ -58,7 +58,7 @@ def caption_split(
             reported_at = time.monotonic()
             output.log("event", result.steps, {"text": f"captions of {split}, {100 * fraction:.0f} % done"})
 
-    protocol = run_protocol(folder.config, folder.last_kept())
+    protocol = run_protocol(folder.config, folder.delivered())
     output.log("event", result.steps, {"text": f"captions of {split}: {protocol.signature}"})
     best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)
     if output.writes:
@@ -68,14 +68,14 @@ def caption_split(
         folder.push("predictions", check_may_write=output.check_may_write)
 
 
-def _final_captioner(folder: RunFolder) -> Captioner:
-    """The captioner with the weights that were kept; with a backbone if a stage has trained one and was kept."""
-    config, backbone = folder.config, None
+def _delivered_captioner(folder: RunFolder) -> Captioner:
+    """The captioner that a run delivers; with a backbone if a stage up to the delivered one trained it and was kept."""
+    config, stage, backbone = folder.config, folder.delivered(), None
     model = build_model(config.model, folder.sizes)
-    load_weights(model, folder.weights_before(None, "model"))
-    results = [folder.result(stage.name) for stage in config.stages if stage.train_backbone]
-    if any(result is not None and result.kept for result in results):
+    load_weights(model, folder.delivered_weights("model"))
+    weights = folder.delivered_weights("backbone") if stage is not None and config.has_backbone else None
+    if weights is not None and weights.parent != folder.path / "init":
         backbone = Backbone(config.backbone, with_weights=False)
-        load_weights(backbone, folder.weights_before(None, "backbone"))
+        load_weights(backbone, weights)
         backbone = backbone.to(memory_format=torch.channels_last)
     return Captioner(model, backbone)

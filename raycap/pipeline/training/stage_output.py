@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,7 @@ class StageOutput:
         self._journal_pool.shutdown()
         if self.writes and self.folder.home is not None:
             home = StoragePath(self.folder.home.uri, self.folder.home.options.hasty)
-            self.folder = RunFolder(self.folder.path, home)
+            self.folder = replace(self.folder, home=home)
             with suppress(OSError, RuntimeError):
                 self.check_may_write()
                 self.folder.push(JOURNAL, check_may_write=self.check_may_write)

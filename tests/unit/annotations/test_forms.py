@@ -21,7 +21,8 @@ from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
 from raycap.pipeline.data.images import ImageLocation, PageCache, decode_batch, is_remote_image
 from raycap.pipeline.data.reading import read_annotations, read_dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.untrusted.parquet_pages import PageValue, Values
 from tests.support.forms import FORMS, Captioned, add_file, scenes, write_parquet_shards, write_tars
 

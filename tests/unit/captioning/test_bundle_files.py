@@ -31,7 +31,8 @@ from raycap.pipeline.evaluation.captioning.bundle_files import (
     seal,
 )
 from raycap.pipeline.runtime.secrets import forget_all, without_secrets
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.bundles import make_bundle, without_digests
 
 

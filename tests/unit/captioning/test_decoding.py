@@ -12,17 +12,16 @@ import torch
 
 from raycap.jobs.caption import caption
 from raycap.jobs.cli import main
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
 from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, build_automata
-from raycap.pipeline.evaluation.captioning.protocols import ensemble_protocol, run_protocol, searched
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, score_rules
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, ensemble_protocol, run_protocol, searched
 from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.runtime.context import LocalContext

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_source
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle, bundle_source
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
 
@@ -25,7 +26,7 @@ def test_the_drivers_copy_of_a_bundle_is_named_by_its_place_on_s3(
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
     config = parse_config(small_config({"uri": "s3://data/runs", "endpoint_url": "http://nowhere"}))
     copy = make_bundle(config.working_path / "models/demo/RUN", backbone=False)
-    monkeypatch.setattr("raycap.pipeline.evaluation.captioning.model_sources.fetched", lambda bundle: copy)
+    monkeypatch.setattr("raycap.pipeline.evaluation.captioning.bundle.fetched", lambda bundle: copy)
     place = StoragePath("s3://data/runs/models/demo/RUN", StorageOptions("http://nowhere"))
     expected = StoredBundle(place, bundle_digests(copy))
     assert bundle_source(storage_path(copy), config) == expected

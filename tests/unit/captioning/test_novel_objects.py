@@ -11,24 +11,22 @@ import torch
 
 from raycap.jobs.cli import main
 from raycap.jobs.constraints import constraints as make_constraints
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.constraints import (
-    ImageConstraints,
-    build_automata,
-    read_constraints,
-    write_constraints,
-)
-from raycap.pipeline.evaluation.captioning.detections import (
     EXCLUDED,
     Detection,
+    ImageConstraints,
+    build_automata,
     choose_constraints,
     intersection_over_union,
+    read_constraints,
     read_detections,
     read_hierarchy,
+    write_constraints,
 )
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.scores.split_result import ConstraintCounts, SplitResult

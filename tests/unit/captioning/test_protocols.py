@@ -12,14 +12,21 @@ import torch
 import yaml
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding
 from raycap.pipeline.config.load import parse_config, with_data
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
-from raycap.pipeline.evaluation.captioning.protocols import ensemble_protocol, run_protocol, search_settings
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.comparison.protocol import USUAL, WORDS, Protocol, differences
+from raycap.pipeline.evaluation.comparison.protocol import (
+    USUAL,
+    WORDS,
+    Protocol,
+    differences,
+    ensemble_protocol,
+    run_protocol,
+    search_settings,
+)
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, without_digests
 from tests.support.models import one_thread  # noqa: F401

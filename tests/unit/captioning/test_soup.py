@@ -14,12 +14,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycap.models.config import ExpansionNetConfig
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.config import PLAIN, Decoding, ExpansionNetConfig
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, StoredBundle, load_bundle
 from raycap.pipeline.evaluation.captioning.soup import Soup, have_one_backbone, mixed, mixed_tensors, save_soup
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.storage.path import storage_path

@@ -11,13 +11,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from raycap.jobs.evaluation import Evaluation
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_confidence
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runtime.log import Decorations

@@ -24,8 +24,8 @@ from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
 from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.storage.path import StorageError, StorageOptions, StoragePath, try_rights
-from raycap.pipeline.storage.s3 import S3Object
+from raycap.pipeline.storage.path import StoragePath, try_rights
+from raycap.pipeline.storage.s3 import S3Object, StorageError, StorageOptions
 from tests.conftest import small_config
 from tests.support.ray_cluster import free_port
 

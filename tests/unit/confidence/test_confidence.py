@@ -15,29 +15,29 @@ import torch
 from scipy.stats import spearmanr
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.confidence import quality
+from raycap.pipeline.evaluation.confidence import confidence
 from raycap.pipeline.evaluation.confidence.confidence import (
+    COVERAGES,
     MAX_FITS,
+    MIN_IMAGES,
     NUM_FIRST,
     NUM_LOWEST,
     SIGNALS,
     Confidence,
     Linear,
+    Risk,
+    auroc,
     caption_signals,
     dump_confidences,
     find_fit,
-    parse_confidences,
-    with_fit,
-)
-from raycap.pipeline.evaluation.confidence.fit import MIN_IMAGES, fit_confidence, fit_split
-from raycap.pipeline.evaluation.confidence.quality import (
-    COVERAGES,
-    Risk,
-    auroc,
+    fit_confidence,
+    fit_split,
     judged_quality,
     measure_quality,
+    parse_confidences,
     reliability,
     risk_coverage,
+    with_fit,
 )
 from raycap.pipeline.evaluation.scores.metrics import Score, Scores
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
@@ -148,7 +148,7 @@ def test_auroc_against_all_pairs() -> None:
 
 def test_risk_at_each_coverage_against_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(0)
-    monkeypatch.setattr(quality, "RESAMPLES", 20)
+    monkeypatch.setattr(confidence, "RESAMPLES", 20)
     for count in (1, 7, 40, 133):
         confidences, good = [chance.random() for _ in range(count)], [chance.random() < 0.6 for _ in range(count)]
         found = risk_coverage(np.array(confidences), np.array(good))
@@ -172,7 +172,7 @@ def test_the_interval_is_that_of_a_plain_bootstrap(monkeypatch: pytest.MonkeyPat
     half = risk_coverage(confidences, good)[COVERAGES.index(0.5)]
     assert [half.low, half.high] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.015)
     assert half.low < half.risk < half.high
-    monkeypatch.setattr(quality, "CHUNK_VALUES", 10)  # one resample at a time draws the same numbers
+    monkeypatch.setattr(confidence, "CHUNK_VALUES", 10)  # one resample at a time draws the same numbers
     assert risk_coverage(confidences, good)[COVERAGES.index(0.5)] == half
 
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from raycap.jobs.import_ import import_checkpoint
-from raycap.models.base import ModelSizes
-from raycap.models.captioner import Captioner
-from raycap.models.config import MODEL_CONFIGS, ExpansionNetConfig
-from raycap.models.registry import build_model
+from raycap.models.config import ExpansionNetConfig
 from raycap.pipeline.config.load import (
     load_config,
     merge,
@@ -24,14 +18,8 @@ from raycap.pipeline.config.load import (
     read_values,
     referenced_files,
 )
-from raycap.pipeline.config.renamed import RENAMED_KEYS, RENAMED_VALUES, new_key
-from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.search.spec import load_search
 from tests.conftest import ROOT, small_config
-from tests.support.bundles import without_digests
 from tests.support.checkout import own
 
 
@@ -198,101 +186,10 @@ def test_keys_of_a_storage_in_its_short_form_can_be_set(tmp_path: Path) -> None:
     assert (short.uri, short.endpoint_url) == ("s3://data/x", "http://h"), "the short form is the key uri"
 
 
-@pytest.mark.parametrize(
-    "path", own((ROOT / "raycap" / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", own((ROOT / "raycap/configs/recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_is_extended(path: Path) -> None:
     assert path.read_text().startswith("# ")
     assert any(path in referenced_files(config) for config in own((ROOT / "raycap" / "configs").glob("*.yaml")))
-
-
-def location(key: str, stage: str) -> str:
-    """A key of the table of renamed keys as a user wrote it."""
-    return key.replace("stages.", f"stages.{stage}.", 1)
-
-
-def old_value(key: str) -> Any:
-    return {"data.more_words": "words.txt", "model.heads": [2, 4]}.get(key, 1)
-
-
-def base_for(key: str, folder: Path) -> dict[str, Any]:
-    """Values of a small run whose model has the renamed key."""
-    values = small_config(folder / "storage")
-    if key == "model.memory_slots":
-        values["model"] = {"name": "meshed_memory", "d_model": 16, "num_heads": 2}
-    return values
-
-
-@pytest.mark.parametrize("key", RENAMED_KEYS)
-def test_old_keys_are_refused_with_their_new_names(key: str, tmp_path: Path) -> None:
-    old, new = key.split(".")[-1], RENAMED_KEYS[key]
-    stage = "scst_frozen" if "scst" in key else "xe_frozen"
-    dotted, message = location(key, stage), f"`{old}` is now `{new}`"
-    config = write(tmp_path / "run.yaml", yaml.safe_dump(base_for(key, tmp_path)))
-    load_config(config)
-    with pytest.raises(UserError, match=message) as error:
-        load_config(config, [f"{dotted}=1"])
-    assert str(error.value).startswith(dotted) and "\n" not in str(error.value)
-    search: dict[str, Any] = {"name": "s", "base": "run.yaml", "objectives": {"CIDEr-D": "max"}, "algorithm": "grid"}
-    space: dict[str, Any] = {"space": {f"stages.{stage}.lr": [1e-3, 1e-4]}, "trial": {"stages": [stage]}}
-    places = [space | {"set": {dotted: 1}}, space | {"trial": {"stages": [stage], "set": {dotted: 1}}}]
-    if key.split(".")[0] in ("model", "stages"):
-        places.append({"space": {dotted: [1, 2]}, "trial": {"stages": [stage]}})
-        places.append({"rows": [{dotted: 1}, {dotted: 2}], "trial": {"stages": [stage]}})
-    for place in places:
-        write(tmp_path / "search.yaml", yaml.safe_dump(search | place))
-        with pytest.raises(UserError, match=message):
-            load_search(tmp_path / "search.yaml")
-
-
-@pytest.mark.parametrize("key", [key for key in RENAMED_KEYS if key.startswith("model.")])
-def test_old_keys_of_imports_and_bundles_are_refused(key: str, tmp_path: Path) -> None:
-    old, new = key.split(".")[-1], RENAMED_KEYS[key]
-    source = "meshed_memory" if key == "model.memory_slots" else "expansionnet_v2"
-    files = {name: write(tmp_path / name, "") for name in ("checkpoint", "tokens")}
-    config = write(tmp_path / "import.yaml", f"model: {{{old}: 4}}\n")
-    for given in ({"config": config}, {"overrides": [f"{key}=4"]}):
-        with pytest.raises(UserError, match=f"{key}: `{old}` is now `{new}`"):
-            import_checkpoint(source, **files, out=tmp_path / "out", **given)  # type: ignore[arg-type]
-    words = Vocabulary(("EOS", "PAD", "SOS", "UNK"))
-    with torch.device("cpu"):
-        model = build_model(
-            MODEL_CONFIGS[source](d_model=8, d_ff=8, num_heads=2),  # type: ignore[call-arg]
-            ModelSizes(6, 4, 12, sos=words.sos, eos=words.eos, pad=words.pad),
-        )
-    save_bundle(tmp_path / "bundle", Captioner(model), words, name="b", info={})
-    path = without_digests(tmp_path / "bundle") / "config.yaml"
-    path.write_text(path.read_text().replace(f"  {new}: ", f"  {old}: "))
-    with pytest.raises(ValueError, match=f"config.yaml: {key}: `{old}` is now `{new}`"):
-        load_bundle(tmp_path / "bundle")
-
-
-@pytest.mark.parametrize(("key", "old"), RENAMED_VALUES)
-def test_old_values_are_refused_with_their_new_ones(key: str, old: str) -> None:
-    with pytest.raises(UserError, match=f"{key}: `{old}` is now `{RENAMED_VALUES[key, old]}`"):
-        load_config(ROOT / "raycap" / "configs" / "demo_clustformer_regions.yaml", [f"{key}={old}"])
-
-
-def test_the_new_names_exist() -> None:
-    """Every row of the table leads from a key that no section has to one that a section has."""
-    with_regions = load_config(
-        ROOT / "raycap" / "configs" / "demo_clustformer_regions.yaml", ["stages.scst.scst.num_samples=5"]
-    )
-    keys = keys_of(with_regions) | {f"model.{name}" for kind in MODEL_CONFIGS.values() for name in vars(kind())}
-    for old, new in RENAMED_KEYS.items():
-        assert old not in keys and f"{old.rpartition('.')[0]}.{new}" in keys
-    assert new_key(("stages", 1, "scst", "max_fall")) == "max_cider_drop" and new_key(("stages", "lr")) is None
-
-
-def keys_of(config: RunConfig) -> set[str]:
-    def walk(value: Any, prefix: str) -> set[str]:
-        if isinstance(value, dict):
-            return set().union(*({f"{prefix}{key}"} | walk(item, f"{prefix}{key}.") for key, item in value.items()))
-        if isinstance(value, list):
-            return set().union(*(walk(item, prefix) for item in value))
-        return set()
-
-    return walk(config.model_dump(mode="json"), "")
 
 
 def test_given_values_are_checked_one_by_one() -> None:

@@ -385,3 +385,19 @@ def test_a_message_says_that_a_value_is_the_default(tmp_path: Path) -> None:
     values["evaluation"]["beam_size"] = 5
     with pytest.raises(UserError, match="num_results = 9 is above beam_size = 5; raise"):
         parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"store": "never", "order": "shards"}, r"features\.order is shards, .* features\.store = never"),
+        ({"store": "never", "hdf5": "synthetic"}, r"features\.store is never, and without a backbone nothing computes"),
+        ({"store": "fits"}, r"features\.store = 'fits'"),
+    ],
+)
+def test_sources_of_features_that_contradict_each_other_are_refused(
+    tmp_path: Path, features: dict[str, Any], message: str
+) -> None:
+    values = small_config(tmp_path, features=features)
+    with pytest.raises(UserError, match=message):
+        parse_config(values)

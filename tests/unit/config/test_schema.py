@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from raycap.pipeline.config.changes import REQUIRED, changes
+from raycap.jobs.config import REQUIRED, changes
 from raycap.pipeline.config.load import load_config, read_values, shown_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.schema import config_schema

@@ -17,8 +17,8 @@ from raycap.pipeline.data.content_keys import HashedFiles, hash_with_threads, ta
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.images import ImageLocation, read_image_file
 from raycap.pipeline.data.manifests import Manifest
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from raycap.pipeline.storage.s3 import Entry
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import Entry, StorageOptions
 from raycap.pipeline.storage.tables import read_cache, table_batches, write_table
 from tests.support.buckets import Bucket
 from tests.support.damage import cut

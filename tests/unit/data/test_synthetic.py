@@ -14,7 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from raycap.pipeline.config.sections import SceneConfig
 from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.data.synthetic import scenes as synthetic
-from raycap.pipeline.data.synthetic.scenes import NOVEL, main_object, main_object_hits, make_scene, write_dataset
+from raycap.pipeline.data.synthetic.scene_captions import main_object
+from raycap.pipeline.data.synthetic.scenes import NOVEL, main_object_hits, make_scene, write_dataset
 
 SCENES = [make_scene(0, index) for index in range(1500)]
 SIDES = {

@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from raycap.models.base import Features, ModelSizes
+from raycap.models.base import Features
 from raycap.models.captioner import Captioner
-from raycap.models.config import MODEL_CONFIGS, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.config import (
+    MODEL_CONFIGS,
+    ClustFormerConfig,
+    ExpansionNetConfig,
+    MeshedMemoryConfig,
+    ModelConfig,
+    ModelSizes,
+)
 from raycap.models.decoding.search import beam_search
-from raycap.models.macs import cost
-from raycap.models.registry import build_model
-from raycap.models.token_embeddings import TiedOutput, WordVectors, fill_word_vectors
+from raycap.models.layers import TiedOutput, WordVectors, fill_word_vectors
+from raycap.models.registry import build_model, cost
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.reading import build_vocabulary, read_dataset

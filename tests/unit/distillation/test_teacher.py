@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.models.decoding.config import Decoding
+from raycap.models.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError

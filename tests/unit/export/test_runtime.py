@@ -24,8 +24,8 @@ from PIL import Image
 import raycap.pipeline.data.images
 import raycap_onnx.images
 from raycap.models.base import Features
-from raycap.models.decoding.config import Decoding
-from raycap.models.decoding.rules import length_divisor
+from raycap.models.config import Decoding
+from raycap.models.decoding.search import length_divisor
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.data.vocabulary import Vocabulary

@@ -58,9 +58,9 @@ def test_decoded_views_are_the_augmented_images(run: Any, monkeypatch: pytest.Mo
     batch = {name: rows[name].to_numpy(zero_copy_only=False) for name in ("key", "uri")}
     read: list[str] = []
 
-    def counted(path: StoragePath) -> bytes:
+    def counted(path: StoragePath, key: str) -> bytes:
         read.append(str(path))
-        return read_image_file(path)
+        return read_image_file(path, key)
 
     monkeypatch.setattr(images_module, "read_image_file", counted)
     found = decode_batch(batch, ImageTransform(32), 10**6, augmentation=VIEWS.augmentation)

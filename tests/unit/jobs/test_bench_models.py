@@ -11,8 +11,7 @@ import torch
 
 from raycap.jobs.bench.models import measure
 from raycap.jobs.cli import main
-from raycap.models.base import ModelSizes
-from raycap.models.config import ExpansionNetConfig
+from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.expansionnet import ExpansionNet
 from raycap.models.registry import build_model
 from tests.support.models import (

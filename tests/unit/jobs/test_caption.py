@@ -21,21 +21,20 @@ from safetensors.torch import load_file, save_file
 from raycap.jobs.caption import ClusterOptions, caption, start_pool
 from raycap.jobs.caption_output import Parts, open_output
 from raycap.jobs.cli import main
-from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.base import Features, Memory
 from raycap.models.captioner import Captioner
-from raycap.models.config import ClustFormerConfig
+from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.explain.attention_maps import cross_attention
+from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import CrossAttention
 from raycap.models.registry import build_model
 from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_confidence
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
-from raycap.pipeline.evaluation.captioning.protocols import confidence_search
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle, save_bundle, store_confidence
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.reports.heat_maps import caption_picture, heat_map, region_maps
+from raycap.pipeline.evaluation.comparison.protocol import confidence_search
+from raycap.pipeline.evaluation.reports.pictures import caption_picture, heat_map, region_maps
 from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError

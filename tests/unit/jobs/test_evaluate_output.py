@@ -8,8 +8,8 @@ import pytest
 
 from raycap.jobs.evaluation import Evaluation, output_folder, writing_results
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, cache_folder, storage_path
-from raycap.pipeline.storage.s3 import StorageError
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
 

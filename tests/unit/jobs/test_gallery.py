@@ -22,8 +22,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.evaluation.captioning.bundle import save_bundle
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, save_bundle
 from raycap.pipeline.evaluation.reports.page import ReportImage
 from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path

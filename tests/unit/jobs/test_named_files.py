@@ -13,7 +13,8 @@ import pytest
 from raycap.jobs.cli import main
 from raycap.jobs.named_files import check_output_file, check_output_folder, check_output_place
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT
 
 

@@ -18,7 +18,6 @@ from raycap.jobs.run import RunDriver, find_run_data, run, run_log, shares_text,
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.data.content_keys import hash_with_threads
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.folder import RunFolder
@@ -29,6 +28,7 @@ from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
 from tests.support.confidence import make_confidence
+from tests.support.runs import empty_run
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
 TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
@@ -75,7 +75,7 @@ def test_a_damaged_summary_is_written_again(
 ) -> None:
     calls: list[str] = []
     driver = SimpleNamespace(train=lambda: calls.append("train"), evaluate=lambda: calls.append("evaluate"))
-    monkeypatch.setattr("raycap.pipeline.runs.prepare.prepare", lambda *_: RunFolder(tmp_path))
+    monkeypatch.setattr("raycap.pipeline.runs.prepare.prepare", lambda *_: empty_run(tmp_path))
     monkeypatch.setattr("raycap.jobs.run.RunDriver", lambda *_: driver)
     (tmp_path / "COMPLETE.json").write_text(content)
     run(cast(RunConfig, None), data=cast(Any, "data"))
@@ -101,7 +101,7 @@ def test_damaged_scores_are_computed_again(tmp_path: Path, content: str, log_lin
     (tmp_path / "predictions").mkdir()
     (tmp_path / "predictions" / "test.json").write_text("[]")
     dataset = Dataset(SCHEMA.empty_table())
-    assert stored_results(RunFolder(tmp_path), dataset, ["test"]) == []
+    assert stored_results(empty_run(tmp_path), dataset, ["test"]) == []
     (line,) = log_lines
     assert f"{tmp_path}/" in line and line.endswith("; the images are captioned again")
 
@@ -110,7 +110,7 @@ def test_damaged_scores_are_computed_again(tmp_path: Path, content: str, log_lin
 def test_a_damaged_record_of_the_tracker_counts_as_empty(tmp_path: Path, content: str, log_lines: list[str]) -> None:
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "tracked.json").write_text(content)
-    assert stored_records(RunFolder(tmp_path)) == {}
+    assert stored_records(empty_run(tmp_path)) == {}
     (line,) = log_lines
     assert line.startswith(f"damaged   {tmp_path}/log/tracked.json is damaged: ")
 
@@ -142,11 +142,18 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     folder, driver = prepare(config), RunDriver.__new__(RunDriver)
     sizes, gib = replace(folder.sizes, feature_width=2**17), 2**30
     monkeypatch.setattr("raycap.jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
-    for stores in (True, False):
-        metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes, stores_features=stores)
-        content = {"path": folder.path, "home": None, "dataset": folder.dataset, "result": lambda _: None}
-        driver.config, driver.folder = config, cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
-        if stores:
+    metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes)
+    for stores in ("always", "never"):
+        features = config.features.model_copy(update={"store": stores})
+        content = {
+            "path": folder.path,
+            "home": None,
+            "config": config.model_copy(update={"features": features}),
+            "dataset": folder.dataset,
+            "result": lambda _: None,
+        }
+        driver.folder = cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
+        if stores == "always":
             with pytest.raises(UserError, match=r"features \(33\.0 GiB\).*, or features\.store to never"):
                 driver._check_disk()
         else:
@@ -154,7 +161,7 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
 
 
-@pytest.mark.parametrize("features", [{"store": "never"}, {"store": "fits"}, {"views": 2}])
+@pytest.mark.parametrize("features", [{"store": "never"}, {"views": 2}])
 def test_new_images_without_an_extraction_are_read_by_the_cluster(
     tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +173,7 @@ def test_new_images_without_an_extraction_are_read_by_the_cluster(
     find_run_data(config, None)
     tasks, threads = used
     assert tasks.__self__ == ImageTasks(config, "head:6379") and tasks.__name__ == "hash_files"
-    assert threads is hash_with_threads
+    assert threads is None
 
 
 class Folder:

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from raycap.jobs.cli import main
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 from tests.support.storages import FakeStorage
 

@@ -75,7 +75,7 @@ class Run:
         entry = {"images": 3, "scores": {"CIDEr-D": cider}, "unavailable": {}, "per_image_CIDEr-D": {}}
         write_json(path / "scores.json", {"splits": {"val": entry}, "validation_by_stage": {"xe_frozen": cider / 2}})
 
-    def last_kept(self) -> StageSection:
+    def delivered(self) -> StageSection:
         return self.config.stages[-1 if self.config.seed else self.first_kept]
 
     first_kept = -1  # of the first seed

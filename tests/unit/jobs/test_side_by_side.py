@@ -18,7 +18,7 @@ from raycap.jobs.compare import compare_models
 from raycap.jobs.evaluate import evaluate
 from raycap.jobs.soup import soup
 from raycap.models.encoders.backbone import backbone_macs
-from raycap.models.macs import cost
+from raycap.models.registry import cost
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.scores.metrics import score_captions

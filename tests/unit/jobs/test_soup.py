@@ -22,8 +22,7 @@ from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.evaluation.captioning.model_sources import bundle_source
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source, load_bundle, save_bundle
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.extraction import Extracted
 from raycap.pipeline.features.model_inputs import Images, on_device

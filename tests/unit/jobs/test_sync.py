@@ -9,7 +9,8 @@ import yaml
 
 from raycap.jobs.sync import sync
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
 
 

@@ -17,8 +17,8 @@ from raycap.jobs import train
 from raycap.jobs.train import FailureBudget, StageFailedError, fit
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import DamagedError, JobFailedError
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.training.loop import StageJob
+from tests.support.runs import empty_run
 
 MINUTE, DAY = 60, 24 * 3600
 
@@ -111,8 +111,8 @@ def test_a_full_disk_ends_training_with_a_sentence(
         raise OSError(number, os.strerror(number), "state.pt")
 
     monkeypatch.setattr(train, "train_stages", fail)
-    monkeypatch.setattr("raycap.pipeline.runtime.context.RayContext", lambda *_: None)
-    job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
+    monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
+    job = StageJob(empty_run(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(OSError):
         train._run_worker({"job": job})
     file = train.failure_file(job)
@@ -128,8 +128,8 @@ def test_damage_ends_training_with_a_sentence(tmp_path: Path, monkeypatch: pytes
         raise DamagedError("a.npy is missing; the same command computes its features again")
 
     monkeypatch.setattr(train, "train_stages", fail)
-    monkeypatch.setattr("raycap.pipeline.runtime.context.RayContext", lambda *_: None)
-    job = StageJob(RunFolder(tmp_path), ("xe",), None, driver_token="t")
+    monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
+    job = StageJob(empty_run(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(DamagedError):
         train._run_worker({"job": job})
     assert train.failure_file(job).read_bytes().startswith(b"a.npy is missing")

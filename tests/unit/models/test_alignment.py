@@ -9,7 +9,7 @@ import torch
 
 from raycap.models.base import Features
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.explain.alignment import aligned_words, alignment_scores
+from raycap.models.explain.measures import aligned_words, alignment_scores
 from raycap.models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=6, sos=0, eos=1, pad=2)

@@ -9,7 +9,13 @@ import torch
 
 from raycap.models.captioner import Captioner
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
-from raycap.models.encoders.backbone import Backbone, load_tensors, set_drop_path
+from raycap.models.encoders.backbone import (
+    Backbone,
+    TensorDropPath,
+    load_tensors,
+    prepare_to_compile,
+    set_drop_path,
+)
 from raycap.models.registry import build_model
 from tests.support.models import (
     SMALL_SWIN,
@@ -75,9 +81,9 @@ def test_pretrained_weights_are_chosen_by_a_tag(name: str, message: str | None) 
         Backbone(config)
 
 
+@torch._dynamo.config.patch(recompile_limit=2)  # monkeypatch would delete it afterwards
 def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a drop path each block has another form, and torch compiles only few forms of a piece of code: here two."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    """torch compiles only few forms of a piece of code: here two."""
     calls: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
@@ -88,7 +94,7 @@ def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     plain_compile = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain_compile(module, backend=backend))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: plain_compile(module, backend=backend))
     backbone = Backbone(BackboneConfig(**vars(SMALL_SWIN) | {"depths": (1, 3), "drop_path": 0.1}))
     sizes = ModelSizes(backbone.width, 12, 8, 1, 2, 0)
     captioner = Captioner(build_model(ExpansionNetConfig(d_model=8, d_ff=8, num_heads=2), sizes), backbone)
@@ -96,6 +102,36 @@ def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     captioner.train()
     backbone(torch.randn(2, 3, 32, 32))
     assert len(calls) >= 4, f"only {len(calls)} of 4 blocks are compiled"
+
+
+def test_blocks_with_different_drop_paths_are_one_form() -> None:
+    """Eight blocks: one without a drop path, and the others with and without a shift."""
+    backbone = Backbone(
+        BackboneConfig(**vars(SMALL_SWIN) | {"image_size": 64, "depths": (8,), "num_heads": (2,), "drop_path": 0.1})
+    )
+    prepare_to_compile(backbone)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in backbone.train().blocks:
+        block.compile(backend=backend, dynamic=False)
+    backbone(torch.randn(2, 3, 64, 64))
+    assert len(graphs) == 3
+
+
+def test_a_drop_path_with_its_rate_in_a_tensor() -> None:
+    torch.manual_seed(0)
+    layer, x = TensorDropPath(0.25, torch.device("cpu")), torch.ones(4000, 2, 3)
+    assert torch.equal(layer.eval()(x), x) and not layer.state_dict()
+    dropped = layer.train()(x)
+    assert dropped.mean().item() == pytest.approx(1, abs=0.05) and set(dropped[:, 0, 0].tolist()) == {
+        0.0,
+        x.new_tensor(1 / 0.75).item(),
+    }
+    assert torch.equal(dropped, dropped[:, :1, :1].expand_as(dropped))
 
 
 @pytest.mark.parametrize(

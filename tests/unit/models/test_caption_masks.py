@@ -11,10 +11,9 @@ from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
-from raycap.models.decoding.masks import CaptionMasks, PrefixMasks, new_masks
 from raycap.models.decoding.search import Beams, Captions, Decoder, sample, search
+from raycap.models.dropout import CaptionMasks, Dropout, PrefixMasks, new_masks
 from raycap.models.encoder_decoder import EncoderDecoder
-from raycap.models.layers import Dropout
 from raycap.models.registry import build_model
 from tests.support.models import SIZES
 

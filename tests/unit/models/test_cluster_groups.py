@@ -11,7 +11,7 @@ from raycap.models.clustformer import ClustFormer
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.explain.cluster_groups import Clusters, find_clusters, grid_groups, sequence_groups
 from raycap.models.registry import build_model
-from raycap.pipeline.evaluation.reports.cluster_pictures import (
+from raycap.pipeline.evaluation.reports.pictures import (
     COLORS,
     cluster_picture,
     color_cells,

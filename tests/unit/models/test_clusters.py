@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.clusters import ClusterMaps, Layout, arrange_regions, window_matrix
+from raycap.models.clustformer import ClusterMaps, Layout, arrange_regions, window_matrix
 from tests.support.models import (
     FLOAT64,
     literal_matrices,

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.base import Features, Memory
 from raycap.models.clustformer import ClusteredAttention, ClustFormer
-from raycap.models.config import ClustFormerConfig
+from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.search import beam_search
-from raycap.models.explain.attention_maps import cross_attention
-from raycap.models.layers import Dropout, FeedForward, attend, dropout, set_dropout, sinusoids
+from raycap.models.dropout import Dropout, dropout, set_dropout
+from raycap.models.explain.attribution import cross_attention
+from raycap.models.layers import FeedForward, attend, sinusoids
 from raycap.models.registry import build_model
 from tests.support.models import (
     SIZES,

@@ -9,11 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import beam_search
+from raycap.models.decoding.search import ScoreRules, beam_search
 from raycap.models.registry import build_model
 from tests.support.models import (
     every_caption,

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import ClustFormerConfig, Decoding, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache, TreeSlots
-from raycap.models.decoding.config import Decoding
-from raycap.models.decoding.rules import ScoreRules
 from raycap.models.decoding.search import (
     Captions,
     Decoder,
+    ScoreRules,
     beam_search,
     best_words,
     caption_lengths,
@@ -28,7 +27,7 @@ from raycap.models.decoding.search import (
     greedy,
     sample,
 )
-from raycap.models.expansion import DynamicExpansion
+from raycap.models.expansionnet import DynamicExpansion
 from raycap.models.registry import build_model
 from tests.support.models import (
     MIXERS,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.explain.energy import caption_energies
+from raycap.models.explain.measures import caption_energies
 from raycap.models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=8, sos=0, eos=1, pad=2)

@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from raycap.models.base import Features, Memory, ModelSizes
-from raycap.models.config import ExpansionNetConfig
-from raycap.models.expansion import DynamicExpansion, StaticExpansion
-from raycap.models.expansion_weights import dynamic_weights, static_weights
-from raycap.models.expansionnet import ExpansionNet
-from raycap.models.layers import Dropout, dropout, set_dropout
+from raycap.models.base import Features, Memory
+from raycap.models.config import ExpansionNetConfig, ModelSizes
+from raycap.models.dropout import Dropout, dropout, set_dropout
+from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion, dynamic_weights, static_weights
 from raycap.models.registry import build_model
 from tests.support.models import (
     MIXERS,

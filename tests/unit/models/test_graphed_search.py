@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from raycap.models.base import CaptionModel, Features, Memory
-from raycap.models.config import MODEL_CONFIGS
+from raycap.models.config import MODEL_CONFIGS, Decoding
 from raycap.models.decoding import graphed_search
-from raycap.models.decoding.config import Decoding
 from raycap.models.decoding.graphed_search import MAX_GRAPHS, GraphedSearch, SearchGraph
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import BEAM_TENSORS, Beams, Captions, beam_search
+from raycap.models.decoding.search import BEAM_TENSORS, Beams, Captions, ScoreRules, beam_search
 from raycap.models.registry import build_model
 from tests.support.models import SIZES
 from tests.support.models import one_thread as one_thread

@@ -9,12 +9,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from raycap.models.base import CaptionModel, Features, Memory, ModelConfig, ModelSizes
-from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
+from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.decoding.search import beam_search
 from raycap.models.expansionnet import ExpansionNet
-from raycap.models.macs import TABLE_6_SIZES, cost
-from raycap.models.registry import build_model
+from raycap.models.registry import TABLE_6_SIZES, build_model, cost
 from raycap.pipeline.evaluation.comparison.published import ablation
 
 

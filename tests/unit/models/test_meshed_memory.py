@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.base import Features, ModelSizes
-from raycap.models.config import MeshedMemoryConfig
-from raycap.models.explain.attention_maps import cross_attention
-from raycap.models.layers import Dropout, sinusoids
+from raycap.models.base import Features
+from raycap.models.config import MeshedMemoryConfig, ModelSizes
+from raycap.models.dropout import Dropout
+from raycap.models.explain.attribution import cross_attention
+from raycap.models.layers import sinusoids
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 from raycap.models.registry import build_model
 from tests.support.models import (

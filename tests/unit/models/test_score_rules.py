@@ -13,12 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.models.base import CaptionModel, Features, ModelSizes
-from raycap.models.config import MODEL_CONFIGS
-from raycap.models.decoding.config import PLAIN, Decoding
+from raycap.models.base import CaptionModel, Features
+from raycap.models.config import MODEL_CONFIGS, PLAIN, Decoding, ModelSizes
 from raycap.models.decoding.constraints import build_automaton, constrained_beam_search
-from raycap.models.decoding.rules import ScoreRules, length_divisor, most_probable, nucleus, repeating_words
-from raycap.models.decoding.search import beam_search, by_score, greedy, image_draws, sample
+from raycap.models.decoding.search import (
+    ScoreRules,
+    beam_search,
+    by_score,
+    greedy,
+    image_draws,
+    length_divisor,
+    most_probable,
+    nucleus,
+    repeating_words,
+    sample,
+)
 from raycap.models.registry import build_model
 from tests.support.models import SIZES, features_for, log_probabilities, texts, tiny
 from tests.support.models import one_thread as one_thread

@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raycap.pipeline.evaluation.confidence.quality import measure_quality
+from raycap.pipeline.evaluation.confidence.confidence import measure_quality
 from raycap.pipeline.evaluation.reports import charts
 from raycap.pipeline.evaluation.reports import page as report
-from raycap.pipeline.evaluation.reports.cluster_pictures import LayerColors
-from raycap.pipeline.evaluation.reports.fonts import drawable
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, Table, choose_images, write_report
+from raycap.pipeline.evaluation.reports.pictures import LayerColors, drawable
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\" 'single' {{ 7 * 7 }} SCRIPT_DIGEST"

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycap.pipeline.evaluation.reports.seed_scores import SeedScores, Spread
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import SeedScores, Spread, format_table
 
 
 def entry(cider: float | None, main_object: float | None = None, images: int = 20) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycap.pipeline.evaluation.reports.text_table import format_table
+from raycap.pipeline.evaluation.reports.tables import format_table
 
 
 def test_columns_are_aligned_and_reasons_follow_once() -> None:

@@ -31,8 +31,7 @@ def test_a_name_that_leads_out_of_the_storage_is_refused(tmp_path: Path, change:
     state = {"champion": BUNDLE, "before": [BUNDLE], "snapshot": FILE, "number": 1, "decided": [1]}
     path = tmp_path / "retrain" / "demo" / "champion.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(state))
-    assert store.read().champion is not None
+    assert ChampionState.model_validate_json(json.dumps(state)).champion is not None
     path.write_text(json.dumps(state | change))
     with pytest.raises(UserError, match=r"is not a champion's file \(.*is not a plain relative path"):
         store.read()
@@ -65,26 +64,13 @@ def leased(store: ChampionStore) -> Lease:
     return lease
 
 
-CONTRADICTIONS = [("decided", [3]), ("decided", []), ("number", 3)]
-OTHER_DAMAGE = [("fingerprint", "a"), ("token", 0), ("challenger", "demo-2")]
-
-
 @pytest.mark.parametrize(
-    ("field", "value", "is_old"),
-    [
-        *((*change, False) for change in (*CONTRADICTIONS, *OTHER_DAMAGE)),
-        *((*change, True) for change in CONTRADICTIONS),
-    ],
+    ("field", "value"),
+    [("decided", [3]), ("number", 3), ("fingerprint", "a"), ("token", 0), ("challenger", "demo-2"), ("sha256", "")],
 )
-def test_a_damaged_file_is_refused(store: ChampionStore, field: str, value: Any, is_old: bool) -> None:
-    """A file of an older version has no digest; its contradictions are found."""
+def test_a_damaged_file_is_refused(store: ChampionStore, field: str, value: Any) -> None:
     path = store.folder / "champion.json"
-    body = json.loads(path.read_bytes())
-    if is_old:
-        del body["sha256"]
-        path.write_bytes(json.dumps(body).encode())
-        assert store.read().number == 1
-    path.write_bytes(json.dumps(body | {field: value}).encode())
+    path.write_bytes(json.dumps(json.loads(path.read_bytes()) | {field: value}).encode())
     with pytest.raises(UserError, match=r"champion\.json is damaged \(.*restore it from a copy"):
         store.read()
 
@@ -99,7 +85,3 @@ def test_no_file_of_the_state_is_deleted(store: ChampionStore, decided: tuple[in
     store.remove_orphans(store.read().model_copy(update={"decided": decided}), lease)
     assert before - set(store.storage.list()) == {f"retrain/{store.name}/snapshots/t000002.parquet"}
     lease.check()
-
-
-def test_a_state_without_files_has_no_contradiction() -> None:
-    assert ChampionState().contradiction() == ""

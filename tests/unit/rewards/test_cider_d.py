@@ -16,9 +16,9 @@ from raycap.jobs.bench.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS, tokenize
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
-from raycap.pipeline.evaluation.scores import ngram_keys
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores import cider
 from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards import cider_d
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, Documents, References, sampled_documents
 from raycap.pipeline.training.rewards.cider_index import build_index
@@ -39,7 +39,7 @@ def test_cider_d_equals_its_definition(pairs: int, data: st.DataObject) -> None:
     width = max([len(candidate) for candidate in candidates] + [1])
     rows = torch.tensor([candidate + [0] * (width - len(candidate)) for candidate in candidates])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_keys, "_PAIRS", pairs)
+        patch.setattr(cider, "_PAIRS", pairs)
         scorer = build_index(references)
         scores = scorer.score(rows, torch.tensor([len(c) for c in candidates]), torch.tensor(images)).tolist()
     text = [[[str(word) for word in caption] for caption in image] for image in references]

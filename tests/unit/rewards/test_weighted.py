@@ -15,8 +15,8 @@ from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.training.rewards import stage_reward
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References

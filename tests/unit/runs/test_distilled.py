@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_stages_of_cross_entropy_learn_both_and_scst_rewards_those_of_people(
     }
     assert record.captions + sum(record.dropped.values()) == len(offered) and record.missing == 0
     assert record.name == "small" and record.model == str(tmp_path / "teacher") and "beam 5" in record.search
-    assert RunFolder(folder.path).metadata == folder.metadata, "run.json has its digest"
+    assert replace(folder).metadata == folder.metadata, "run.json has its digest"
     assert folder.vocabulary == prepare(parse_config(small_config(tmp_path / "plain"))).vocabulary
 
 
@@ -225,7 +226,7 @@ def test_a_damaged_file_is_taken_again_from_the_storage(tmp_path: Path) -> None:
     store_captions(config, CAPTIONS[:2])
     with pytest.raises(DamagedError, match="the storage has other captions of small now; restore it"):
         with_distilled_captions(folder)
-    assert folder.metadata == RunFolder(folder.path).metadata == record
+    assert folder.metadata == replace(folder).metadata == record
 
 
 def test_too_few_captions_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
-from raycap.pipeline.evaluation.scores import java_metrics
+from raycap.pipeline.evaluation.scores import java
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.runs.run_report import score_table
@@ -32,13 +32,13 @@ def scored(folder: Path, *test_splits: str, evaluation: Any = None, several: Any
     dataset: Any = SimpleNamespace(split=lambda *_: SimpleNamespace(references=lambda: REFERENCES, uris=dict))
     results = [SplitResult(split, CAPTIONS, several=several or {}) for split in dict.fromkeys((*test_splits, "val"))]
     return score_run(
-        SimpleNamespace(config=config, path=folder, last_kept=lambda: None, stage=folder.joinpath), dataset, results
+        SimpleNamespace(config=config, path=folder, delivered=lambda: None, stage=folder.joinpath), dataset, results
     )  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def without_meteor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java_metrics, "meteor", lambda *_: (0.25, [0.25, 0.25]))
+    monkeypatch.setattr(java, "meteor", lambda *_: (0.25, [0.25, 0.25]))
 
 
 def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
         running -= 1
         return [0.2, 0.4], {"Color": 0.5}
 
-    monkeypatch.setattr(java_metrics, "spice", stand_in)
+    monkeypatch.setattr(java, "spice", stand_in)
     monkeypatch.setattr("raycap.pipeline.runs.run_scores.why_unavailable", lambda _: None)
     scores = scored(tmp_path, "test", "nocaps")
     assert counts == [1, 1]
@@ -68,9 +68,9 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
 
 def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is complete, and no process is started for SPICE. The same command computes it later."""
-    monkeypatch.setenv(java_metrics.SPICE_MODELS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(java_metrics, "java_command", lambda *_: ["java"])
-    monkeypatch.setattr(java_metrics, "java_process", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setenv(java.SPICE_MODELS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(java, "java_command", lambda *_: ["java"])
+    monkeypatch.setattr(java, "java_process", lambda *_, **__: pytest.fail("a process was started"))
     scores = scored(tmp_path, "test")
     assert set(scores.unavailable) == {"SPICE"} and "make spice" in scores.unavailable["SPICE"]
     assert why_unavailable("SPICE") == scores.unavailable["SPICE"]
@@ -81,7 +81,7 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
 
 
 def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java_metrics, "spice", lambda *_: ([0.5, 0.5], {}))
+    monkeypatch.setattr(java, "spice", lambda *_: ([0.5, 0.5], {}))
     assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
 
 
@@ -98,7 +98,7 @@ def test_a_confidence_is_fitted_on_validation_and_its_quality_measured_on_test(t
     )
     signals = {image: (-0.1 - (image + 1) % 2, -1.0, 9.0, -0.9, -0.1, 0.0, 0.0, -0.2, -8.0) for image in references}
     results = [SplitResult(split, captions, signals=signals) for split in ("test", "val")]
-    folder: Any = SimpleNamespace(config=config, path=tmp_path, last_kept=lambda: None, stage=tmp_path.joinpath)
+    folder: Any = SimpleNamespace(config=config, path=tmp_path, delivered=lambda: None, stage=tmp_path.joinpath)
     folder.sizes = SimpleNamespace(max_positions=10)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("raycap.pipeline.runs.run_scores.metrics_of_split", lambda *_, **__: ("CIDEr-D",))

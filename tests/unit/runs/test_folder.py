@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
+from tests.support.runs import empty_run
 
 
 @pytest.mark.parametrize("token", ["../../victim", "/victim", "..", "a/b", "a\nb"])
@@ -19,5 +20,5 @@ def test_a_token_cannot_choose_the_folder_of_a_copy(
     home = StoragePath(f"s3://data/tokens/{tmp_path.name}/runs/demo-1", StorageOptions(s3))
     (home / "log/driver_token").write_bytes(token.encode())
     with pytest.raises(UserError, match="driver_token is .*, not a token"):
-        RunFolder(tmp_path / "storage" / "runs" / "demo-1", home).on_worker()
+        empty_run(tmp_path / "storage" / "runs" / "demo-1", home).on_worker()
     assert not list(tmp_path.rglob("driver_token"))

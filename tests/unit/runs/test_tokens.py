@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,4 +100,4 @@ def test_token_files_of_other_images_are_refused(tmp_path: Path) -> None:
     shorter = type(folder.dataset)(folder.dataset.table.slice(1))
     shorter.save(folder.path / "data.arrow")
     with pytest.raises(DamagedError, match=r"tokens is damaged: it has \d+ of \d+ images; `raycap run` writes it"):
-        RunFolder(folder.path).tokens(TOKENS)
+        replace(folder).tokens(TOKENS)

@@ -14,9 +14,8 @@ from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
 from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.scores.inputs import read_instances, read_names, score_inputs
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.evaluation.scores.objects import read_instances, read_names
 from raycap.pipeline.runs.identity import config_identity
 from tests.conftest import small_config
 

@@ -23,10 +23,10 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import ScoreInputsSection, TextEncoderSection
 from raycap.pipeline.data.language.bert_tokenizer import BertTokenizer
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores import grounding, text_encoders
+from raycap.pipeline.evaluation.scores import encoders, grounding
+from raycap.pipeline.evaluation.scores.encoders import FileTextEncoder
 from raycap.pipeline.evaluation.scores.grounding import bert_score
 from raycap.pipeline.evaluation.scores.metrics import UnavailableError
-from raycap.pipeline.evaluation.scores.text_encoders import FileTextEncoder
 from raycap.pipeline.runs.preflight import check_score_inputs
 from tests.conftest import small_config
 from tests.support.golden import GOLDEN
@@ -196,14 +196,14 @@ def test_properties(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [bert_score(scorer, [text], [image])[0] for text, image in zip(captions, references, strict=True)]
     np.testing.assert_allclose(alone, found, rtol=0, atol=1e-6)
     monkeypatch.setattr(grounding, "MAX_TOKENS_AT_ONCE", 50)
-    monkeypatch.setattr(text_encoders, "TOKENS_PER_BATCH", 30)
+    monkeypatch.setattr(encoders, "TOKENS_PER_BATCH", 30)
     np.testing.assert_allclose(bert_score(scorer, captions, references), found, rtol=0, atol=1e-6)
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither many images nor an image with many references give large batches."""
     monkeypatch.setattr(grounding, "MAX_TOKENS_AT_ONCE", 200)
-    monkeypatch.setattr(text_encoders, "TOKENS_PER_BATCH", 60)
+    monkeypatch.setattr(encoders, "TOKENS_PER_BATCH", 60)
     calls, batches = list[int](), list[int]()
     vectors, encode = FileTextEncoder.vectors, TextEncoder.encode
 

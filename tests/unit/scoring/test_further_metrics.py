@@ -15,7 +15,6 @@ from raycap.jobs.bench.reference_cider import PlainCiderD
 from raycap.pipeline.data.caption_files import read_n_best, write_n_best
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.grounding import Objects
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.evaluation.scores.metrics import (
     DEFAULT_METRICS,
     FURTHER_METRICS,
@@ -24,6 +23,7 @@ from raycap.pipeline.evaluation.scores.metrics import (
     score_captions,
     why_unavailable,
 )
+from raycap.pipeline.evaluation.scores.words import metric_words
 
 WORDS = ["a", "the", "man", "dog", "on", "red", "street", "x", "y", "runs"]
 

@@ -10,11 +10,10 @@ import pytest
 from raycap.jobs.bench.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import characters, unicode_words
 from raycap.pipeline.data.synthetic.scenes import make_scene
-from raycap.pipeline.evaluation.captioning.protocols import in_language
-from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences, in_language
 from raycap.pipeline.evaluation.scores import ptb
-from raycap.pipeline.evaluation.scores.diagnostics import caption_stats
 from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, has_meaning, score_captions, why_unavailable
+from raycap.pipeline.evaluation.scores.words import caption_stats
 
 SPLIT = {"de": unicode_words, "hi": unicode_words, "ar": unicode_words, "zh": characters}
 

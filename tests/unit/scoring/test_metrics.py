@@ -20,8 +20,8 @@ from raycap.jobs.score import score
 from raycap.pipeline.data.caption_files import read_predictions, read_references, write_predictions
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import java, ngrams, ptb
-from raycap.pipeline.evaluation.scores.diagnostics import caption_stats
 from raycap.pipeline.evaluation.scores.metrics import BLEU, score_captions, why_unavailable
+from raycap.pipeline.evaluation.scores.words import caption_stats
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
 WITHOUT_JAVA = (*BLEU, "ROUGE-L", "CIDEr-D")

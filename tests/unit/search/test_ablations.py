@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from raycap.pipeline.search.ablations import comparisons
 from raycap.pipeline.search.plots import pareto_plot
-from raycap.pipeline.search.report import comparisons
 from raycap.pipeline.search.results import PointResult, front, leaderboard, point_results, trial_line
 from raycap.pipeline.search.spec import Search, load_search
 from raycap.pipeline.search.trials import TrialOutcome

@@ -191,7 +191,6 @@ def test_points_and_labels() -> None:
         ({"trial": {"set": {"evaluation": {"beam": 3}}}}, ["unknown key evaluation.beam"]),
         ({"trial": {"set": {"evaluation": {"precision": "auto"}}}}, ["evaluation.precision is auto, and"]),
         ({"set": {"evaluation.precision": "auto"}}, ["evaluation.precision is auto, and", "float32 or bfloat16"]),
-        ({"set": {"features.store": "fits"}}, ["features.store is fits, which each run decides", "always or never"]),
         ({"space": {"evaluation.precision": ["auto", "float32"]}}, ["evaluation.precision: the choice"]),
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"budget": {}, "algorithm": "tpe"}, ["algorithm tpe needs an end"]),

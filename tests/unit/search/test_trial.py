@@ -23,7 +23,7 @@ from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.store.store import open_store
-from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
+from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult, open_folder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.search import trial as module
@@ -84,7 +84,7 @@ def test_the_captions_of_the_weights_that_were_kept_are_scored(tmp_path: Path, s
         with pytest.raises(RuntimeError, match="has no captions of test"):
             module.scores_of(folder, search, [])  # one image is missing
         write_json(folder.path / "predictions/test.json", rows)
-    assert folder.last_kept() == folder.config.stages[-2]
+    assert folder.delivered() == folder.config.stages[-2]
     scores = module.scores_of(folder, search, [])
     assert scores["BLEU-1"] > 0.9
     if split == "test":
@@ -108,9 +108,7 @@ class World:
     def pulled(self) -> RunFolder:
         """The driver's copy of the run, which is brought up to date."""
         (path,) = (self.cache / "storage").glob("*/runs/*/run.json")
-        run = RunFolder(path.parent, self.search.base.home(f"runs/{path.parent.name}"))
-        run.pull()
-        return run
+        return open_folder(path.parent, self.search.base.home(f"runs/{path.parent.name}"))
 
 
 SECTION: dict[str, Any] = {
@@ -253,7 +251,7 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
     assert run_trial(task, lambda _: None, stop).scores == outcome.scores, "nothing is repeated"
 
     assert outcome.run is not None and outcome.reports is not None
-    run = RunFolder(Path(outcome.run))
+    run = open_folder(Path(outcome.run))
     kept, worse = run.result("xe_frozen"), run.result("worse")
     assert kept is not None and worse is not None and not worse.kept and worse.best_score < kept.best_score
     assert outcome.reports[-1] == (4.0, kept.best_score)

@@ -21,7 +21,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
 from raycap.jobs.serve.command import require_free
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.model_sources import StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.serving.address import parse_address, split_name, weights_digest
 from raycap.pipeline.serving.guard import FAILED
 from raycap.pipeline.serving.host import ModelHost

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from raycap.pipeline.storage import cache, digests
-from raycap.pipeline.storage.cache import ShardCache, image_cache, shard_cache
-from raycap.pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.storage.cache import ImageCache, ShardCache, cached_image, image_cache, shard_cache
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
 
 DISK = 10_000  # bytes; a tenth is the reserve
 Disk = Callable[[int], None]
@@ -96,20 +97,21 @@ def test_what_other_programs_write_takes_room_from_the_cache(
     assert size(found) == 10 * 300
     disk(DISK - 1000 - 100)
     assert found.get(*sources[21]) is None
-    assert found.read(sources[21][0], sources[21][2]) == bytes([21]) * 300, "read without the cache"
+    image = ImageCache(found.folder, 256 * found.limit)
+    assert image.read(sources[21][0], sources[21][2]) == bytes([21]) * 300, "read without the cache"
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-1] + b"?"])
 def test_a_damaged_copy_is_fetched_again(
     tmp_path: Path, sources: list[tuple[StoragePath, int, str]], damage: Callable[[bytes], bytes]
 ) -> None:
-    found = ShardCache(tmp_path / "cache", 10**6)
+    found, images = ShardCache(tmp_path / "cache", 10**6), ImageCache(tmp_path / "images", 10**6)
     (source, size, digest), (image, _, image_digest) = sources[:2]
     for _ in range(2):
         path = found.get(source, size, digest)
         assert path is not None and path.read_bytes() == bytes(300)
-        assert found.read(image, image_digest) == bytes([1]) * 300
-        for copy in (path, found.folder / image_digest):
+        assert images.read(image, image_digest) == bytes([1]) * 300
+        for copy in (path, images.folder / image_digest[:2] / image_digest):
             copy.write_bytes(damage(copy.read_bytes()))
 
 
@@ -159,11 +161,11 @@ def test_a_digest_cannot_choose_another_file(tmp_path: Path, sources: list[tuple
     for text in ("../victim", str(tmp_path / "victim"), "", digest.upper(), digest[1:], f"{digest}\n"):
         for read in (
             lambda text=text: ShardCache(tmp_path / "cache", 10**6).get(source, size, text),
-            lambda text=text: ShardCache(tmp_path / "cache", 10**6).read(source, text),
             lambda text=text: image_cache(10**6).read(source, text),
         ):
             with pytest.raises(StorageError, match="not a SHA-256"):
                 read()
+        assert cached_image(text) is None
     assert (tmp_path / "victim.npy").read_bytes() == b"mine"
 
 

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from raycap.pipeline.runs.folder import RunFolder, try_lock
+from raycap.pipeline.runs.folder import try_lock
 from raycap.pipeline.storage.atomic import file_lock
 from raycap.pipeline.storage.mirror import UNUSED_FOR_S, Mirror, prune_copies
-from raycap.pipeline.storage.path import StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
+from tests.support.runs import empty_run
 
 Make = Callable[..., Mirror]
 
@@ -76,7 +78,7 @@ def test_a_copy_in_use_remains(make: Make, tmp_path: Path) -> None:
     needed, recent, locked, idle = make("needed"), make("recent"), make("locked"), make("idle", 23)
     training = make("training", place="workers/abc/RUN/token")
     set_age(recent, UNUSED_FOR_S / 3600 - 1)
-    with try_lock(locked.local) as has_lock, RunFolder(training.local, training.home).in_use():
+    with try_lock(locked.local) as has_lock, empty_run(training.local, training.home).in_use():
         assert has_lock
         prune_copies(keep=needed.local)
     assert left(needed, recent, locked, training, idle) == ["needed", "recent", "locked", "training"]

@@ -15,7 +15,8 @@ import pytest
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.lease import RENEWALS_PER_LEASE, Lease, LeaseRecord, LostLeaseError, take_lease
-from raycap.pipeline.storage.path import ConflictError, StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import ConflictError, StorageOptions
 from tests.support.s3_server import s3_server
 
 

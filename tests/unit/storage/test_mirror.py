@@ -9,7 +9,8 @@ import pytest
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import Entry, StorageError, StorageOptions, StoragePath
+from raycap.pipeline.storage.path import Entry, StoragePath
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from botocore.exceptions import EndpointConnectionError
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.storage import s3
-from raycap.pipeline.storage.path import StorageError, StorageOptions, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import small_config
 from tests.support.s3_server import CREDENTIALS
 

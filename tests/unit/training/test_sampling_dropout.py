@@ -11,14 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raycap.models.base import Features, Memory, ModelSizes
+from raycap.models.base import Features, Memory
 from raycap.models.captioner import Captioner
-from raycap.models.config import BackboneConfig, ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
-from raycap.models.decoding.masks import CaptionMasks, PrefixMasks, new_masks
+from raycap.models.config import (
+    BackboneConfig,
+    ClustFormerConfig,
+    ExpansionNetConfig,
+    MeshedMemoryConfig,
+    ModelConfig,
+    ModelSizes,
+)
 from raycap.models.decoding.search import greedy
+from raycap.models.dropout import CaptionMasks, Dropout, PrefixMasks, new_masks
 from raycap.models.encoder_decoder import EncoderDecoder
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.layers import Dropout
 from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.training import objectives

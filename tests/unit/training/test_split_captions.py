@@ -33,7 +33,7 @@ def pretend_training(folder: RunFolder, *, kept: bool) -> tuple[CaptionModel, Ba
     for stage in (frozen, end_to_end):
         model, backbone = build_model(folder.config.model, folder.sizes), Backbone(folder.config.backbone)
         if stage is frozen:
-            load_weights(backbone, folder.weights_before(None, "backbone"))
+            load_weights(backbone, folder.weights_before(stage, "backbone"))
         best = folder.stage(stage.name) / "best-3"
         best.mkdir(parents=True)
         save_weights(model, best / "model.safetensors")

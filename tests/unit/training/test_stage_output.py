@@ -14,10 +14,12 @@ import pytest
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.path import StorageError, StoragePath
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.training import stage_output
 from raycap.pipeline.training.loop import StageJob, train_stages
 from raycap.pipeline.training.stage_output import AbandonedError, StageOutput
+from tests.support.runs import empty_run
 
 
 def opened() -> threading.Event:
@@ -60,7 +62,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
 
 @pytest.fixture
 def output(home: Home, tmp_path: Path) -> StageOutput:
-    folder = RunFolder(tmp_path / "run", home)
+    folder = empty_run(tmp_path / "run", home)
     output = StageOutput(folder, "a", writes=True, driver_token=folder.new_driver_token())
     output.open_journal(0)
     return output
@@ -107,7 +109,7 @@ def test_a_worker_of_a_replaced_driver_leaves_the_copies_of_its_successor(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunFolder, "on_worker", lambda *_: pytest.fail("it removes the copies of other drivers"))
-    folder = RunFolder(tmp_path / "run", home)
+    folder = empty_run(tmp_path / "run", home)
     first = folder.new_driver_token()
     folder.new_driver_token()
     with pytest.raises(AbandonedError, match="another driver has taken over"):
@@ -118,7 +120,7 @@ def test_a_worker_of_a_replaced_driver_leaves_the_copies_of_its_successor(
 def test_a_worker_that_is_replaced_uploads_nothing_and_stops(
     token: str, error: type[Exception], home: Home, tmp_path: Path
 ) -> None:
-    folder = RunFolder(tmp_path / "run", home)
+    folder = empty_run(tmp_path / "run", home)
     output = StageOutput(folder, "a", True, folder.new_driver_token(), folder.new_token("worker_group_token"))
     output.open_journal(0)
     output.log("train", 1, {})

@@ -24,8 +24,12 @@ from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, read_constraints
-from raycap.pipeline.evaluation.captioning.detections import read_detections, read_hierarchy
+from raycap.pipeline.evaluation.captioning.constraints import (
+    ImageConstraints,
+    read_constraints,
+    read_detections,
+    read_hierarchy,
+)
 from raycap.pipeline.storage.untrusted import documents, parquet_files
 
 DEEP = "[" * 100_000

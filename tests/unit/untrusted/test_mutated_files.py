@@ -21,8 +21,12 @@ from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.captioning.detections import choose_constraints, read_detections, read_hierarchy
+from raycap.pipeline.evaluation.captioning.constraints import (
+    choose_constraints,
+    read_constraints,
+    read_detections,
+    read_hierarchy,
+)
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.support.encoders import use_text_encoder
 from tests.support.golden import GOLDEN

@@ -89,10 +89,10 @@ def bench_gpu(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 (out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+            if part == "training" and time.monotonic() - begin < 60 * minutes:
+                write_profile(out / "profile.txt", plan, device)
         for line in recipe_lines(rows, plan):
             show(line)
-        if "training" in parts.split(",") and time.monotonic() - begin < 60 * minutes:
-            write_profile(out / "profile.txt", plan, device)
         show(f"finished in {time.monotonic() - begin:.0f} s; results in {out}")
 
 

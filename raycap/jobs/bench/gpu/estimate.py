@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from raycap.jobs.bench.gpu.device import GpuFacts
 from raycap.jobs.bench.gpu.parts import Plan
 from raycap.jobs.bench.gpu.training_step import Case, training_step
-from raycap.models import layers
+from raycap.models import dropout
 
 EFFICIENCY = 0.4  # assumed share of a GPU's peak for the large products of these models
 LAUNCH_S = 8e-6  # assumed seconds that the processor needs for each operation that it queues
@@ -88,12 +88,12 @@ def counted_step(case: Case, plan: Plan) -> tuple[float, float, int]:
 @contextmanager
 def gpu_dropout() -> Iterator[None]:
     """In a `with` block, dropout is the single operation that it is on a GPU, and not the CPU's mask of bytes."""
-    before = layers.dropout
-    layers.dropout = lambda x, p: F.dropout(x, p)
+    before = dropout.dropout
+    dropout.dropout = lambda x, p: F.dropout(x, p)
     try:
         yield
     finally:
-        layers.dropout = before
+        dropout.dropout = before
 
 
 def _optimizer_of(step: Callable[[], None]) -> torch.optim.Optimizer:

@@ -15,8 +15,8 @@ from torch import nn
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.models.layers import set_dropout
 from raycap.models.registry import build_model
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary

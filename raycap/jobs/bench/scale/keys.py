@@ -22,8 +22,8 @@ from raycap.pipeline.features.extraction import plan_extraction
 from raycap.pipeline.features.store.index import MANIFEST, SHARDS_PER_PART, read_manifests
 from raycap.pipeline.features.store.shards import INDEX
 from raycap.pipeline.features.store.store import FeatureStore
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
-from raycap.pipeline.storage.s3 import Entry
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import Entry, StorageOptions
 from raycap.pipeline.storage.tables import spilled, write_table
 
 PER_LISTING = 1000  # objects that S3 lists per request

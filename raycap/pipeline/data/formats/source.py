@@ -30,7 +30,8 @@ import pyarrow.compute as pc
 from raycap.pipeline.config.sections import ColumnSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten, shown
-from raycap.pipeline.storage.path import StoragePath, is_remote, join
+from raycap.pipeline.storage.path import StoragePath, join
+from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.tables import TableSpill
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 

@@ -26,7 +26,8 @@ from raycap.pipeline.data.formats.table import TABLE_ENDINGS
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted, shown
-from raycap.pipeline.storage.path import StorageOptions, StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 

@@ -1,4 +1,4 @@
-"""The model bundle: a folder with everything that captioning needs.
+"""The model bundle: a folder with everything that captioning needs, and how Ray's workers get it.
 
 model.safetensors    tensors under "model." and "backbone."
 config.yaml          format, name, model, backbone (or null), sizes, protocol, info
@@ -10,14 +10,19 @@ digests.json         the SHA-256 of each file above; digests.sig may sign it (`e
 
 A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
 and its sizes are compared with those of its tensors before memory is used.
+
+A worker reads the bundle from the storage, or gets the contents of its files, because a path on the driver's disk
+cannot be used on a node that does not share this disk (`bundle_source`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,26 +31,29 @@ import yaml
 from raycap.models.config import BackboneConfig, ModelConfig, ModelSizes
 from raycap.pipeline.config.languages import code_problem
 from raycap.pipeline.config.load import parse_section
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import EvaluationSection, ModelSection
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import (
+    BUNDLE_FILES,
     CONFIDENCE,
     MAX_BYTES,
     MAX_CONFIG_BYTES,
     REQUIRED_FILES,
+    bundle_digests,
     fetched,
     require_intact,
     require_sealable,
     seal,
 )
-from raycap.pipeline.evaluation.captioning.protocols import (
+from raycap.pipeline.evaluation.comparison.protocol import (
+    Protocol,
     changed_search,
     confidence_search,
     model_protocol,
     search_settings,
 )
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.confidence.confidence import (
     Confidence,
     dump_confidences,
@@ -62,6 +70,7 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, 
 if TYPE_CHECKING:
     from raycap.models.captioner import Captioner
     from raycap.models.encoders.transform import ImageTransform
+
 
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
 # Limits for what takes time or memory without a tensor of this size in model.safetensors.
@@ -97,7 +106,7 @@ class Bundle:
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
     def changed_search(self, given: Mapping[str, Any]) -> EvaluationSection:
-        """`search` with the given values (`evaluation.captioning.protocols.changed_search`). Raises UserError."""
+        """`search` with the given values (`evaluation.comparison.protocol.changed_search`). Raises UserError."""
         search = changed_search(self.search, given)
         if given:
             search.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
@@ -373,3 +382,66 @@ def _card(name: str, captioner: Captioner, info: Mapping[str, Any]) -> str:
         f"{sizes.vocabulary_size:,} words, captions up to {sizes.max_positions} tokens.\n\n{inputs}\n"
         + (f"\n| | |\n|---|---|\n{table}" if info else "")
     )
+
+
+class ModelSource(typing.Protocol):
+    """A place from which a worker can load a model. Ray pickles it into the worker's tasks."""
+
+    def load(self) -> Bundle:
+        """The model, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredBundle:
+    """A bundle in the storage. If `digests` (sha256 by file name) are given, loading compares them with the files."""
+
+    location: StoragePath
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def load(self) -> Bundle:
+        """The model from the storage. Raises OSError when a file does not have its digest."""
+        folder = fetched(self.location)
+        if self.digests and bundle_digests(folder, tuple(self.digests)) != self.digests:
+            raise OSError(f"{self.location} is not what it was when it was written; restore it from a copy")
+        return load_bundle(folder)
+
+
+@dataclass(frozen=True)
+class SentBundle:
+    """A bundle that is only on the driver's disk. Workers get its files through Ray's object store."""
+
+    files: Any  # a reference in Ray's object store to {file name: bytes}
+
+    @classmethod
+    def of(cls, folder: Path) -> SentBundle:
+        """Copies the whole bundle to Ray's object store. Ray must have been started."""
+        import ray
+
+        return cls(ray.put({name: (folder / name).read_bytes() for name in BUNDLE_FILES if (folder / name).is_file()}))
+
+    def load(self) -> Bundle:
+        """The model from Ray's object store, by way of a temporary folder."""
+        import ray
+
+        with tempfile.TemporaryDirectory(prefix="raycap-bundle-") as folder:
+            for name, content in ray.get(self.files).items():
+                (Path(folder) / name).write_bytes(content)
+            return load_bundle(Path(folder))
+
+
+def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:
+    """The source from which workers load a bundle.
+
+    With a local storage, all nodes share a disk and can read the bundle there. With a storage on S3 they share no disk:
+    a bundle that is only on the driver's disk is then sent through Ray, which must have been started. Workers refuse a
+    bundle on S3 that differs from the one that this process has checked.
+    """
+    if bundle.is_remote:
+        return StoredBundle(bundle, bundle_digests(fetched(bundle)))
+    if not config.storage_place.is_remote:
+        return StoredBundle(bundle)
+    if bundle.path.is_relative_to(config.working_path):  # a local copy of a bundle on S3
+        place = config.storage_place / bundle.path.relative_to(config.working_path).as_posix()
+        return StoredBundle(place, bundle_digests(bundle.path))
+    return SentBundle.of(bundle.path)

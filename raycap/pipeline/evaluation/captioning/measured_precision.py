@@ -12,6 +12,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.features.precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
 from raycap.pipeline.features.precision import decided_precision
+from raycap.pipeline.runtime.processor import device_for, measure_precisions, prepare_processor
 
 if TYPE_CHECKING:
     from raycap.models.base import CaptionModel, Features
@@ -71,8 +72,6 @@ def measure_search(config: RunConfig) -> PrecisionTimes:
 
     from raycap.models.decoding.search import beam_search
     from raycap.models.registry import build_model
-    from raycap.pipeline.runtime.context import device_for
-    from raycap.pipeline.runtime.processor import measure_precisions, prepare_processor
 
     workers, settings = config.workers, config.evaluation
     prepare_processor(workers.threads_per_worker)

@@ -21,13 +21,12 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.confidence.image_caption import ImageCaption, RankedCaption
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from raycap.pipeline.runtime.context import device_for
-from raycap.pipeline.runtime.processor import prepare_processor
-from raycap.pipeline.storage.path import is_remote
+from raycap.pipeline.runtime.processor import device_for, prepare_processor
+from raycap.pipeline.storage.s3 import is_remote
 
 BLOCK_SIZE = 64  # images
 NAMES_AT_A_TIME = 1_000_000  # images of an execution; their 15,625 blocks of names are made before its first caption

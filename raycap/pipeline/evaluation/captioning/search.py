@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,23 @@ from raycap.models.base import CaptionModel, Memory
 from raycap.models.captioner import Captioner
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from raycap.models.decoding.graphed_search import GraphedSearch
-from raycap.models.decoding.rules import ScoreRules
-from raycap.models.decoding.search import Captions, Memories, Models, beam_search, by_score, image_draws, sample
-from raycap.models.explain.alignment import alignment_scores
-from raycap.models.explain.energy import caption_energies
+from raycap.models.decoding.search import (
+    Captions,
+    Memories,
+    Models,
+    ScoreRules,
+    beam_search,
+    by_score,
+    image_draws,
+    sample,
+)
+from raycap.models.explain.measures import alignment_scores, caption_energies
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
-from raycap.pipeline.evaluation.captioning.protocols import collapsed
 from raycap.pipeline.evaluation.confidence.confidence import NUM_FIRST, caption_signals
-from raycap.pipeline.evaluation.scores.diagnostics import OPEN_ENDINGS
 from raycap.pipeline.evaluation.scores.split_result import Hypothesis
+from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.context import Context, gather_objects
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -243,3 +250,8 @@ def find_captions(
 
 def _seed(seed: int, image: object) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {image}".encode()).digest()[:7])
+
+
+def collapsed(caption: str) -> str:
+    """The caption with one word in place of equal neighboring words."""
+    return " ".join(word for word, _ in groupby(caption.split()))

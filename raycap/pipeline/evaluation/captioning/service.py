@@ -19,19 +19,18 @@ from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attention_maps import cross_attention
-from raycap.models.explain.attribution import Attribution, integrated_gradients
+from raycap.models.explain.attribution import Attribution, cross_attention, integrated_gradients
 from raycap.models.explain.cluster_groups import Clusters, find_clusters
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
-from raycap.pipeline.evaluation.captioning.protocols import changed_search, collapsed
-from raycap.pipeline.evaluation.captioning.search import best_signals, find_captions
+from raycap.pipeline.evaluation.captioning.search import best_signals, collapsed, find_captions
+from raycap.pipeline.evaluation.comparison.protocol import changed_search
 from raycap.pipeline.evaluation.confidence.image_caption import Explanation, ImageCaption, RankedCaption
 from raycap.pipeline.runtime.processor import measure_precisions
-from raycap.pipeline.storage.path import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions
 
 BATCH_SIZE = 16  # images
 NUM_DECODE_THREADS = 4

@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycap.models.decoding.config import PLAIN
+from raycap.models.config import PLAIN
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol, save_bundle
-from raycap.pipeline.evaluation.captioning.model_sources import ModelSource
-from raycap.pipeline.evaluation.captioning.protocols import common_protocol
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, bundle_protocol, save_bundle
+from raycap.pipeline.evaluation.comparison.protocol import common_protocol
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,9 +1,11 @@
 """The confidence in a caption: a calibrated probability that it is good, and its expected CIDEr-D.
 
-Both are linear in a few standardized numbers of the caption, its signals (`SIGNALS`). A logistic regression gives the
-probability and a ridge regression the CIDEr-D (`evaluation.confidence.fit`). The numbers are in the bundle's file
-confidence.json, for each search that they were fitted with. A bundle may come from a stranger, so that all numbers are
-bounded when they are read.
+Both are linear in a few standardized numbers of the caption, its signals (`SIGNALS`). On a validation split,
+scikit-learn fits a logistic regression for the probability and a ridge regression for the CIDEr-D (`fit_split`). The
+numbers are in the bundle's file confidence.json, for each search that they were fitted with. A bundle may come from a
+stranger, so that all numbers are bounded when they are read.
+
+`Quality` is how well a confidence tells good captions from others: its calibration, and the risk at each coverage.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pydantic import Field
 
 from raycap.models.values import NUMBER
 from raycap.pipeline.config.load import parse_section
+from raycap.pipeline.evaluation.scores.split_result import SplitResult
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 FORMAT = 1
@@ -30,7 +33,7 @@ NUM_FIRST = 4  # tokens, which name the main object
 # Of a caption's log-probabilities in nats, EOS included: the mean over its tokens (SOS included, as beams are ranked),
 # the sum, the number of tokens, and the lowest ones. A caption with fewer tokens than NUM_LOWEST has zeros in place of
 # the missing ones. Of the first NUM_FIRST tokens after SOS, or of all if there are fewer: the mean, and the mean energy
-# (`explain.energy`), which is higher on images unlike those of the training. Others improved nothing (BENCHMARKS.md).
+# (`explain.measures`), which is higher on images unlike those of the training. Others improved nothing (BENCHMARKS.md).
 SIGNALS = (
     *("mean", "sum", "length"),
     *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)),
@@ -47,6 +50,12 @@ Scales = Annotated[
     tuple[Annotated[float, Field(ge=1e-6, le=1e6), NUMBER], ...],
     Field(min_length=len(SIGNALS), max_length=len(SIGNALS)),
 ]
+MIN_IMAGES = 50  # for 10 estimated numbers; the penalty allows fewer than the usual 10 for each
+L2 = 1.0  # the penalty on the squared weights, which are those of standardized signals; the biases have none
+NUM_BINS = 10
+COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))
+RESAMPLES, INTERVAL = 1000, 0.95
+CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
 
 
 class Judgement(NamedTuple):
@@ -113,7 +122,7 @@ def caption_signals(log_probs: np.ndarray, lengths: np.ndarray, energies: np.nda
     """The signals of n captions in the order of SIGNALS; () for a caption that the search did not find.
 
     log_probs: (n, T) of each token in nats, 0 at SOS and after the end. lengths: (n,) with SOS and EOS, 2 or
-    more. energies: (n,), the mean energy of the first NUM_FIRST tokens (`models.explain.energy`).
+    more. energies: (n,), the mean energy of the first NUM_FIRST tokens (`models.explain.measures`).
     """
     sums = log_probs.sum(1, dtype=np.float64)
     padded = np.pad(log_probs, ((0, 0), (0, NUM_LOWEST)))
@@ -164,3 +173,174 @@ def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
 def _log_other_signals(name: str) -> None:
     """Names a file in the log once, because a command reads the file of a bundle several times."""
     logger.info(f"{name} is not used: it was fitted with other signals than {', '.join(SIGNALS)}")
+
+
+def good_by_image(result: SplitResult, good_ciderd: float | None) -> dict[int, bool]:
+    """Whether the caption of each scored image with signals is good; {} if that is not defined or not computed.
+
+    good_ciderd: as in `Confidence`.
+    """
+    if good_ciderd is None:
+        return {image: hit for image, hit in result.main_object_hits.items() if image in result.signals}
+    return {image: score >= good_ciderd for image, score in result.cider_by_image.items() if image in result.signals}
+
+
+def fit_split(result: SplitResult, search: str, good_ciderd: float) -> Confidence | None:
+    """The confidence that fits the captions of a split; None, with the reason in the log, if it cannot be fitted.
+
+    search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on, except in the
+    synthetic data set.
+    """
+    limit = None if result.main_object_hits else good_ciderd
+    good = good_by_image(result, limit)
+    ciderd = {image: score for image, score in result.cider_by_image.items() if image in good}
+    if reason := _obstacle([good[image] for image in ciderd]):
+        logger.info(f"confidence   none: {reason}")
+        return None
+    signals = np.array([result.signals[image] for image in ciderd])
+    targets = np.array([good[image] for image in ciderd]), np.array(list(ciderd.values()))
+    return fit_confidence(signals, *targets, search=search, good_ciderd=limit)
+
+
+def _obstacle(good: list[bool]) -> str | None:
+    """Why no confidence can be fitted on these images; None if one can."""
+    if len(good) < MIN_IMAGES:
+        return f"{len(good)} scored validation images, and a fit needs {MIN_IMAGES} or more"
+    if len(set(good)) == 1:
+        return f"{'all' if good[0] else 'none'} of {len(good)} validation captions are good, and a fit needs both kinds"
+    return None
+
+
+def fit_confidence(
+    signals: np.ndarray, good: np.ndarray, ciderd: np.ndarray, *, search: str, good_ciderd: float | None
+) -> Confidence:
+    """A logistic regression of `good` and a ridge regression of `ciderd`, both with the penalty L2.
+
+    signals: (n, len(SIGNALS)). good: (n,) bool with both values. ciderd: (n,). The logistic regression minimizes the
+    sum of the negative log-likelihoods plus L2 / 2 times the sum of squared weights.
+    """
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    mean, scale = signals.mean(0), signals.std(0)
+    scale = np.where(scale > 1e-6, scale, 1.0)  # a signal that is the same for all images
+    standardized = (signals - mean) / scale
+    logistic = LogisticRegression(C=1 / L2, tol=1e-8, max_iter=1000).fit(standardized, good)
+    ridge = Ridge(alpha=L2).fit(standardized, ciderd.clip(0, MAX_CIDER))
+    return Confidence(
+        search=search,
+        good_ciderd=good_ciderd,
+        num_images=len(signals),
+        mean=tuple(mean.tolist()),
+        scale=tuple(scale.tolist()),
+        log_odds=Linear(tuple(logistic.coef_[0].tolist()), float(logistic.intercept_[0])),
+        ciderd=Linear(tuple(ridge.coef_.tolist()), float(ridge.intercept_)),
+    )
+
+
+class Bin(NamedTuple):
+    """confidence: the mean of the bin's images. good: the share of their captions that are good."""
+
+    confidence: float
+    good: float
+    num_images: int
+
+
+class Risk(NamedTuple):
+    """The share of captions that are not good among the most confident part of the images, with its interval."""
+
+    coverage: float  # that part, above 0
+    risk: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The quality of a confidence on one split.
+
+    good: what a good caption is. mean: of the confidences. auroc: None if all captions are good, or none.
+    """
+
+    good: str
+    mean: float
+    calibration_error: float
+    auroc: float | None
+    bins: tuple[Bin, ...]
+    risks: tuple[Risk, ...]  # by coverage
+
+    @property
+    def is_monotone(self) -> bool:
+        """Whether a risk that never falls as the coverage grows fits into all intervals."""
+        highest = np.maximum.accumulate([each.low for each in self.risks])
+        return all(low <= each.high for low, each in zip(highest, self.risks, strict=True))
+
+    def __str__(self) -> str:
+        part, whole = next(each for each in self.risks if each.coverage >= 0.8), self.risks[-1]
+        auroc = "" if self.auroc is None else f", AUROC {self.auroc:.3f}"
+        return (
+            f"mean {self.mean:.3f}, calibration error {self.calibration_error:.3f} ({len(self.bins)} bins of equal "
+            f"size){auroc}, not good {whole.risk:.1%} of all captions and {part.risk:.1%} of the most confident "
+            f"{part.coverage:.0%}" + ("" if self.is_monotone else "; the risk falls where the coverage grows")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry `confidence` of a split in scores.json."""
+        lists = {"bins": [each._asdict() for each in self.bins], "risks": [each._asdict() for each in self.risks]}
+        return asdict(self) | lists | {"is_monotone": self.is_monotone}
+
+
+def judged_quality(result: SplitResult, confidence: Confidence) -> Quality | None:
+    """The quality of a confidence on a split; None if no image has both signals and a score."""
+    good = good_by_image(result, confidence.good_ciderd)
+    judgements = [confidence.judge(result.signals[image]) for image in good]
+    values = np.array([judgement.confidence for judgement in judgements if judgement is not None])
+    return measure_quality(values, np.array(list(good.values())), confidence.good) if len(values) else None
+
+
+def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = "") -> Quality:
+    """The quality of n confidences (n,) whose captions are good where `good` (n,) is True. meaning: of good."""
+    bins = reliability(confidences, good)
+    error = sum(each.num_images * abs(each.confidence - each.good) for each in bins) / len(good)
+    risks = risk_coverage(confidences, good)
+    return Quality(meaning, float(confidences.mean()), error, auroc(confidences, good), bins, risks)
+
+
+def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
+    """NUM_BINS bins of equal size in the order of the confidences; fewer for fewer images.
+
+    The mean of |confidence - good| over the images is the expected calibration error (Guo et al. 2017, arXiv
+    1706.04599, eq. 3). That paper's bins have equal width, so that most images can be in one of them.
+    """
+    parts = np.array_split(np.argsort(confidences, kind="stable"), min(NUM_BINS, len(good)))
+    return tuple(Bin(float(confidences[part].mean()), float(good[part].mean()), len(part)) for part in parts)
+
+
+def auroc(confidences: np.ndarray, good: np.ndarray) -> float | None:
+    """The probability that a good caption has a higher confidence than one that is not; equal ones count as half."""
+    num_good, num_bad = int(good.sum()), int((~good).sum())
+    if not num_good or not num_bad:
+        return None
+    _, inverse, counts = np.unique(confidences, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # the mean rank of equal values
+    return float((ranks[good].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
+
+
+def risk_coverage(confidences: np.ndarray, good: np.ndarray, seed: int = 0) -> tuple[Risk, ...]:
+    """The risk at COVERAGES (Geifman and El-Yaniv 2017, arXiv 1705.08500, eq. 1 and 2) with percentile intervals.
+
+    Of n images, the ceil(coverage * n) with the highest confidence are covered; of equal ones, the first. The bootstrap
+    draws RESAMPLES times n images with replacement.
+    """
+    bad = ~good[np.argsort(-confidences, kind="stable")]  # from the highest confidence on
+    num_images = len(bad)
+    covered = np.array([math.ceil(coverage * num_images - 1e-9) for coverage in COVERAGES])
+    generator = np.random.default_rng(seed)
+    parts, chunk = [], max(1, CHUNK_VALUES // num_images)
+    for start in range(0, RESAMPLES, chunk):
+        shape = (min(chunk, RESAMPLES - start), num_images)
+        drawn = np.sort(generator.integers(0, num_images, shape), axis=1)
+        parts.append(np.cumsum(bad[drawn], axis=1)[:, covered - 1] / covered)
+    tail = (1 - INTERVAL) / 2
+    low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail], axis=0)
+    risks = np.cumsum(bad)[covered - 1] / covered
+    return tuple(Risk(*map(float, row)) for row in zip(COVERAGES, risks, low, high, strict=True))

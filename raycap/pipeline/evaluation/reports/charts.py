@@ -1,4 +1,4 @@
-"""Geometry of the report's interactive charts: scales, ticks, smoothing and lines.
+"""Geometry of the report's interactive charts: scales, ticks, smoothing and lines; curves, histograms and confidences.
 
 Coordinates are percentages of the plot's width (x, to the right) and height (y, downwards), so that the page can
 stretch the lines without stretching text and strokes.
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raycap.pipeline.evaluation.confidence.confidence import Quality
+
 Series = Sequence[tuple[int, float]]
 Line = list[tuple[float, float]]
 Ticks = list[tuple[float, str]]  # positions on an axis in percent, with their labels
@@ -23,6 +25,7 @@ DOTS_UP_TO = 30  # a series with at most this many values shows each value as a 
 MAX_POINTS = 240  # a line has at most this many points; a chart has too few pixels for more
 LOG_ABOVE = 100.0  # the scale is logarithmic when the highest value is at least this many times the lowest
 PADDING = 0.06  # the scale extends the range of values by this share at both ends
+PERCENT_TICKS = tuple(range(0, 101, 25))
 
 
 @dataclass(frozen=True)
@@ -240,4 +243,55 @@ def make_histogram(name: str, scores: Sequence[float], highest: float) -> Histog
         ticks=[(round(100 * index / num_bins, 2), format_number(edges[index])) for index in labeled],
         mean=f"{statistics.fmean(scores):.3f}",
         median=f"{statistics.median(scores):.3f}",
+    )
+
+
+def risk_plot(quality: Quality) -> Plot:
+    """The share of captions that are not good over the coverage. The thin lines are the ends of the interval."""
+    highest = max(each.high for each in quality.risks) or 1.0
+    lines = [
+        [_place_shares(each.coverage, value / highest) for each, value in zip(quality.risks, values, strict=True)]
+        for values in zip(*((each.risk, each.low, each.high) for each in quality.risks), strict=True)
+    ]
+    readings = [
+        (f"coverage {each.coverage:.0%}", f"{each.risk:.1%} ({each.low:.1%} to {each.high:.1%})")
+        for each in quality.risks
+    ]
+    values = choose_round_values(0.0, 100 * highest, 4)
+    ticks = [(round(100 - value / highest, 2), f"{format_number(value)} %") for value in values]
+    return _plot_over_share("not good, by coverage", lines[0], lines[1:], readings, ticks)
+
+
+def reliability_plot(quality: Quality) -> Plot:
+    """The share of good captions over the confidence, for each bin. The thin line is the diagonal."""
+    line = [_place_shares(each.confidence, each.good) for each in quality.bins]
+    readings = [
+        (f"confidence {each.confidence:.1%}", f"{each.good:.1%} good of {each.num_images}") for each in quality.bins
+    ]
+    ticks = [(float(100 - percent), f"{percent} %") for percent in PERCENT_TICKS]
+    return _plot_over_share("good, by confidence", line, [[(0.0, 100.0), (100.0, 0.0)]], readings, ticks)
+
+
+def _place_shares(across: float, up: float) -> tuple[float, float]:
+    """The position in percent of a point whose coordinates are shares."""
+    return round(100 * across, 2), round(100 * (1 - up), 2)
+
+
+def _plot_over_share(
+    name: str, line: Line, thin: list[Line], readings: Sequence[tuple[str, str]], y_ticks: Ticks
+) -> Plot:
+    """A chart whose horizontal axis is a share. readings: (where, value) of each point of the line."""
+    points = [(x, y, *texts) for (x, y), texts in zip(line, readings, strict=True)]
+    return Plot(
+        name=name,
+        lines=[line],
+        raw_lines=thin,
+        points=points,
+        dots=len(points) <= DOTS_UP_TO,
+        x_ticks=[(float(percent), f"{percent} %") for percent in PERCENT_TICKS],
+        y_ticks=y_ticks,
+        bands=[],
+        last=readings[-1][1],
+        note="",
+        summary=f"{name}, {len(points)} points: " + "; ".join(f"{where}: {value}" for where, value in readings),
     )

@@ -19,12 +19,18 @@ from PIL import Image
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
-from raycap.pipeline.evaluation.confidence.quality import Quality
-from raycap.pipeline.evaluation.reports.charts import Histogram, Plot, make_histogram, make_plot
-from raycap.pipeline.evaluation.reports.cluster_pictures import COLORS, LayerColors, text_color
-from raycap.pipeline.evaluation.reports.confidence_charts import reliability_plot, risk_plot
-from raycap.pipeline.evaluation.reports.text_table import UNAVAILABLE
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.confidence.confidence import Quality
+from raycap.pipeline.evaluation.reports.charts import (
+    Histogram,
+    Plot,
+    make_histogram,
+    make_plot,
+    reliability_plot,
+    risk_plot,
+)
+from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors, text_color
+from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
@@ -41,12 +47,13 @@ SCORE_NAME = "CIDEr-D"
 class ReportImage:
     """One picture of the gallery.
 
-    path: the picture's file (on S3 a StoragePath) or its bytes. score: CIDEr-D of the caption, or None. alternatives:
-    other captions by name, for example those of earlier stages or of another model. parts: the caption's text by token,
-    with the spaces between them; by default its words. attention (words, N): the attention
-    of each word of the caption over a square grid of N image tokens. attribution (words, N): the contribution of each
-    token to the word's log-probability. clusters: the clusters of patches and words in each layer. contrast: how far
-    the scores of the caption and its alternatives differ, by which the gallery is then sorted; None: not compared.
+    path: the picture's file (on S3 a StoragePath) or its bytes. key: the file's content key if it is known. score:
+    CIDEr-D of the caption, or None. alternatives: other captions by name, for example those of earlier stages or of
+    another model. parts: the caption's text by token, with the spaces between them; by default its words. attention
+    (words, N): the attention of each word of the caption over a square grid of N image tokens. attribution (words, N):
+    the contribution of each token to the word's log-probability. clusters: the clusters of patches and words in each
+    layer. contrast: how far the scores of the caption and its alternatives differ, by which the gallery is then sorted;
+    None: not compared.
     """
 
     image_id: int | str
@@ -61,6 +68,7 @@ class ReportImage:
     clusters: Sequence[LayerColors] = ()
     parts: Sequence[str] = ()
     contrast: float | None = None
+    key: str | None = None
 
     @property
     def finite_score(self) -> float | None:
@@ -222,7 +230,7 @@ def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[d
     """The template's values for each picture, lowest score first. Pictures without a score are last."""
     positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
-        thumbnails = list(pool.map(_thumbnail, (image.path for image in images)))
+        thumbnails = list(pool.map(_thumbnail, images))
     cards = []
     for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
         words = metric_words(image.caption, language)
@@ -265,10 +273,10 @@ def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
-def _thumbnail(path: StoragePath | Path | bytes) -> dict[str, Any]:
+def _thumbnail(image: ReportImage) -> dict[str, Any]:
     """A picture as a small JPEG: {"uri": a data URI, "width", "height", "is_small"}; or {"problem": why it fails}."""
     try:
-        data = path if isinstance(path, bytes) else read_image_file(storage_path(path))
+        data = image.path if isinstance(image.path, bytes) else read_image_file(storage_path(image.path), image.key)
         picture = decode_image(data, MAX_PIXELS)
     except BadImage as error:
         return {"problem": str(error)}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores.words import metric_words
 
 # English plurals that do not end with s, by the end of the singular
 _PLURALS = {

@@ -1,7 +1,7 @@
 """Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
 
-BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on words from `metric_words.py`), METEOR and SPICE in Java
-(`java_metrics.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
+BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on words from `words.py`), METEOR and SPICE in Java
+(`java.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores import java_metrics, ngrams
-from raycap.pipeline.evaluation.scores.diagnostics import caption_stats
+from raycap.pipeline.evaluation.scores import java, ngrams
 from raycap.pipeline.evaluation.scores.grounding import (
     CLIP_WEIGHT,
     PAC_WEIGHT,
@@ -31,7 +30,7 @@ from raycap.pipeline.evaluation.scores.grounding import (
     with_references,
 )
 from raycap.pipeline.evaluation.scores.java import JavaError
-from raycap.pipeline.evaluation.scores.metric_words import words_of_all, words_signature
+from raycap.pipeline.evaluation.scores.words import caption_stats, words_of_all, words_signature
 from raycap.pipeline.runtime.names import shorten
 
 Input = Literal["objects", "several", "clip", "pac", "bert"]
@@ -159,7 +158,7 @@ def _bleu(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _meteor(captions: TokenizedCaptions) -> list[Score]:
-    return [Score(*java_metrics.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
+    return [Score(*java.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
 
 
 def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
@@ -177,7 +176,7 @@ def _cider_r(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    values, categories = java_metrics.spice(captions.predictions, captions.references, captions.java_deadline_s)
+    values, categories = java.spice(captions.predictions, captions.references, captions.java_deadline_s)
     return [Score(sum(values) / len(values), values, categories=categories)]
 
 
@@ -232,11 +231,11 @@ def _bert_score(captions: TokenizedCaptions) -> list[Score]:
 
 TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
-    Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java_metrics.check_meteor),
+    Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
     Metric(("CIDEr-D",), _cider_d),
     Metric(  # slow, needs 3 GB
-        ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java_metrics.check_spice
+        ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java.check_spice
     ),
     Metric(("CIDEr-R",), _cider_r, by_default=False),
     Metric(  # a share of mentions, not of images
@@ -305,7 +304,7 @@ def score_captions(
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
     java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
-    `java_metrics.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
+    `java.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
     English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.

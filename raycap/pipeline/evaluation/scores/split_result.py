@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a served model has no Java and not all packages that the me
 class Hypothesis(NamedTuple):
     """A caption found by beam search.
 
-    alignment: agreement of words and image tokens (`explain.alignment`); only for the best caption of a single model.
+    alignment: agreement of words and image tokens (`explain.measures`); only for the best caption of a single model.
     num_satisfied: number of its image's constraints that it satisfies; None for an image without constraints.
     signals: the numbers from which the confidence follows (`evaluation.confidence`); only for the best caption.
     """

@@ -19,7 +19,7 @@ from raycap.pipeline.data.language.subwords import piece_bytes
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
-from raycap.pipeline.evaluation.captioning.protocols import search_settings
+from raycap.pipeline.evaluation.comparison.protocol import search_settings
 
 if TYPE_CHECKING:
     from raycap.models.convert.export_graphs import EncoderGraph

@@ -27,7 +27,8 @@ from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.evaluation.scores.cider import CiderD
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.evaluation.scores.words import metric_words
+from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.storage.atomic import atomic_folder, file_lock
 from raycap.pipeline.storage.cache import REWARD_INDEXES
 from raycap.pipeline.storage.digests import require_whole, write_digests
@@ -165,9 +166,7 @@ class CiderDReward:
             folder = cache_folder()
             scorer = build(None, folder if os.access(folder, os.W_OK) else None)
         else:
-            from raycap.pipeline.runs.identity import code_digest
-
-            content = [code_digest(), eos, documents.captions, language, vocabulary.to_json()]
+            content = [RESULTS_VERSION, eos, documents.captions, language, vocabulary.to_json()]
             digest = hashlib.sha256(json.dumps(content).encode())
             digest.update(b"all" if documents.images is None else documents.images.tobytes())
             for part in references.content():

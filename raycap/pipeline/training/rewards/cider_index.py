@@ -35,9 +35,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from raycap.pipeline.evaluation.scores.cider import CiderD
-from raycap.pipeline.evaluation.scores.ngram_keys import (
+from raycap.pipeline.evaluation.scores.cider import (
     N_MAX,
+    CiderD,
     HashTable,
     Ragged,
     bigram_keys,

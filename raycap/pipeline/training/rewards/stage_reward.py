@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords
 from raycap.pipeline.evaluation.scores.ngrams import bleu, rouge_l
+from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References, sampled_documents
 
 MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB

@@ -3,6 +3,9 @@
 Nothing changes before the last write of the fifth step (`ChampionStore.commit`). If a process is killed earlier, the
 next call deletes its files, resumes its training run and repeats the other steps. Every write needs the lease's token,
 so a process that was suspended until another one took the lease cannot write after it continues.
+
+The data folder is listed once, in the second step. Training, comparison and decision get what it found as a value. What
+is added to the folder later is new data for the next call.
 """
 
 from __future__ import annotations
@@ -16,17 +19,27 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import data_root, find_data
+from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.retrain import held_out
 from raycap.pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
-from raycap.pipeline.retrain.data_listing import LISTING, compare, list_data, new_keys, with_keys
-from raycap.pipeline.retrain.decision_page import decision_page
-from raycap.pipeline.retrain.tracking import update_tracker
+from raycap.pipeline.retrain.listing import (
+    LISTING,
+    Change,
+    HeldOut,
+    choose_held_out,
+    compare,
+    held_out_split,
+    list_data,
+    locate_held_out,
+    new_keys,
+    with_keys,
+)
+from raycap.pipeline.retrain.page import decision_page, update_tracker
 from raycap.pipeline.runs.check import Reader, check_data
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
@@ -39,11 +52,13 @@ MAX_FINDINGS_SHOWN = 5
 
 
 class Trained(NamedTuple):
-    """A finished run, its bundle (a local folder) and the fingerprint of its training data."""
+    """A finished run and its bundle, a local folder."""
 
     run_id: str
     bundle: Path
-    fingerprint: str
+
+
+FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.loading.find_data`
 
 
 class Work(Protocol):
@@ -52,8 +67,8 @@ class Work(Protocol):
     def reader(self, config: RunConfig) -> Reader:
         """What reads new images."""
 
-    def train(self, config: RunConfig) -> Trained:
-        """Trains a configuration on its data, or resumes the run when it exists."""
+    def train(self, config: RunConfig, data: FoundData) -> Trained:
+        """Trains a configuration on these data, or resumes the run when it exists."""
 
     def caption(
         self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig
@@ -61,7 +76,7 @@ class Work(Protocol):
         """Captions by image id, from a bundle; `files` gives the digests that its files must have."""
 
 
-class Comparison(NamedTuple):
+class HeldOutScores(NamedTuple):
     """Captions and CIDEr-D of both models on the same images; `champion` and `difference` may be None."""
 
     captions: Mapping[str, dict[int, str]]  # by model (champion, challenger) and image id
@@ -76,7 +91,7 @@ def retrain(config: RunConfig, work: Work) -> int:
 
     Returns 0, or 1 for bad data or a lost lease. Raises UserError for errors in the configuration.
     """
-    held_out.held_out_split(config)  # raises before anything is written
+    held_out_split(config)  # raises before anything is written
     return _act_under_lease(config, lambda retraining: retraining.execute(work))
 
 
@@ -112,10 +127,10 @@ def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by
 
 
 class _NewData(NamedTuple):
-    """The result of the second step. If no file was added or changed, `dataset` is empty."""
+    """The result of the second step."""
 
-    dataset: Dataset
-    listing: pa.Table
+    found: FoundData
+    snapshot: pa.Table  # the listing with content keys
     record: DataRecord
 
 
@@ -137,24 +152,16 @@ class _Retraining:
                 raise
             logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
             return 1
-        if data is None:
-            return 1
-        if not data.record.new_images and data.record.fingerprint == state.fingerprint:
-            logger.info(f"nothing new since decision {state.number} (files: {data.record.files}); the champion stays")
-            self._repair_page()
-            update_tracker(self.config, self.store, state)
-            return 0
-        held = self._held_out(data.dataset)
+        if isinstance(data, int):
+            return data
+        held = self._held_out(data.found[0])
         if held.leaked:
             logger.info(
                 f"bad data  {held.leaked} images of the fixed held-out split are now in training or validation; take "
                 f"them out, or start over without {self.store.folder}"
             )
             return 1
-        trained = self._train(work)
-        if trained.fingerprint != data.record.fingerprint:
-            logger.info("stopped   the data has changed during the retraining; the next call uses all of it")
-            return 1
+        trained = self._train(work, data.found)
         self.lease.check()
         logger.info(f"step 4/5  comparison on {len(held.part)} held-out images")
         name = trained.bundle.relative_to(self.config.working_path).as_posix()
@@ -164,15 +171,15 @@ class _Retraining:
             model: work.caption(self.config.storage_place / record.bundle, record.files, held.part, self.config)
             for model, record in models.items()
         }
-        comparison = compare_captions(self.config, held.part, captions)
+        scores = compare_captions(self.config, held.part, captions)
         self.lease.check()
         logger.info("step 5/5  decision")
-        return self._decide(data, held, trained.bundle, challenger, comparison)
+        return self._decide(data, held, trained.bundle, challenger, scores)
 
-    def _new_data(self, reader: Reader) -> _NewData | None:
-        """The present data and how they differ from those of the last decision; None, after an error was logged.
+    def _new_data(self, reader: Reader) -> _NewData | int:
+        """The present data and how they differ from those of the last decision.
 
-        Data with errors cannot be trained on, so the retraining ends.
+        Returns the exit code of the retraining if it ends here, because nothing is new or the data has errors.
         """
         config, root = self.config, data_root(self.config)
         listing = list_data(config, root)
@@ -180,27 +187,48 @@ class _Retraining:
         before = from_bytes(self.store.read_file(stored), LISTING, stored.name) if stored else None
         change = compare(listing, before)
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
-        record = DataRecord(root=root, files=change, new_images=0, images=0, fingerprint=self.state.fingerprint)
         if before is not None and not change.added and not change.changed:
-            return _NewData(Dataset(pa.table({})), listing, record)
+            return self._nothing_new(change)
         # the images in the previous listing were checked by the retraining that wrote it
-        findings = check_data(config, None if before is None else before["key"].drop_null(), reader)
+        known = None if before is None else before["key"].drop_null()
+        findings = check_data(config, known, reader, listing.select(ENTRIES.names))
         for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
-        if not findings.ok:
+        if not findings.ok or findings.data is None:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
-            return None
-        dataset = find_data(config, reader.hash_files)[0].readable()
-        num_new = new_keys(dataset, before)
+            return 1
+        dataset, unreadable = findings.data
+        dataset = dataset.with_words(config.data.tokenizer)
+        usable = dataset.readable()
+        num_new, fingerprint = new_keys(usable, before), usable.fingerprint()
         logger.info(f"          {num_new} images are new; they and their captions passed the check")
-        update = {"new_images": num_new, "images": len(dataset), "fingerprint": dataset.fingerprint()}
-        return _NewData(dataset, listing, record.model_copy(update=update))
+        if not num_new and fingerprint == self.state.fingerprint:
+            return self._nothing_new(change)
+        record = DataRecord(root=root, files=change, new_images=num_new, images=len(usable), fingerprint=fingerprint)
+        return _NewData((dataset, unreadable), with_keys(listing, usable), record)
 
-    def _held_out(self, dataset: Dataset) -> held_out.HeldOut:
+    def _nothing_new(self, change: Change) -> int:
+        """Ends a retraining without new data. It makes what the last decision lacks: the page, and tracker's entries.
+
+        The page has no pictures, because captions are not stored.
+        """
+        state, decorations = self.state, Decorations()
+        logger.info(f"nothing new since decision {state.number} (files: {change}); the champion stays")
+        if state.decision is not None:
+            name = state.decision.name.replace(".json", ".html")
+            if not (self.store.folder / name).exists():
+                with decorations.making("the decision's page"):
+                    page = decision_page(self.config, self.store.decision(state.decision))
+                    self.store.write_file(name, page.encode(), self.lease)
+        decorations.log_failed()
+        update_tracker(self.config, self.store, state)
+        return 0
+
+    def _held_out(self, dataset: Dataset) -> HeldOut:
         """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
         fixed = self.state.held_out
-        file = self.store.read_file(fixed) if fixed else held_out.choose(dataset, self.config)
-        held = held_out.locate(file, dataset, self.config)
+        file = self.store.read_file(fixed) if fixed else choose_held_out(dataset, self.config)
+        held = locate_held_out(file, dataset, self.config)
         if len(held.part) < 2:
             raise UserError(
                 f"{held.missing} of the {held.missing + len(held.part)} images of the fixed held-out split are gone "
@@ -210,27 +238,26 @@ class _Retraining:
             logger.warning(f"{held.missing} images of the fixed held-out split are gone and are not compared")
         return held
 
-    def _train(self, work: Work) -> Trained:
+    def _train(self, work: Work, data: FoundData) -> Trained:
         """Trains from the champion's weights, or from scratch without a champion."""
         config, champion = self.config, self.state.champion
         if champion is None:
             logger.info("step 3/5  training: there is no champion yet, the first model becomes it")
-            return work.train(config)
+            return work.train(config, data)
         self.store.require_intact(champion)
         bundle = config.storage_place / champion.bundle
         logger.info(f"step 3/5  training from the champion's weights, {bundle}")
-        return work.train(config.model_copy(update={"init_from": bundle.uri}))
+        return work.train(config.model_copy(update={"init_from": bundle.uri}), data)
 
     def _decide(
-        self, data: _NewData, held: held_out.HeldOut, bundle: Path, challenger: BundleRecord, comparison: Comparison
+        self, data: _NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: HeldOutScores
     ) -> int:
         """Writes all files that the decision references, then champion.json, which makes it effective."""
         state, store, token = self.state, self.store, f"t{self.lease.token:06d}"
-        verdict, reason = self._verdict(comparison)
+        verdict, reason = self._verdict(scores)
         is_better = verdict != "kept"
         champion = store.copy_bundle(bundle, challenger, self.lease) if is_better else state.champion
-        listing = to_bytes(with_keys(data.listing, data.dataset, data.record.root))
-        snapshot = store.write_file(f"snapshots/{token}.parquet", listing, self.lease)
+        snapshot = store.write_file(f"snapshots/{token}.parquet", to_bytes(data.snapshot), self.lease)
         split = state.held_out or store.write_file(f"held-out/{token}.parquet", held.file, self.lease)
         decision = {
             "decision": verdict,
@@ -239,8 +266,8 @@ class _Retraining:
             "challenger": challenger,
             "data": data.record,
             "held_out": split.model_dump() | {"images": len(held.part), "missing": held.missing},
-            "scores": {"champion": comparison.champion, "challenger": comparison.challenger},
-            "difference": comparison.difference,
+            "scores": {"champion": scores.champion, "challenger": scores.challenger},
+            "difference": scores.difference,
             "asked": self.config.retrain.model_dump() | {"resamples": RESAMPLES},
         }
         after = {
@@ -251,16 +278,16 @@ class _Retraining:
             "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
-        return self._commit(decision, after, held.part, comparison.captions, comparison.per_image)
+        return self._commit(decision, after, held.part, scores.captions, scores.per_image)
 
-    def _verdict(self, comparison: Comparison) -> tuple[Verdict, str]:
+    def _verdict(self, scores: HeldOutScores) -> tuple[Verdict, str]:
         """The verdict and its reason in one sentence."""
-        required, difference = self.config.retrain, comparison.difference
+        required, difference = self.config.retrain, scores.difference
         if difference is None:
-            return "first", f"there was no champion; the first model, CIDEr-D {comparison.challenger:.4f}, becomes it"
+            return "first", f"there was no champion; the first model, CIDEr-D {scores.challenger:.4f}, becomes it"
         interval = f"{100 * required.confidence:g} % interval [{difference.low:+.4f}, {difference.high:+.4f}]"
         numbers = (
-            f"CIDEr-D {comparison.challenger:.4f} against the champion's {comparison.champion or 0:.4f}: "
+            f"CIDEr-D {scores.challenger:.4f} against the champion's {scores.champion or 0:.4f}: "
             f"{difference.mean:+.4f}, {interval}"
         )
         if difference.low > required.margin:
@@ -302,16 +329,6 @@ class _Retraining:
         decorations.log_failed("the next call makes it without pictures")
         return 0
 
-    def _repair_page(self) -> None:
-        """Makes the page of the last decision if it is missing. It has no pictures, because captions are not stored."""
-        record, decorations = self.state.decision, Decorations()
-        if record is None or (self.store.folder / (name := record.name.replace(".json", ".html"))).exists():
-            return
-        with decorations.making("the decision's page"):
-            page = decision_page(self.config, self.store.decision(record))
-            self.store.write_file(name, page.encode(), self.lease)
-        decorations.log_failed()
-
     def roll_back(self) -> int:
         """Makes the former champion the champion again; returns the exit code."""
         state = self.state
@@ -324,7 +341,7 @@ class _Retraining:
         return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id})
 
 
-def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> Comparison:
+def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]]) -> HeldOutScores:
     """CIDEr-D of both models on the same images, and its paired difference; `captions` are by model and image id.
 
     Raises OSError when the models captioned different images.
@@ -345,4 +362,4 @@ def compare_captions(config: RunConfig, part: Dataset, captions: Mapping[str, di
             per_image["challenger"], per_image["champion"], confidence=config.retrain.confidence, seed=config.seed
         )
     by_image = dict(zip(references, per_image["challenger"], strict=True))
-    return Comparison(captions, values.get("champion"), values["challenger"], difference, by_image)
+    return HeldOutScores(captions, values.get("champion"), values["challenger"], difference, by_image)

@@ -1,25 +1,108 @@
-"""Updates the tracker to champion.json: the aliases of the model registry, and the last decision at its run.
+"""Shows a decision about the champion: on an HTML page, and at the tracker.
 
-Every call compares champion.json with the tracker and sends what is missing. So the first call after an outage of the
-tracker catches up, without a record of earlier calls.
+The page has the reason, and both models' scores and captions. The tracker gets the aliases of the model registry, and
+the decision at its run. Every call compares champion.json with the tracker and sends what is missing. So the first call
+after an outage of the tracker catches up, without a record of earlier calls.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, FileRecord
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, write_report
+from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, Decision, FileRecord
+from raycap.pipeline.runs.folder import open_folder, stored_config
+from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 from raycap.pipeline.tracking.run_tracker import register_run
 
 logger = logging.getLogger(__name__)
 
-
 DECISION_TAG = "raycap.decision"  # its value is the number of the last decision that a run has received completely
+
+
+def decision_page(
+    config: RunConfig,
+    decision: Decision,
+    part: Dataset | None = None,
+    captions: Mapping[str, dict[int, str]] | None = None,
+    scores: Mapping[int, float] | None = None,
+) -> str:
+    """The HTML of a decision.
+
+    part: the held-out images, of which the page shows as many as a report does. captions: by model (champion,
+    challenger) and image id. scores: the challenger's CIDEr-D by image id. A rollback has none of the three.
+    """
+    settings = config.evaluation
+    report = Report(
+        title=f"{config.name}: {decision.decision}",
+        run_id=f"decision {decision.number} of {decision.time}",
+        protocol=f"{decision.reason}. Beam {settings.beam_size}, at most {settings.max_length} tokens",
+        score_columns=["CIDEr-D"],
+        score_rows=_score_rows(decision),
+        stages=[],
+        images=[] if part is None else _images(config, part, captions or {}, scores or {}),
+        metadata=_metadata(decision),
+        language=config.data.language,
+    )
+    with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
+        path = Path(scratch) / "page.html"
+        write_report(path, report)
+        return path.read_text(encoding="utf-8")
+
+
+def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:
+    """The rows (label, cells) with both scores and their difference; none for a rollback."""
+    scores = decision.scores.model_dump() if decision.scores else {}
+    rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
+    if decision.difference is not None:
+        rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
+    return rows
+
+
+def _metadata(decision: Decision) -> dict[str, str]:
+    """The facts that the page lists below the images."""
+    metadata = {"decision": decision.decision, "run": decision.run, "champion": decision.champion.bundle}
+    if decision.champion_before is not None:
+        metadata["champion before"] = decision.champion_before.bundle
+    if (data := decision.data) is not None:
+        metadata["data"] = f"{data.images} images, {data.new_images} of them new; files: {data.files}"
+        metadata["data fingerprint"] = (data.fingerprint or "")[:16]
+    if decision.held_out is not None:
+        metadata["held out"] = f"{decision.held_out.images} images, {decision.held_out.name}"
+    if decision.asked is not None:
+        margin, confidence = decision.asked["margin"], decision.asked["confidence"]
+        metadata["required"] = f"margin {margin:g}, confidence {100 * confidence:g} %"
+    return metadata | {"snapshot": decision.snapshot.name}
+
+
+def _images(
+    config: RunConfig, part: Dataset, captions: Mapping[str, dict[int, str]], scores: Mapping[int, float]
+) -> list[ReportImage]:
+    """The gallery of captioned images. Only the images that the page shows are read."""
+    challenger, champion = captions["challenger"], captions.get("champion", {})
+    columns = [part.column(name) for name in ("image_id", "uri", "key", "captions")]
+    return [
+        ReportImage(
+            image_id=image,
+            path=StoragePath(uri, config.storage.options),
+            caption=challenger[image],
+            references=references,
+            score=scores.get(image),
+            split="held out",
+            alternatives={"champion": champion[image]} if image in champion else {},
+            key=key,
+        )
+        for image, uri, key, references in zip(*columns, strict=True)
+        if image in challenger
+    ]
 
 
 def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> bool:
@@ -65,13 +148,13 @@ def _run_of(client: Any, experiment: str, run_id: str) -> Any:
 def _send_run(config: RunConfig, run_id: str) -> bool:
     """Sends a complete run to the tracker; False when the run is not in the storage or sending fails."""
     name = f"runs/{run_id}"
-    folder = RunFolder(config.working_path / name, config.home(name))
-    folder.pull()
+    folder = open_folder(config.working_path / name, config.home(name), config)
     if not (folder.path / "COMPLETE.json").is_file():
         return False
     # the present tracker and storage, which may differ from those in the run's stored configuration
     update = {"tracking": config.tracking, "storage": config.storage}
-    return register_run(folder, folder.config.model_copy(update=update)) is not None
+    folder = replace(folder, config=stored_config(folder.path).model_copy(update=update))
+    return register_run(folder, folder.config) is not None
 
 
 def _set_alias(client: Any, name: str, alias: str, version: str | None) -> None:

@@ -1,4 +1,7 @@
-"""Properties of captions that metrics do not show: broken endings, repetition, lengths, words, memorized captions."""
+"""The words on which captions are scored, and what they show that metrics do not.
+
+They depend on the captions' language, and not on the model's tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.evaluation.scores.metric_words import metric_words
+from raycap.pipeline.config.languages import ENGLISH, metric_tokenizer
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS
+from raycap.pipeline.evaluation.scores import ptb
 
+VERSION = 1  # of the tokenizers `unicode` and `characters`; raise it when one of them gives other words
 # Words that cannot end an English caption: articles, possessives, conjunctions, copulas, and prepositions that need an
 # object. The list omits prepositions that often end a clause, like "on" in "the shelf it stands on".
 _OPEN_ENDINGS = (
@@ -17,6 +22,25 @@ _OPEN_ENDINGS = (
     "from into onto to by is are was were be being has have near beside between behind above next"
 )
 OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
+
+
+def metric_words(caption: str, language: str) -> list[str]:
+    """The words of one raw caption."""
+    return ptb.tokenize(caption) if language == ENGLISH else TOKENIZERS[metric_tokenizer(language)].split(caption)
+
+
+def words_of_all(captions: Sequence[str], language: str) -> list[list[str]]:
+    """The words of raw captions. PTB reads them as the lines of one file, as pycocoevalcap does."""
+    if language == ENGLISH:
+        return ptb.tokenize_all(captions)
+    return [metric_words(caption, language) for caption in captions]
+
+
+def words_signature(language: str) -> str:
+    """The part of a score's signature that names the tokenizer and, except for English, the language."""
+    if language == ENGLISH:
+        return f"tok:{ptb.SIGNATURE}"
+    return f"tok:{metric_tokenizer(language)}-{VERSION}|lang:{language}"
 
 
 def caption_stats(

@@ -1,4 +1,4 @@
-"""Scores of models that differ only in the seed of their training: mean and spread, as a table and as JSON."""
+"""Plain-text tables for the terminal and logs, and the scores of models that differ only in the seed of training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raycap.pipeline.evaluation.reports.text_table import UNAVAILABLE
-
+UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
 MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
 Rows = list[tuple[str, list[str]]]
+
+
+def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The text of a table. rows: (label, one cell per column); labels are aligned left and cells right.
+
+    A cell that starts with "unavailable" becomes "-". The lines after the table give the reasons, each once.
+    """
+    reasons: list[str] = []
+    table = [["", *columns]]
+    for label, cells in rows:
+        reasons += [f"{name} {cell}" for name, cell in zip(columns, cells, strict=True) if cell.startswith(UNAVAILABLE)]
+        table.append([label, *("-" if cell.startswith(UNAVAILABLE) else cell for cell in cells)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join([label.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])
+        for label, *cells in table
+    ]
+    return "\n".join([*lines, *dict.fromkeys(reasons)])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,141 @@
+"""The files of the data folder or S3 prefix, what changed since the previous listing, and the held-out split.
+
+A listing contains URIs, sizes and tags (on S3 the ETags), for which no file is read. It is an Arrow table of about 150
+bytes per file. Comparing two listings uses one hash table of their URIs.
+
+Models are compared on the held-out split. The first comparison fixes its images and references. They are identified by
+their content, so that a file may be moved or renamed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import Section
+from raycap.pipeline.data.content_keys import ENTRIES
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import Entry, StoragePath, join
+from raycap.pipeline.storage.s3 import is_remote
+from raycap.pipeline.storage.tables import from_bytes, to_bytes
+
+# the files of a listing, and the content keys of the images found in them, which are rows without a file
+LISTING = ENTRIES.append(pa.field("key", pa.string()))
+CHUNK_ROWS = 8192  # this many files at a time are converted to Arrow, which bounds the memory
+
+
+class Change(Section):
+    """How many files differ between two listings."""
+
+    added: int
+    changed: int
+    gone: int
+
+    def __str__(self) -> str:
+        return f"{self.added} new, {self.changed} changed, {self.gone} gone"
+
+
+def list_data(config: RunConfig, root: str) -> pa.Table:
+    """The listing of the data root and of remote image folders outside of it, without content keys.
+
+    Hidden files and raycap's results are not listed.
+    """
+    files, batches = _list_files(config, root), []
+    while chunk := list(itertools.islice(files, CHUNK_ROWS)):
+        rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in chunk]
+        batches.append(pa.RecordBatch.from_pylist(rows, LISTING))
+    return pa.Table.from_batches(batches, LISTING)
+
+
+def compare(now: pa.Table, before: pa.Table | None) -> Change:
+    """How many files differ from the previous listing; without one every file is new."""
+    if before is None:
+        return Change(added=now.num_rows, changed=0, gone=0)
+    before = before.filter(pc.is_valid(before["size"]))
+    rows = pc.index_in(now["uri"], value_set=before["uri"])  # null for a new file
+    previous = before.take(rows)
+    same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
+    added = rows.null_count
+    num_same = pc.sum(pc.fill_null(same, False)).as_py() or 0  # the sum over no rows is None
+    changed = now.num_rows - added - int(num_same)
+    return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
+
+
+def with_keys(listing: pa.Table, dataset: Dataset) -> pa.Table:
+    """The listing and the content keys of the data set, by which a later retraining recognizes images."""
+    nulls = [pa.nulls(len(dataset), field.type) for field in ENTRIES]
+    return pa.concat_tables([listing, pa.table([*nulls, dataset.values("key")], LISTING)])
+
+
+def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
+    """The number of images whose content is not in the previous listing."""
+    if before is None:
+        return len(dataset)
+    is_known = pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())
+    return len(dataset) - int(pc.sum(is_known).as_py() or 0)  # the sum over no rows is None
+
+
+def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
+    """The files below the root, then those of remote image folders outside of it, with their paths or URIs."""
+    # synthetic data is itself in the folder of the results, which must then be listed
+    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
+    image_folders = {config.data.images, *(source.images for source in config.data.sources)}
+    outside = [
+        folder
+        for folder in sorted(image_folders)
+        if is_remote(folder) and not f"{folder}/".startswith(f"{root.rstrip('/')}/")
+    ]
+    for prefix in [root, *outside]:
+        for name, entry in StoragePath(prefix, config.storage.options).walk():
+            uri = join(prefix, name)
+            if "/." not in f"/{name}" and not (results and uri.startswith(results)):
+                yield uri, entry
+
+
+class HeldOut(NamedTuple):
+    """The fixed split, and the numbers of its images that are gone (`missing`) or now used for training (`leaked`)."""
+
+    file: bytes  # the fixed split as a Parquet file
+    part: Dataset  # its images that still exist
+    missing: int
+    leaked: int
+
+
+def held_out_split(config: RunConfig) -> str:
+    """The name of the held-out split: retrain.split, else the first test split, else the validation split.
+
+    Raises UserError if training uses it.
+    """
+    name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
+    if name in config.data.train_splits:
+        raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training does not use")
+    return name
+
+
+def choose_held_out(dataset: Dataset, config: RunConfig) -> bytes:
+    """The readable images of the held-out split as a Parquet file; raises UserError if there are fewer than two."""
+    name = held_out_split(config)
+    part = dataset.split(name).readable()
+    if len(part) < 2:
+        raise UserError(
+            f"retrain.split = {name} has {len(part)} images; CIDEr-D needs two documents or more, better hundreds"
+        )
+    return to_bytes(part.table.select(SCHEMA.names))
+
+
+def locate_held_out(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:
+    """The fixed split in `file` with the current locations of its images; ids and references do not change."""
+    fixed, current, data = from_bytes(file, SCHEMA, "the held-out split"), dataset.readable(), config.data
+    rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
+    uris = current.table["uri"].take(rows)
+    part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
+    training_splits = {*data.train_splits, data.val_split} - {held_out_split(config)}
+    training = current.split(*training_splits)
+    leaked = pc.sum(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
+    return HeldOut(file, part, missing=rows.null_count, leaked=int(leaked))

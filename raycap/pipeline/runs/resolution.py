@@ -1,0 +1,49 @@
+"""What `auto` leaves open in a run's configuration. The driver decides it; its workers get a configuration without it.
+
+evaluation.precision, features.compute_dtype: the faster precision, which the first command of a storage measures on its
+workers. A run keeps it, so that a resumed run has the same bits.
+backbone.gradient_checkpointing: whether the memory needs it, which a dry run shows. Each attempt decides again, because
+it may have other GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision, with_search_precision
+from raycap.pipeline.features.precision import extraction_precision
+
+StartRay = Callable[[], AbstractContextManager[object]]
+
+
+def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
+    """The configuration with the precisions of an earlier attempt at the same run, where they are `auto`."""
+    if config.features.compute_dtype == "auto":
+        config = _with_features_in(config, earlier.features.compute_dtype)
+    return with_kept_precision(config, earlier)
+
+
+def with_precisions(config: RunConfig, start_extraction: StartRay, start_captions: StartRay) -> RunConfig:
+    """The configuration with the precisions of its features and of its searches, where they are `auto`.
+
+    start_extraction, start_captions: start or join Ray, and wait until an actor or a worker can be placed. They are
+    called for what the storage has not decided yet.
+    """
+    if config.has_backbone and config.features.compute_dtype == "auto":
+        backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
+        config = _with_features_in(config, extraction_precision(backbone, config.features, place, start_extraction))
+    return with_search_precision(config, start_captions)
+
+
+def with_checkpointing(config: RunConfig, checkpointing: bool) -> RunConfig:
+    """The configuration with the decision of a dry run: whether the backward pass computes activations again."""
+    backbone = replace(config.backbone, gradient_checkpointing=checkpointing)
+    return config.model_copy(update={"backbone": backbone})
+
+
+def _with_features_in(config: RunConfig, precision: str) -> RunConfig:
+    """The configuration with features that are computed in a precision."""
+    return config.model_copy(update={"features": config.features.model_copy(update={"compute_dtype": precision})})
