@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ def test_the_address_wins_over_the_environment(answers: dict[str, Any], monkeypa
             JobsServer(answers["address"]).logs(job_id)
 
 
-def test_a_server_that_does_not_answer_in_time(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.cluster.jobs_api.REQUEST_S", 0.001)
-    with pytest.raises(UnreachableError):
-        JobsServer(answers["address"]).logs("a")
+def test_a_server_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycap.pipeline.cluster.jobs_api.REQUEST_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnreachableError):
+        JobsServer(f"http://127.0.0.1:{silent.getsockname()[1]}").logs("a")
 
 
 @pytest.mark.parametrize(
