@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def test_compiled_layers_train_as_plain_ones(tmp_path: Path, monkeypatch: pytest
         return graph.forward
 
     plain_compile = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain_compile(module, backend=backend))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: plain_compile(module, backend=backend))
     results = []
     for compiles in (False, True):
         folder, store = prepare_run(tmp_path / str(compiles), workers__compile=compiles)
@@ -517,7 +518,7 @@ def test_validations_score_captions_as_the_evaluation_does(tmp_path: Path) -> No
             ids = vocabulary.encode(vocabulary.tokenize(captions[0]))
             doubled = [ids[0], *(each for each in ids[1:-1] for _ in range(2)), ids[-1], vocabulary.pad, vocabulary.pad]
             best[image] = RankedCaption(captions[0], 0.0, ids=tuple(doubled))
-        plain = {image: each._replace(tokens=tuple(dict.fromkeys(each.tokens))) for image, each in best.items()}
+        plain = {image: replace(each, ids=tuple(dict.fromkeys(each.ids))) for image, each in best.items()}
         scores.append((run._score(best), run._score(plain)))
         run.output.close()
     assert scores[0][0] < 0.5 * scores[0][1] and scores[1][0] > 0.9 * scores[0][1]

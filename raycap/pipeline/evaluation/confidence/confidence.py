@@ -17,15 +17,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from raycap.models.values import NUMBER
 from raycap.pipeline.config.load import parse_section
-from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.storage.untrusted.documents import parse_json
+
+if TYPE_CHECKING:  # a served model has neither Java nor all packages that the metrics need
+    from raycap.pipeline.evaluation.results import SplitScores
 
 FORMAT = 1
 NUM_LOWEST = 4
