@@ -30,7 +30,7 @@ from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, 
 MIN_DISK_GIB, ENOUGH_DISK_GIB = 1, 10  # free space below the first is a failure, below the second a warning
 MIN_MEMORY_GIB, ENOUGH_MEMORY_GIB = 1, 4  # the first is for Ray and one worker, the second also for SPICE's heap
 WORKER_GIB = 0.75  # a worker process uses this much before it loads a model
-OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `jobs.cluster` starts
+OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `cluster.start` starts
 TRACKER_TIMEOUT_S = 5.0
 MAX_LOOKED_UP = 100  # annotation files
 
