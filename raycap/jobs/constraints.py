@@ -16,6 +16,8 @@ from raycap.pipeline.evaluation.captioning.constraints import (
     choose_constraints,
     read_detections,
     read_hierarchy,
+    unknown_words,
+    write_constraints,
 )
 from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import read_document
@@ -50,8 +52,6 @@ def constraints(
 
     Example: raycap constraints --detections boxes.json --hierarchy hierarchy.json --out constraints.jsonl
     """
-    from raycap.pipeline.evaluation.captioning.constraints import unknown_words, write_constraints
-
     boxes = read_detections(detections)
     heights = read_hierarchy(hierarchy, class_names) if hierarchy is not None else {}
     labels = Counter(box.label for image_boxes in boxes.values() for box in image_boxes)

@@ -25,11 +25,6 @@ Seeds = Annotated[
 ]
 Ensemble = Annotated[bool, typer.Option("--ensemble", help="Score the ensemble of the models of all seeds.")]
 Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster. The default is a Ray on this machine.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads. The default is torch's choice.")]
-Folder = Annotated[Path | None, typer.Option(help="Folder for the files; by default the temporary folder.")]
-References = Annotated[
-    Path | None, typer.Option(help="A COCO or Karpathy caption file. The default is generated captions.")
-]
 
 
 def check_ensemble(ensemble: bool, seeds: int) -> None:

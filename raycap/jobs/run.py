@@ -104,7 +104,7 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
     Otherwise tasks on a cluster read the new images, or threads without one.
     """
-    reads_images = config.stages[0].train_backbone or config.features.store != "always"
+    reads_images = config.stages[0].train_backbone or config.features.store == "never"
     if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
         return find_data(config, image_reader(config, address).hash_files)
     with TemporaryDirectory(prefix="raycap-") as scratch:
@@ -211,7 +211,7 @@ class RunDriver:
             self.tracker.config = config  # served models compute in this precision
 
     def _decide_precisions(self) -> None:
-        self._decide(with_precisions(self.config, self._start_extraction, self._start_captions))
+        self._decide(with_precisions(self.config, self.address))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
@@ -409,10 +409,6 @@ class RunDriver:
     def _start_extraction(self) -> StallWatch:
         self._start_ray("features")
         return StallWatch("extraction", self.config.workers)
-
-    def _start_captions(self) -> StallWatch:
-        self._start_ray("captions")
-        return StallWatch("the measurement of precisions", self.config.workers)
 
     def _extract(self, part: Dataset, stage: StageSection) -> StoragePath:
         """Extracts the features of a part of the data for a stage. Returns the store."""

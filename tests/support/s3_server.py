@@ -42,7 +42,7 @@ class BadDay:
 
     def __init__(self, application: Any, share: float, delay_s: float) -> None:
         self.application, self.share, self.random = application, share, random.Random(7)
-        self.delay_s, self.read = delay_s, list[str]()
+        self.delay_s = delay_s
         self.planned: list[tuple[float, str]] = []
         self.outage_until = 0.0
         self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not

@@ -142,10 +142,12 @@ def test_the_test_sees_wrong_commands(line: str) -> None:
 
 
 @pytest.mark.parametrize("document", INSTRUCTIONS, ids=place)
-def test_configurations_and_make_targets_that_are_named_exist(document: Path) -> None:
+def test_configurations_scripts_and_make_targets_that_are_named_exist(document: Path) -> None:
     text = text_of(document)
     for name in re.findall(r"\b(?:raycap/)?configs/[\w/]+\.yaml", text):
         assert ROOT / name in CONFIGS, f"{name} does not exist"
+    for name in re.findall(r"\bpython (benchmarks/\w+\.py)", text):
+        assert (ROOT / name).is_file(), f"{name} does not exist"
     targets = set(re.findall(r"^([a-z]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
     assert set(re.findall(r"`?\bmake ([a-z]+)`", text)) <= targets
 
@@ -271,5 +273,5 @@ def test_the_pages_build_without_warnings_load_nothing_and_can_be_searched(tmp_p
         assert not loaded, f"{page.name} loads {loaded}"
     for sheet in pages.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", text_of(sheet)), sheet.name
-    assert "shuffle_buffer" in text_of(pages / "docs" / "keys.html")
+    assert "cache_gib" in text_of(pages / "docs" / "keys.html")
     assert "attribution" in text_of(pages / "docs" / "api.html")

@@ -321,22 +321,11 @@ class FeatureSection(Section):
     # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
     # room; None: half of the disk's free space when the cache is opened
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
-    # of the training samples of frozen stages: a permutation of all samples, or one of shards with a bounded shuffle
-    # (`pipeline.training.sample_order`)
-    order: Literal["samples", "shards"] = "samples"
-    # in the order of shards, the share of a worker's training samples from which the next ones are drawn
-    shuffle_buffer: Share = 0.1
-
     # whether the features of training images are stored, or frozen stages compute them at each step. Those of other
     # images are always stored.
     store: Literal["never", "always"] = "always"
 
     def check_values(self) -> None:
-        if self.store == "never" and self.order == "shards":
-            raise ValueError(
-                "features.order is shards, which is the order of a store, and features.store = never keeps no features "
-                "of training images; leave features.order out"
-            )
         if self.store != "always" and self.hdf5 is not None:
             raise ValueError(
                 f"features.store is {self.store}, and without a backbone nothing computes the features that "

@@ -329,16 +329,10 @@ class _Entries:
         local = [file for file in archives if not is_remote(file)]
         sizes, tags, self._reasons = _stat_files(pa.array(local, pa.string()))
         remote = [uri for uri in archives if is_remote(uri)]
-        entries = [objects.archives.get(uri, Entry(_UNREADABLE_SIZE, "")) for uri in remote]
+        entries = [(uri, objects.archives.get(uri, Entry(_UNREADABLE_SIZE, ""))) for uri in remote]
         self._reasons |= {uri: _NO_OBJECT for uri in remote if uri not in objects.archives}
-        self._archives = pa.table(
-            [
-                pa.array([*local, *remote], pa.string()),
-                pa.concat_arrays([sizes, pa.array([entry.size for entry in entries], pa.int64())]),
-                pa.concat_arrays([tags, pa.array([entry.tag for entry in entries], pa.string())]),
-            ],
-            schema=ENTRIES,
-        )
+        of_local = pa.RecordBatch.from_arrays([pa.array(local, pa.string()), sizes, tags], schema=ENTRIES)
+        self._archives = pa.Table.from_batches([of_local, _as_batch(entries)])
 
     def read(self, part: int, images: pa.Table) -> tuple[pa.Array, pa.Array, dict[str, str]]:
         """The size and tag of each image's file, and {path or URI: reason} of missing ones, of size _UNREADABLE_SIZE.
@@ -407,7 +401,8 @@ class _Objects:
         self.found, self.archives = TableSpill(ENTRIES, images.parts), dict[str, Entry]()
         self._images, self._wanted_archives, self._options = images, pa.array(archives, pa.string()), options
         # By a part of its hash, whether an object may be one of the images. There may be ten times as many objects.
-        self._is_wanted = np.zeros(2 ** (2 * sum(map(len, self._all_images()))).bit_length(), bool)
+        num_images = sum(len(batch) for part in range(images.parts) for batch in images.batches(part))
+        self._is_wanted = np.zeros(2 ** (2 * num_images).bit_length(), bool)
         for part in range(images.parts):
             self._is_wanted[hashes(self._uris(part)) % len(self._is_wanted)] = True
         for batch in listing.to_batches(max_chunksize=_ROWS_AT_A_TIME):
@@ -416,9 +411,6 @@ class _Objects:
         for uris in self._missing():
             counts.update(map(_folder_of, uris))
         self._list(counts)
-
-    def _all_images(self) -> Iterator[pa.RecordBatch]:
-        return itertools.chain.from_iterable(map(self._images.batches, range(self._images.parts)))
 
     def _uris(self, part: int) -> pa.Array:
         """The objects of a part that are images, each once."""

@@ -161,11 +161,10 @@ class Images:
         """The pixels (H, W, 3) uint8 of one image."""
         assert self.transform is not None
         image, key = ImageLocation.parse(self.uri(row), self.options), self._value("key", row)
-        cache = self.cache if image.is_remote and key else None
-        if cache is None:
-            data = read_image_file(StoragePath(self.uri(row), self.options), key)
+        if self.cache is not None and image.is_remote and key:
+            data = self.cache.read(image, key, MAX_BYTES)
         else:
-            data = cache.read(image, key, MAX_BYTES)
+            data = read_image_file(StoragePath(self.uri(row), self.options), key)
         decoded = decode_image(data, self.max_pixels)
         pixels = pixels_of(decoded, self.transform, self.augmentation, self._view_seed(row, seed))
         return torch.from_numpy(pixels.copy())

@@ -36,12 +36,8 @@ Verdict = Literal["first", "promoted", "kept", "rolled back"]
 _TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")  # in snapshots/t000003.parquet or champion-t000003/weights.safetensors
 
 
-def _check_name(name: str) -> str:
-    """Returns a name of the file. UserError unless it is a relative path: others may have written it."""
-    return relative_name(name, POINTER)
-
-
-Name = Annotated[str, AfterValidator(_check_name)]
+# a relative path; UserError for any other text, because others may have written the file
+Name = Annotated[str, AfterValidator(lambda name: relative_name(name, POINTER))]
 
 
 class FileRecord(Section):

@@ -31,11 +31,10 @@ from raycap.pipeline.retrain.listing import (
     LISTING,
     Change,
     HeldOut,
-    choose_held_out,
     compare,
+    find_held_out,
     held_out_split,
     list_data,
-    locate_held_out,
     new_keys,
     with_keys,
 )
@@ -224,8 +223,7 @@ class _Retraining:
     def _held_out(self, dataset: Dataset) -> HeldOut:
         """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
         fixed = self.state.held_out
-        file = self.store.read_file(fixed) if fixed else choose_held_out(dataset, self.config)
-        held = locate_held_out(file, dataset, self.config)
+        held = find_held_out(self.store.read_file(fixed) if fixed else None, dataset, self.config)
         if len(held.part) < 2:
             raise UserError(
                 f"{held.missing} of the {held.missing + len(held.part)} images of the fixed held-out split are gone "

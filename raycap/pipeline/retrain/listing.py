@@ -21,8 +21,8 @@ from raycap.pipeline.config.sections import Section
 from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import Entry, StoragePath, join
-from raycap.pipeline.storage.s3 import is_remote
+from raycap.pipeline.storage.path import StoragePath, join
+from raycap.pipeline.storage.s3 import Entry, is_remote
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 # the files of a listing, and the content keys of the images found in them, which are rows without a file
@@ -118,9 +118,8 @@ def held_out_split(config: RunConfig) -> str:
     return name
 
 
-def choose_held_out(dataset: Dataset, config: RunConfig) -> bytes:
-    """The readable images of the held-out split as a Parquet file; raises UserError if there are fewer than two."""
-    name = held_out_split(config)
+def _choose_held_out(name: str, dataset: Dataset) -> bytes:
+    """The readable images of a split as a Parquet file; raises UserError if there are fewer than two."""
     part = dataset.split(name).readable()
     if len(part) < 2:
         raise UserError(
@@ -129,13 +128,17 @@ def choose_held_out(dataset: Dataset, config: RunConfig) -> bytes:
     return to_bytes(part.table.select(SCHEMA.names))
 
 
-def locate_held_out(file: bytes, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """The fixed split in `file` with the current locations of its images; ids and references do not change."""
-    fixed, current, data = from_bytes(file, SCHEMA, "the held-out split"), dataset.readable(), config.data
+def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> HeldOut:
+    """The fixed split in `file` with the current locations of its images; ids and references do not change.
+
+    None chooses the split. Raises UserError if it then has fewer than two images.
+    """
+    name, current, data = held_out_split(config), dataset.readable(), config.data
+    file = file or _choose_held_out(name, dataset)
+    fixed = from_bytes(file, SCHEMA, "the held-out split")
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
-    training_splits = {*data.train_splits, data.val_split} - {held_out_split(config)}
-    training = current.split(*training_splits)
+    training = current.split(*({*data.train_splits, data.val_split} - {name}))
     leaked = pc.sum(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
     return HeldOut(file, part, missing=rows.null_count, leaked=int(leaked))

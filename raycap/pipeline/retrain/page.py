@@ -8,14 +8,12 @@ after an outage of the tracker catches up, without a record of earlier calls.
 from __future__ import annotations
 
 import logging
-import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, write_report
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.evaluation.reports.report import report_images
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionState, ChampionStore, Decision, FileRecord
@@ -43,21 +41,19 @@ def decision_page(
     settings, images = config.evaluation, list[ReportImage]()
     if part is not None and challenger is not None:
         images = report_images(challenger, part, config.storage.options, champion, "champion")
-    report = Report(
-        title=f"{config.name}: {decision.decision}",
-        run_id=f"decision {decision.number} of {decision.time}",
-        protocol=f"{decision.reason}. Beam {settings.beam_size}, at most {settings.max_length} tokens",
-        score_columns=["CIDEr-D"],
-        score_rows=_score_rows(decision),
-        stages=[],
-        images=images,
-        metadata=_metadata(decision),
-        language=config.data.language,
+    return report_html(
+        Report(
+            title=f"{config.name}: {decision.decision}",
+            run_id=f"decision {decision.number} of {decision.time}",
+            protocol=f"{decision.reason}. Beam {settings.beam_size}, at most {settings.max_length} tokens",
+            score_columns=["CIDEr-D"],
+            score_rows=_score_rows(decision),
+            stages=[],
+            images=images,
+            metadata=_metadata(decision),
+            language=config.data.language,
+        )
     )
-    with tempfile.TemporaryDirectory(prefix="raycap-") as scratch:
-        path = Path(scratch) / "page.html"
-        write_report(path, report)
-        return path.read_text(encoding="utf-8")
 
 
 def _score_rows(decision: Decision) -> list[tuple[str, list[str]]]:

@@ -20,6 +20,7 @@ from raycap.pipeline.data.reading import build_vocabulary, planned_data
 from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import REQUIRED_FILES
+from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.features.regions import open_regions, region_file
 from raycap.pipeline.runs.distillation.teacher import check_teacher
@@ -97,8 +98,6 @@ def check_files(config: RunConfig) -> None:
     if config.has_backbone and config.backbone.weights not in ("none", "pretrained"):
         _require_file("backbone.weights", config.backbone.weights)
     if config.evaluation.constraints is not None:
-        from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-
         read_constraints(Path(config.evaluation.constraints))
     check_score_inputs(config)
     if config.init_from is not None:

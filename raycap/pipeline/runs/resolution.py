@@ -8,15 +8,13 @@ it may have other GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
+from raycap.pipeline.cluster.start import start_extraction
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision, with_search_precision
+from raycap.pipeline.evaluation.captioning.measured_precision import with_kept_precision, with_precision
 from raycap.pipeline.features.precision import extraction_precision
-
-StartRay = Callable[[], AbstractContextManager[object]]
 
 
 def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
@@ -26,16 +24,16 @@ def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
     return with_kept_precision(config, earlier)
 
 
-def with_precisions(config: RunConfig, start_extraction: StartRay, start_captions: StartRay) -> RunConfig:
+def with_precisions(config: RunConfig, address: str | None) -> RunConfig:
     """The configuration with the precisions of its features and of its searches, where they are `auto`.
 
-    start_extraction, start_captions: start or join Ray, and wait until an actor or a worker can be placed. They are
-    called for what the storage has not decided yet.
+    What the storage has not decided yet is measured on the Ray at `address`.
     """
     if config.has_backbone and config.features.compute_dtype == "auto":
         backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
-        config = _with_features_in(config, extraction_precision(backbone, config.features, place, start_extraction))
-    return with_search_precision(config, start_captions)
+        start = partial(start_extraction, config, address)
+        config = _with_features_in(config, extraction_precision(backbone, config.features, place, start))
+    return with_precision(config, address)
 
 
 def with_checkpointing(config: RunConfig, checkpointing: bool) -> RunConfig:

@@ -39,7 +39,6 @@ CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
 COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
-LET_GO_DIVISOR = 1000  # makes the time of a file that was let go earlier than that of any use, in the same sequence
 IMAGES = "images"  # the folder of the images
 NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -99,11 +98,6 @@ class ShardCache:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-
-    def let_go(self, source: StoragePath, sha256: str) -> None:
-        """Makes the local copy of `source` leave before those that have not been let go since their last use."""
-        with suppress(FileNotFoundError):
-            _set_last_use(self._path(source, sha256), time.time_ns() // LET_GO_DIVISOR)
 
     def _path(self, source: StoragePath, sha256: str) -> Path:
         return self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
@@ -227,13 +221,8 @@ def _use(path: Path, sha256: str) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Marks a file as used now."""
-    _set_last_use(path, time.time_ns())
-
-
-def _set_last_use(path: Path, time_ns: int) -> None:
-    """Sets the time of a file's last use. The time of its last change remains, by which marks recognize the file."""
-    os.utime(path, ns=(time_ns, path.stat().st_mtime_ns))
+    """Marks a file as used now. The time of its last change remains, by which marks recognize the file."""
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _fetch(source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:

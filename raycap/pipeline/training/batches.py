@@ -1,9 +1,8 @@
 """The batches of a stage: the samples that a worker gets at a step, with features (or pixels) and caption tokens.
 
 A sample is an image with `captions_per_image` captions. For cross entropy with one caption per image it is an
-(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone, and in the
-order of shards on the world size with which its epoch began (`pipeline.training.sample_order`). So a stage can resume
-at any step with any number of workers.
+(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone
+(`pipeline.training.sample_order`). So a stage can resume at any step with any number of workers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -26,10 +24,9 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import TokenFiles
 from raycap.pipeline.features.model_inputs import Images, on_device
-from raycap.pipeline.features.store.shards import ReadAhead
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.training.sample_order import ShardOrder, ShardSamples, samples_at, seed_of, view_seeds
+from raycap.pipeline.training.sample_order import samples_at, seed_of, view_seeds
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 _CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
@@ -173,47 +170,14 @@ class Batches:
         self.images, self.captions, self.stage = images, captions, stage
         self.seed, self.rank, self.world_size, self.pins = seed, rank, world_size, pins
         self.num_samples = len(captions) if stage.samples_are_pairs else len(images)
-        self._begun = (-1, world_size)  # the epoch in progress at the first step, and the world size when it began
-        self._order: ShardOrder | None = None  # None: the order of samples
-
-    def order_by_shards(self, shuffle_buffer: float) -> None:
-        """Makes the order that of shards (`ShardOrder`), before the first batch is made. The images need a store."""
-        assert self.images.store is not None and self.images.positions is not None
-        positions = self.images.positions.reshape(len(self.images), -1)[:, 0]  # of the first view; others are beside it
-        first = self.captions.first if self.stage.samples_are_pairs else None
-        self._numbered = ShardSamples(self.images.store.shards_at(positions), first)
-        sizes, accumulation = self._numbered.sizes, self.stage.gradient_accumulation_steps
-        self._order = ShardOrder(sizes, self.stage.batch_size, accumulation, shuffle_buffer, self.seed)
-
-    def continue_epoch(self, step: int, epoch_world: int) -> None:
-        """Keeps the order of an epoch that began before a step, with another world size than now.
-
-        epoch_world: the result of `epoch_world(step)` of the workers that have made the steps before.
-        """
-        epoch, offset = divmod(step * self.stage.batch_size, self.num_samples)
-        self._begun = (epoch, epoch_world) if offset and epoch_world else (-1, self.world_size)
-
-    def epoch_world(self, step: int) -> int:
-        """The world size with which the epoch began in which a step begins."""
-        return self._world(step * self.stage.batch_size // self.num_samples)
-
-    def _world(self, epoch: int) -> int:
-        return self._begun[1] if epoch == self._begun[0] else self.world_size
 
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yields the micro-batches of each step from start to stop - 1.
 
-        A thread prepares those of the next NUM_PREFETCHED steps while the caller computes the current one. In the order
-        of shards, other threads copy the shards of later steps to the cache.
+        A thread prepares those of the next NUM_PREFETCHED steps while the caller computes the current one.
         """
-        with self._reading_ahead(start, stop) as ahead, ThreadPoolExecutor(1) as pool:
-
-            def prepare(step: int) -> list[Batch]:
-                if ahead is not None:
-                    ahead.reach(step)
-                return self.at(step)
-
-            submitted = (pool.submit(prepare, step) for step in range(start, stop))  # submits one when asked for it
+        with ThreadPoolExecutor(1) as pool:
+            submitted = (pool.submit(self.at, step) for step in range(start, stop))  # submits one when asked for it
             upcoming = deque(islice(submitted, NUM_PREFETCHED))
             try:
                 while upcoming:
@@ -223,43 +187,11 @@ class Batches:
             finally:  # the caller has stopped early
                 pool.shutdown(cancel_futures=True)
 
-    def _reading_ahead(self, start: int, stop: int) -> AbstractContextManager[ReadAhead | None]:
-        """Reads whole shards ahead in the context, if the store is remote and the order is that of shards."""
-        if self._order is None or self.images.store is None:
-            return nullcontext()
-        return self.images.store.read_ahead(self.shards_at, start, stop)
-
-    def shards_at(self, step: int) -> np.ndarray:
-        """The numbers in the store of the shards that this worker reads around a step of the order of shards."""
-        assert self._order is not None
-        own = step * self.stage.batch_size + self._own()
-        return self._numbered.shards[self._order.shards_at(own, self._world)]
-
-    def images_of(self, start: int, stop: int) -> np.ndarray:
-        """The images of this worker's samples in the steps from start to before stop, ascending. Samples are images.
-
-        It takes 8 bytes of memory per sample.
-        """
-        positions = np.arange(start, stop)[:, None] * self.stage.batch_size + self._own()
-        return np.unique(self._samples(positions.ravel()))
-
-    def _own(self) -> np.ndarray:
-        """The numbers of this worker's samples among those of a step."""
-        size, num_shares = self.stage.batch_size, self.world_size * self.stage.gradient_accumulation_steps
-        shares = [share(size, number, num_shares) for number in range(self.rank, num_shares, self.world_size)]
-        return np.concatenate([np.arange(size)[samples] for samples in shares])
-
-    def _samples(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at global positions."""
-        if self._order is None:
-            return samples_at(positions, self.num_samples, self.seed)
-        return self._numbered.samples(self._order.samples_at(positions, self._world))
-
     def at(self, step: int) -> list[Batch]:
         """This worker's `gradient_accumulation_steps` micro-batches of a step."""
         stage = self.stage
         positions = np.arange(stage.batch_size) + step * stage.batch_size
-        images, captions = self._rows(self._samples(positions), step)
+        images, captions = self._rows(samples_at(positions, self.num_samples, self.seed), step)
         seeds = view_seeds(images, positions // self.num_samples, self.seed)
         targets = int(self.captions.target_counts(captions).sum())
         num_shares = self.world_size * stage.gradient_accumulation_steps

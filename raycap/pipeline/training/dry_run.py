@@ -24,7 +24,6 @@ from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positi
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
-from raycap.pipeline.training.rewards.stage_reward import Groups
 
 NUM_STEPS = 2  # on a GPU
 MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
@@ -101,13 +100,9 @@ def _one_step(
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
     batch = _longest_batch(folder, stage, train)
-    language, groups = folder.config.data.language, None
-    if stage.objective == "scst" and folder.config.features.order == "shards":
-        images = np.unique(batch.images.numpy())
-        groups = Groups.of(lambda start, stop: images, NUM_STEPS, len(train), stage.sampling.document_sample)
-    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, language, groups)
+    language = folder.config.data.language
+    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, language)
     if reward is not None:
-        reward.begin(0)
         check_reward(stage, reward)
     computer = feature_computer(folder, stage, device, undecided="float32")  # which takes more memory than bfloat16
     batch = with_features(batch, computer).to(device, feature_dtype(stage))

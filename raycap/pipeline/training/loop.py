@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -42,7 +41,6 @@ from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
-from raycap.pipeline.training.rewards.stage_reward import GROUP_IMAGES, Groups
 from raycap.pipeline.training.sample_order import seed_of
 from raycap.pipeline.training.split_captions import caption_split
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
@@ -57,7 +55,7 @@ REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation m
 class StageJob:
     """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read.
 
-    Where `features.store` is never, the store has the validation images only.
+    With `features.store: never`, the store has the validation images only.
     """
 
     folder: RunFolder
@@ -196,11 +194,11 @@ class StageRun:
         dataset = folder.dataset.without(job.excluded)
         train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
         self.captioner = stage_captioner(folder, stage, context.device)
-        store, by_shards = None, config.features.order == "shards" and not stage.train_backbone
+        store = None
         if not stage.train_backbone:
             if job.store is None:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
-            store = open_store(job.store, config.features, by_shards=by_shards)
+            store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
         captions = CaptionTokens.of_stage(folder, stage, train)
         rank, world_size = context.world_rank, context.world_size
@@ -210,16 +208,13 @@ class StageRun:
         images = model_inputs(config, train, None if computes else store, views, as_stored=computes)
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
-        if by_shards:
-            self.batches.order_by_shards(config.features.shuffle_buffer)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(config, validation, store)
         references = References.of(validation, self.vocabulary.tokenizer)
         language = config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
         self.total = total_steps(stage, self.batches.num_samples)
-        groups = self._reward_groups(len(train)) if by_shards else None
-        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language, groups)
+        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:
@@ -240,7 +235,6 @@ class StageRun:
         # A stage that had already ended early is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
         if self.reward is not None and progress.step < stop:
-            self.reward.begin(progress.step)
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
@@ -249,7 +243,7 @@ class StageRun:
             # exchanged while the step is computed
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
             metrics.add(self.step(step, batches))
-            progress.step, progress.epoch_world = step + 1, self.batches.epoch_world(step + 1)
+            progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
                 # A checkpoint is due. Before a validation of this step it would be wrong, because a resumed stage would
@@ -287,8 +281,6 @@ class StageRun:
 
         No operation here waits for a GPU, except those of the objective.
         """
-        if self.reward is not None:
-            self.reward.begin(step)
         set_rate(self.optimizer, self._rate(step))
         self.optimizer.zero_grad(set_to_none=True)
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
@@ -318,20 +310,6 @@ class StageRun:
         # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
 
-    def _reward_groups(self, num_images: int) -> Groups | None:
-        """The groups of images of SCST's reward: those of an epoch, or of at most GROUP_IMAGES."""
-        stage = self.stage
-        if stage.objective != "scst":
-            return None
-        per_step = math.ceil(stage.batch_size / self.context.world_size)
-        steps = min(math.ceil(num_images / stage.batch_size), max(1, GROUP_IMAGES // per_step))
-
-        def images_of(start: int, stop: int) -> np.ndarray:
-            """The images of these steps, without steps after the stage's end."""
-            return self.batches.images_of(start, min(stop, self.total))
-
-        return Groups.of(images_of, steps, num_images, stage.sampling.document_sample)
-
     def _resume(self) -> Progress:
         """Restores the newest checkpoint that is whole in the copies of all workers, if any.
 
@@ -349,7 +327,6 @@ class StageRun:
         progress = output.restore(step, self.captioner, self.optimizer, self.average)
         output.damages = list(dict.fromkeys(text for _, damages in found for text in damages))
         output.open_journal(progress.step)
-        self.batches.continue_epoch(progress.step, progress.epoch_world)
         return progress
 
     def _rate(self, step: int) -> float:

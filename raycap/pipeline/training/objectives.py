@@ -26,7 +26,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +49,7 @@ from raycap.pipeline.training.rewards.cider_d import (
     References,
     sampled_documents,
 )
-from raycap.pipeline.training.rewards.stage_reward import CIDER_D, Groups, StageReward, WeightedReward
+from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
 
 DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
 MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data
@@ -67,7 +66,7 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
-# Gives captions (R, T) of the images in the rows (R,) their rewards (R,), float64, and those by name (`StageReward`).
+# Gives captions (R, T) of the images in the rows (R,) their rewards (R,) float64, and those by name (`WeightedReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 # The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
@@ -81,39 +80,29 @@ def make_objective(
     train: Dataset,
     vocabulary: Vocabulary,
     language: str,
-    groups: Groups | None = None,
-) -> tuple[Objective, StageReward | None]:
+) -> tuple[Objective, WeightedReward | None]:
     """The objective of a stage over its training images, and the reward of SCST (None for cross entropy).
 
     captioner: with the weights that the stage starts from, on the stage's device. With `kl`, the objective keeps a
-    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions. groups: see
-    `StageReward`, whose method `begin` a caller must call before each step.
+    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions.
     """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
     section, device = stage.sampling, next(captioner.parameters()).device
-    counts_captions = section.document_frequency == "captions"
-
-    def make_reward(rows: np.ndarray | None) -> tuple[WeightedReward, CiderDReward]:
-        """The rewards of these training images, or of all."""
-        references, texts = References.of(train, vocabulary.tokenizer), References.of(train)
-        documents = sampled_documents(len(train), section.document_sample)
-        if rows is not None:
-            assert documents is not None
-            references, texts = references.selected(rows), texts.selected(rows)
-            documents = np.searchsorted(rows, documents)
-        cider_d = CiderDReward(
-            references,
-            vocabulary,
-            eos=section.eos_in_reward,
-            documents=Documents(counts_captions, documents),
-            device=device,
-            cache=cache_folder() if rows is None else None,  # a group's would take the place of one that others use
-            language=language,
-        )
-        return WeightedReward(section.reward, cider_d, texts, vocabulary, language), cider_d
-
-    reward = StageReward(make_reward, groups)
+    references = References.of(train, vocabulary.tokenizer)
+    documents = Documents(
+        section.document_frequency == "captions", sampled_documents(len(train), section.document_sample)
+    )
+    cider_d = CiderDReward(
+        references,
+        vocabulary,
+        eos=section.eos_in_reward,
+        documents=documents,
+        device=device,
+        cache=cache_folder(),
+        language=language,
+    )
+    reward = WeightedReward(section.reward, cider_d, References.of(train), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
     words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
     return scst_objective(stage, reward, device, vocabulary.pad, words, reference), reward
@@ -210,7 +199,7 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
     return advantages
 
 
-def check_reward(stage: StageSection, reward: StageReward) -> str:
+def check_reward(stage: StageSection, reward: WeightedReward) -> str:
     """A line for the log with the signature and the CIDEr-D of ground-truth captions.
 
     Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS

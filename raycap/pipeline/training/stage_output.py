@@ -62,7 +62,6 @@ class Progress:
     since_best: int = 0  # number of validations since the best score
     reductions: int = 0  # how often the plateau rule has lowered the learning rate
     ended_early: str = ""  # why the stage ends before its last step; empty otherwise
-    epoch_world: int = 0  # `Batches.epoch_world` of the next step; 0 in checkpoints of older versions
 
 
 class StageOutput:

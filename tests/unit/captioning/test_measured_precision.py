@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from raycap.pipeline.evaluation.captioning import measured_precision
 from raycap.pipeline.evaluation.captioning.measured_precision import (
     measure_search,
     with_kept_precision,
-    with_search_precision,
+    with_precision,
 )
 from raycap.pipeline.runtime.processor import PrecisionTimes
 from tests.conftest import small_config
+
+NOWHERE = "ray://nowhere:1"  # nothing must be measured there
 
 SYSTEMS: list[dict[str, Any]] = [
     {},
@@ -53,7 +54,7 @@ def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch
     monkeypatch.setattr(measured_precision, "decided_precision", decided)
 
     def key(model: dict[str, Any] | None = None, **changes: Any) -> str:
-        config = with_search_precision(config_of(tmp_path, model, **changes), not_started)
+        config = with_precision(config_of(tmp_path, model, **changes), NOWHERE)
         assert config.evaluation.precision == "bfloat16" and config.evaluation.beam_size == 2
         return keys[-1]
 
@@ -61,7 +62,7 @@ def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch
     assert key(model={"dropout": 0.25}) == same and key(seed=3) == same
     assert len({same, key(model={"d_ff": 32}), key(model={"dynamic_expansion": 3})}) == 3
     concrete = config_of(tmp_path, evaluation={"precision": "float32"})
-    assert with_search_precision(concrete, not_started) is concrete
+    assert with_precision(concrete, NOWHERE) is concrete
 
 
 def test_a_run_keeps_its_precision_unless_another_is_asked_for(tmp_path: Path) -> None:
@@ -70,10 +71,6 @@ def test_a_run_keeps_its_precision_unless_another_is_asked_for(tmp_path: Path) -
     assert (found.evaluation.precision, found.evaluation.beam_size, found.seed) == ("bfloat16", 2, 3)
     asked = config_of(tmp_path, evaluation={"precision": "float32"})
     assert with_kept_precision(asked, kept) is asked
-
-
-def not_started() -> AbstractContextManager[object]:
-    raise AssertionError("Ray was started, and nothing had to be measured")
 
 
 def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +93,6 @@ def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monk
     monkeypatch.setattr("ray.get", lambda result: result)
     config = config_of(tmp_path, workers={"num_workers": 1, "cpus_per_worker": 2})
 
-    def start() -> AbstractContextManager[object]:
-        started.append("Ray")
-        return nullcontext()
-
-    assert with_search_precision(config, start).evaluation.precision == "bfloat16"
+    monkeypatch.setattr(measured_precision, "start_ray", lambda *_: started.append("Ray"))
+    assert with_precision(config, None).evaluation.precision == "bfloat16"
     assert started == ["Ray", "2.0 CPUs"]

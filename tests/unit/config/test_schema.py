@@ -39,7 +39,7 @@ def test_an_editor_accepts_the_shipped_files(path: Path) -> None:
         ({"sede": 1}, "'sede' was unexpected"),
         ({"seed": -1}, "seed: -1 is less than the minimum"),
         ({"workers": {"num_workers": "two"}}, "workers.num_workers: 'two' is not of type 'integer'"),
-        ({"features": {"order": "none"}}, "features.order: 'none' is not one of"),
+        ({"features": {"store": "none"}}, "features.store: 'none' is not one of"),
         ({"storage": 1}, "storage: 1 is not valid"),
         ({"data": None}, "data: None is not of type 'object'"),
     ],

@@ -1,4 +1,4 @@
-"""The GPU benchmark's rehearsal on the CPU, with the packages of a machine that has only torch, timm and typer."""
+"""The GPU benchmark's rehearsal on the CPU, on a machine without Ray, MLflow and boto3."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycap.jobs.bench.gpu.estimate import cost_of, counted_step
-from raycap.jobs.bench.gpu.parts import PAPER, REHEARSAL
-from raycap.jobs.bench.gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
+from raycap.jobs.bench_gpu.estimate import cost_of, counted_step
+from raycap.jobs.bench_gpu.parts import PAPER, REHEARSAL
+from raycap.jobs.bench_gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
 from raycap.jobs.cli import main
 from raycap.pipeline.config.sections import OptimizerSection, ScstSection, StageSection
 from tests.conftest import ROOT
 
-# Everything else comes with torch, timm and typer.
 SCRIPT = """
 import sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"ray", "pydantic", "mlflow", "pyarrow", "boto3", "annotated_types", "h5py"}:
+        if name.split(".")[0] in {"ray", "mlflow", "boto3"}:
             raise ModuleNotFoundError(f"no module named {name}", name=name)
 
 sys.meta_path.insert(0, Missing())
 from pathlib import Path
-from raycap.jobs.bench.gpu.command import bench_gpu
+from raycap.jobs.bench_gpu.command import bench_gpu
 bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], None, True)
 """
 
 
 def rehearse(out: Path, parts: str) -> str:
-    """The output of a rehearsal in a process without the other packages."""
+    """The output of a rehearsal in a process without these packages."""
     command = [sys.executable, "-c", SCRIPT, str(out), parts]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
 
@@ -59,19 +58,19 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert output.splitlines()[-1].startswith("finished in ")
 
 
-def test_without_a_gpu_it_ends_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "torch sees no GPU"),
+        (["--rehearse", "--parts", "training,cooking"], "--parts names cooking"),
+        (["--rehearse", "--out", str(Path(__file__) / "out")], "cannot be created: Not a directory; choose"),
+        (["--estimate", "TPU"], "--estimate TPU is not in the table"),
+    ],
+)
+def test_a_mistake_ends_in_a_sentence(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not options and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main(["bench", "gpu", "--out", str(tmp_path / "out")]) == 2
-    assert "torch sees no GPU" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--rehearse", "--parts", "training,cooking", "--out", str(tmp_path / "out")]) == 2
-    assert "--parts names cooking" in capsys.readouterr().err
-    assert main(["bench", "gpu", "--parts", ""]) == 2 and "--parts names an empty part" in capsys.readouterr().err
-    assert main(["bench", "gpu", "--rehearse", "--out", str(Path(__file__) / "out")]) == 2
-    assert "cannot be created: Not a directory; choose" in capsys.readouterr().err
+    assert main(["bench", "gpu", *options]) == 2 and named in capsys.readouterr().err
 
 
 def test_a_cost_is_extrapolated_from_small_steps() -> None:
@@ -94,12 +93,10 @@ def test_an_estimate_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) ->
         assert float(hours) == pytest.approx(float(steps) * max(map(float, seconds)) / 3600, rel=0.1)
         total += float(hours)
     assert float(last.split()[-2]) == pytest.approx(total, abs=0.05)
-    assert main(["bench", "gpu", "--estimate", "TPU"]) == 2
-    assert "--estimate TPU is not in the table" in capsys.readouterr().err
 
 
 def test_its_settings_are_the_configurations_defaults() -> None:
-    """The benchmark cannot import pydantic, so that it repeats them."""
+    """The benchmark repeats them."""
     sampling = ScstSection(max_length=SAMPLING["max_length"])  # type: ignore[arg-type]
     assert sampling.model_dump().keys() - SAMPLING.keys() == {"max_cider_drop", "document_sample"}
     assert {key: getattr(sampling, key) for key in SAMPLING} == SAMPLING

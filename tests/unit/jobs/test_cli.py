@@ -72,7 +72,7 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
         (["trian"], "No such command 'trian'"),
         (["scor"], "Did you mean 'score'"),
         (["score", "--reference", "a"], "No such option: --reference"),
-        (["bench", "modles"], "Did you mean 'models'"),
+        (["bench", "gpuu"], "Did you mean 'gpu'"),
         (["submit", "trian"], "'trian' cannot be submitted; one of caption"),
         (["submit", "logs"], "Missing argument 'CONFIG|IMAGES|ID'"),
         (["run", str(ROOT / "raycap" / "configs")], "configs is a folder; give the path of a YAML file"),

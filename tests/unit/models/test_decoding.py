@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.jobs.bench.reference_expansionnet import MaterializedModel
+from benchmarks.reference_expansionnet import MaterializedModel
 from raycap.models.base import CaptionModel, Features
 from raycap.models.config import ClustFormerConfig, Decoding, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache, TreeSlots

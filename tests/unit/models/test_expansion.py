@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
+from benchmarks.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
 from raycap.models.base import Features, Memory
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.dropout import Dropout, dropout, set_dropout

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from raycap.jobs.bench.reference_cider import PlainCiderD
+from benchmarks.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS, tokenize
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from raycap.jobs.bench.reference_cider import grams
+from benchmarks.reference_cider import grams
 from raycap.pipeline.training.rewards import cider_index
 from raycap.pipeline.training.rewards.cider_index import Runs, Spill, build_index, distinct_keys
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pycocoevalcap.bleu.bleu import Bleu
 
-from raycap.jobs.bench.reference_cider import PlainCiderD
+from benchmarks.reference_cider import PlainCiderD
 from raycap.pipeline.data.caption_files import read_n_best, write_n_best
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.grounding import Objects

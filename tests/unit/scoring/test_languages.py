@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from raycap.jobs.bench.reference_cider import PlainCiderD
+from benchmarks.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import characters, unicode_words
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences, in_language

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from raycap.jobs.bench.metrics import bench_metrics
 from raycap.jobs.score import score
 from raycap.pipeline.data.caption_files import read_predictions, read_references, write_predictions
 from raycap.pipeline.errors import UserError
@@ -162,11 +161,6 @@ def test_caption_stats() -> None:
 def test_corpus_must_pair() -> None:
     with pytest.raises(ValueError, match="at least one reference"):
         ngrams.Corpus.build([["a"]], [[]])
-
-
-def test_bench_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_metrics(images=200, repeats=1) < 1e-9
-    assert "pycocoevalcap" in capsys.readouterr().out
 
 
 def test_available_memory_is_a_number() -> None:

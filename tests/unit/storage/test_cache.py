@@ -127,24 +127,6 @@ def test_a_whole_shard_is_hashed_once_and_a_use_keeps_it_in_the_cache(
     assert [path is not None and path.is_file() for path in paths[:2]] == [True, False], "the other one was used before"
 
 
-def test_copies_that_were_let_go_leave_first(
-    disk: Disk, tmp_path: Path, sources: list[tuple[StoragePath, int, str]]
-) -> None:
-    """Of several, the one that was let go first; a copy that is used again remains."""
-    found = ShardCache(tmp_path / "cache" / "shards", 5 * 300)
-    paths = [found.get(*sources[number]) for number in range(5)]
-    for number in (3, 2, 4):
-        source, _, digest = sources[number]
-        found.let_go(source, digest)
-    found.let_go(*sources[30][::2])  # it has no copy
-    found.get(*sources[2])
-    left = []
-    for number in range(5, 8):
-        found.get(*sources[number])
-        left += [old for old, path in enumerate(paths) if path is not None and not path.exists() and old not in left]
-    assert left == [3, 4, 0]
-
-
 def test_images_are_counted_in_a_part_of_their_folders(disk: Disk, tmp_path: Path) -> None:
     """The estimate keeps the limit the same while the cache grows."""
     for number in range(256):

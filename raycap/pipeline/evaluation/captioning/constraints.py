@@ -27,14 +27,16 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_document
+
+if TYPE_CHECKING:
+    from raycap.models.decoding.constraints import ConstraintAutomaton
 
 Alternatives = tuple[str, ...]
 MIN_OVERLAP = 0.85  # two boxes with at least this intersection over union are taken to show the same object
@@ -148,6 +150,8 @@ def build_automata(constraints: Constraints, vocabulary: Vocabulary, file: str) 
 
     Raises UserError, which names `file`, for a word outside the vocabulary and for too many constraints.
     """
+    from raycap.models.decoding.constraints import build_automaton  # imports torch, which `raycap check` does not
+
     automata = {}
     for image, (image_constraints, at_least) in constraints.items():
         label = f"constraints {file}: image {quoted(image)}"

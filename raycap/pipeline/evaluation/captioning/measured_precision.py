@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +26,11 @@ NOT_A_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors") 
 
 
 def with_precision(config: RunConfig, address: str | None) -> RunConfig:
-    """As `with_search_precision`, on the Ray at `address`."""
-
-    def start() -> StallWatch:
-        start_ray(config, address, "captions")
-        return StallWatch("the measurement of precisions", config.workers)
-
-    return with_search_precision(config, start)
-
-
-def with_search_precision(config: RunConfig, start_ray: Callable[[], AbstractContextManager[object]]) -> RunConfig:
     """The configuration with the precision that its searches have, where `evaluation.precision` is `auto`.
 
-    start_ray: joins or starts Ray, and waits until a worker can be placed. The storage keeps the decision for each
-    model and backbone section and kind of device. The first command measures, in a Ray task with a worker's resources,
-    which takes some seconds. The measured search reads features, also where a bundle contains a backbone.
+    The storage keeps the decision for each model and backbone section and kind of device. The first command measures on
+    the Ray at `address`, in a task with a worker's resources, which takes some seconds. The measured search reads
+    features, also where a bundle contains a backbone.
     """
     if config.evaluation.precision != "auto":
         return config
@@ -57,7 +45,9 @@ def with_search_precision(config: RunConfig, start_ray: Callable[[], AbstractCon
     def measure() -> PrecisionTimes:
         import ray
 
-        with start_ray(), one_sentence("the measurement of precisions"):
+        what = "the measurement of precisions"
+        start_ray(config, address, "captions")
+        with StallWatch(what, config.workers), one_sentence(what):
             task = ray.remote(measure_search).options(**config.workers.task_options)
             times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
             return times

@@ -1,8 +1,7 @@
 """Reads rows of shards: from memory maps of local files, or in ranges from remote files that are not in the cache.
 
 All rows of a shard have the same size. The kernel is first advised of all rows to come, which are then read in their
-order on disk. So the kernel reads ahead instead of one row at a time. Of a remote store, training copies whole shards
-to the cache before it reads them, and lets them go after use (`ReadAhead`).
+order on disk. So the kernel reads ahead instead of one row at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import io
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -99,18 +97,14 @@ def _read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 class ShardMaps:
     """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
 
-    def __init__(
-        self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None, *, by_shards: bool = False
-    ) -> None:
-        """by_shards: read from the cache only the shards that `hold` has copied there, and others in ranges.
+    def __init__(self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None) -> None:
+        """cache: of a remote store. A shard is copied there at its first use.
 
-        Otherwise a shard is copied at its first use, and those beyond the cache's limit, which would evict others, are
-        read in ranges.
+        The shards beyond the cache's limit would evict others, so they are read in ranges.
         """
         self.folder, self.infos, self.cache = folder, infos, cache
         if cache is not None:
-            self._fits = (np.cumsum([info.bytes for info in infos]) <= cache.limit) & (not by_shards)
-        self._held: set[int] = set()
+            self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
         self._lock = threading.RLock()  # training prefetches in a thread while it validates
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
         self._boxes: dict[int, np.ndarray] = {}
@@ -196,24 +190,6 @@ class ShardMaps:
                     self._open.popitem(last=False)  # unmapped once no array refers to it
             return self._open[number]
 
-    def hold(self, number: int) -> bool:
-        """Copies a remote shard to the cache, so that its rows are read there. Returns False if it has no room."""
-        if self._copied(number) is None:
-            return False
-        with self._lock:
-            self._held.add(number)
-            self._open.pop(number, None)  # rows may have been read in ranges
-        return True
-
-    def let_go(self, number: int) -> None:
-        """Makes a shard that `hold` has copied one of the first to leave the cache."""
-        with self._lock:
-            self._held.discard(number)
-            self._open.pop(number, None)
-            self._boxes.pop(number, None)
-        if self.cache is not None:
-            self.cache.let_go(self.folder / f"{self.infos[number].shard}.npy", self.infos[number].sha256)
-
     def _copied(self, number: int) -> Path | None:
         """The copy of a remote shard in the cache; None if it has no room for it."""
         assert self.cache is not None
@@ -227,7 +203,7 @@ class ShardMaps:
         """The local file of a shard; None for a remote one that is not in the cache."""
         info = self.infos[number]
         if self.cache is not None:
-            return self._copied(number) if self._fits[number] or number in self._held else None
+            return self._copied(number) if self._fits[number] else None
         path = self.folder / f"{info.shard}.npy"
         if number not in self._whole:
             if damage := self._local_damage(info):
@@ -254,110 +230,3 @@ class ShardMaps:
                 num_rows, num_regions = self.shard(number).shape[:2]
                 self._boxes[number] = np.zeros((num_rows, num_regions, 4), np.float32)
         return self._boxes[number]
-
-
-class ReadAhead:
-    """Holds the shards of the current step of training in the cache, and those of later steps as far as it has room.
-
-    A thread goes through the steps and copies the shards of each. It waits while shards that training may still read
-    fill the budget. When training has reached a step whose shards exceed the budget alone, the thread leaves some out,
-    and their rows are read in ranges.
-    """
-
-    def __init__(
-        self, maps: ShardMaps, shards_at: Callable[[int], np.ndarray], start: int, stop: int, budget: int
-    ) -> None:
-        """shards_at: the shards around each step from start to stop - 1. budget: in bytes."""
-        self.maps, self.shards_at, self.start, self.stop, self.budget = maps, shards_at, start, stop, budget
-        self._changed = threading.Condition()
-        self._last_use: dict[int, int] = {}  # by shard in the cache: the last step known to read it
-        self._held_bytes = 0
-        self._reached = start - 1  # the step that training reads
-        self._begun = self._done = start - 1  # the last step whose shards are known, and that whose copies have ended
-        self._is_closed = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-
-    def __enter__(self) -> ReadAhead:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Ends the thread after the copies that it is making, and lets all shards go."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._let_go(list(self._last_use))
-
-    def reach(self, step: int) -> None:
-        """Waits until the shards of a step are in the cache, and lets those go that only earlier steps have read.
-
-        Steps must be reached in ascending order. Raises the error that stopped the copies.
-        """
-        with self._changed:
-            self._reached = step
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._begun >= step or self._error)
-            self._let_go([shard for shard, last in self._last_use.items() if last < step])
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._done >= step or self._error)
-            if self._error is not None:
-                raise self._error
-
-    def _run(self) -> None:
-        try:
-            with ThreadPoolExecutor(NUM_COPIES) as pool:
-                for step in range(self.start, self.stop):
-                    copies = [pool.submit(self._copy, shard) for shard in self._admitted(step)]
-                    for copy in copies:
-                        copy.result()
-                    with self._changed:
-                        self._done = step
-                        self._changed.notify_all()
-                        if self._is_closed:
-                            return
-        except BaseException as error:  # raised by `reach`
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _admitted(self, step: int) -> Sequence[int]:
-        """Waits until the budget has room for the shards of a step, and returns those of them that must be copied."""
-        shards, admitted = self.shards_at(step).tolist(), []
-        with self._changed:
-            self._last_use.update((shard, step) for shard in shards if shard in self._last_use)
-            self._begun = step
-            self._changed.notify_all()
-            for shard in shards:
-                if shard not in self._last_use and self._admit(shard, step):
-                    admitted.append(shard)
-        return admitted
-
-    def _admit(self, shard: int, step: int) -> bool:
-        """Waits for room for a shard; False if there is none in the step that training reads, or after `__exit__`."""
-        size = self.maps.infos[shard].bytes
-
-        def has_room() -> bool:
-            return self._held_bytes + size <= self.budget
-
-        self._changed.wait_for(lambda: has_room() or self._reached >= step or self._is_closed)
-        if not has_room() or self._is_closed:
-            return False
-        self._last_use[shard], self._held_bytes = step, self._held_bytes + size
-        return True
-
-    def _copy(self, shard: int) -> None:
-        """Copies an admitted shard. It is let go at once if the disk has no room for it."""
-        if not self.maps.hold(shard):
-            with self._changed:
-                self._let_go([shard])
-
-    def _let_go(self, shards: Sequence[int]) -> None:
-        """The caller has the lock."""
-        for shard in shards:
-            del self._last_use[shard]
-            self._held_bytes -= self.maps.infos[shard].bytes
-            self.maps.let_go(shard)

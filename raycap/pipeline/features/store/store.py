@@ -20,11 +20,9 @@ import hashlib
 import io
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.features.store.index import MANIFEST, KeyTable, ManifestRows, key_digests, manifest_path
-from raycap.pipeline.features.store.shards import INDEX, ReadAhead, ShardInfo, ShardMaps, remove_manifest
+from raycap.pipeline.features.store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
 from raycap.pipeline.storage.cache import shard_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.tables import read_cache, write_table
@@ -113,18 +111,13 @@ class FeatureStore:
         folder: StoragePath | Path | str,
         cache: Path | None = None,
         cache_bytes: int | None = None,
-        *,
-        by_shards: bool = False,
     ) -> None:
-        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space.
-
-        by_shards: copy only the shards that `read_ahead` asks for (`ShardMaps`).
-        """
+        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space."""
         self.folder = storage_path(folder)
         self._rows = ManifestRows.read(self.folder)
         self.keys, self.shards = self._rows.keys, self._rows.shards
         local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
-        self._maps = ShardMaps(self.folder / "shards", self.shards, local, by_shards=by_shards)
+        self._maps = ShardMaps(self.folder / "shards", self.shards, local)
 
     def __len__(self) -> int:
         """Number of images in the store."""
@@ -144,22 +137,6 @@ class FeatureStore:
             key = content_keys[int(missing[0])].as_py()
             raise DamagedError(f"features of image {key} are not in {self.folder}; run the extraction again")
         return positions
-
-    def shards_at(self, positions: np.ndarray) -> np.ndarray:
-        """The numbers (len(positions),) int32 of the shards that have the images at these positions."""
-        return self._rows.shard[positions]
-
-    def read_ahead(
-        self, shards_at: Callable[[int], np.ndarray], start: int, stop: int
-    ) -> AbstractContextManager[ReadAhead | None]:
-        """Copies the shards of training's steps to the cache in the context (`ReadAhead`). A local store needs none.
-
-        The training workers on a machine, whose number LOCAL_WORLD_SIZE has, share the cache equally.
-        """
-        if self._maps.cache is None:
-            return nullcontext()
-        budget = self._maps.cache.limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return ReadAhead(self._maps, shards_at, start, stop, budget)
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
         """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
@@ -212,9 +189,9 @@ class FeatureStore:
         return ""
 
 
-def open_store(folder: StoragePath | Path, settings: FeatureSection, *, by_shards: bool = False) -> FeatureStore:
-    """Opens a store with a local cache of the configured size. by_shards: see `FeatureStore`."""
-    return FeatureStore(folder, cache_bytes=settings.cache_bytes, by_shards=by_shards)
+def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
+    """Opens a store with a local cache of the configured size."""
+    return FeatureStore(folder, cache_bytes=settings.cache_bytes)
 
 
 def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:

@@ -66,10 +66,6 @@ class References:
 
         return cls(ids, read)
 
-    def selected(self, numbers: np.ndarray) -> References:
-        """Those of the images with these numbers (n,), which ascend, numbered anew in their order."""
-        return References(self._ids[numbers], lambda chosen: self._read(numbers[chosen]))
-
     @classmethod
     def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
         """The captions by image id."""

@@ -1,4 +1,4 @@
-"""A training step on random features at a given size. It needs torch and timm, and neither Ray nor pydantic."""
+"""A training step on random features at a given size. It needs neither Ray nor MLflow nor boto3."""
 
 from __future__ import annotations
 

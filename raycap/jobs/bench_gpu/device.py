@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raycap.jobs.bench.measuring import timed
+from raycap.jobs.bench_gpu.measuring import timed
 from raycap.pipeline.runtime.processor import memory_mb
 
 GROUPS = 3  # of calls, whose median counts

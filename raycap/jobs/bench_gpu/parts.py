@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from raycap.jobs.bench.gpu.device import Measured, measure
-from raycap.jobs.bench.gpu.training_step import Case, Scale, training_step
-from raycap.jobs.bench.measuring import noise_jpegs
+from raycap.jobs.bench_gpu.device import Measured, measure
+from raycap.jobs.bench_gpu.measuring import noise_jpegs
+from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
 from raycap.models.base import CaptionModel, Features
 from raycap.models.captioner import Captioner
 from raycap.models.config import BackboneConfig, ExpansionNetConfig

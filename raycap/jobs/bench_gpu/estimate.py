@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from raycap.jobs.bench.gpu.device import GpuFacts
-from raycap.jobs.bench.gpu.parts import Plan
-from raycap.jobs.bench.gpu.training_step import Case, training_step
+from raycap.jobs.bench_gpu.device import GpuFacts
+from raycap.jobs.bench_gpu.parts import Plan
+from raycap.jobs.bench_gpu.training_step import Case, training_step
 from raycap.models import dropout
 
 EFFICIENCY = 0.4  # assumed share of a GPU's peak for the large products of these models

@@ -1,4 +1,4 @@
-"""`raycap bench extract`: feature extraction through Ray Data beside a plain loop, in one run."""
+"""Feature extraction through Ray Data beside a plain loop, in one run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from raycap.jobs.bench.measuring import in_new_process, noise_jpegs
-from raycap.jobs.options import Threads
+from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.images import decode_image
@@ -24,6 +23,8 @@ from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import package_folder
+
+from measuring import Threads, in_new_process
 
 if TYPE_CHECKING:
     from raycap.pipeline.features.extraction import Extractor
@@ -42,7 +43,7 @@ def bench_extract(
     batch to the last, so that start-up does not count. The ratio of images per second is printed. The default number
     of threads is that of all cores.
 
-    Example: raycap bench extract --images /path/to/photographs
+    Example: python benchmarks/extract.py --images /path/to/photographs
     """
     import ray
 
@@ -112,3 +113,7 @@ def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float
     assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"
     ends = sorted(path.stat().st_mtime_ns for path in (folder / "manifest").iterdir())
     return (len(table) - extractor.settings.rows_per_shard) / ((ends[-1] - ends[0]) / 1e9)
+
+
+if __name__ == "__main__":
+    typer.run(bench_extract)

@@ -1,4 +1,4 @@
-"""`raycap bench caption`: images captioned per second with beam 5 at the paper's size."""
+"""Images captioned per second with beam 5 at the paper's size."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from raycap.jobs.bench.measuring import median_seconds, noise_jpegs
-from raycap.jobs.bench.models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
-from raycap.jobs.bench.reference_expansionnet import MaterializedModel
-from raycap.jobs.options import Threads
+from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.models.base import Features
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.runtime.processor import prepare_processor
+
+from measuring import Threads, median_seconds
+from models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
+from reference_expansionnet import MaterializedModel
 
 MAX_PIXELS = 10**8
 
@@ -34,7 +35,7 @@ def bench_caption(
     files of 640 x 480 noise from memory. The prefix-recomputing form is the reference's way to decode. The precision
     is float32 except where the line says bfloat16.
 
-    Example: raycap bench caption --images 8
+    Example: python benchmarks/caption.py --images 8
     """
     prepare_processor(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,3 +65,7 @@ def bench_caption(
         print(f"{'':<34}{print_rate(name, run) / recomputed:>9.1f}x the prefix-recomputing form")
     print_rate("image files", caption_files)
     print_rate("image files, bfloat16", in_bfloat16(caption_files))
+
+
+if __name__ == "__main__":
+    typer.run(bench_caption)

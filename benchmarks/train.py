@@ -1,4 +1,4 @@
-"""`raycap bench train`: training steps at the paper's size on the CPU, on random features."""
+"""Training steps at the paper's size on the CPU, on random features."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated
 import torch
 import typer
 
-from raycap.jobs.bench.gpu.training_step import SAMPLING, Case, training_step
-from raycap.jobs.bench.measuring import median_seconds
-from raycap.jobs.options import Threads
+from raycap.jobs.bench_gpu.training_step import SAMPLING, Case, training_step
 from raycap.pipeline.runtime.processor import prepare_processor
+
+from measuring import Threads, median_seconds
 
 CPU_CASES = (
     Case("SCST, 8 images x 5 samples x 20 tokens", "scst", 8, reference="27 to 38 s, 15 GB"),
@@ -35,7 +35,7 @@ def bench_train(
 
     The features are random. `raycap bench gpu` measures the stages of the paper's recipe.
 
-    Example: raycap bench train --repeats 5
+    Example: python benchmarks/train.py --repeats 5
     """
     prepare_processor(threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, ExpansionNet v2 at the paper's size")
@@ -62,3 +62,7 @@ def _measure(case: Case, repeats: int) -> tuple[float, float]:
     _, seconds = median_seconds(step, repeats)
     peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     return seconds, int(peak[1]) / 1024 if peak else float("nan")
+
+
+if __name__ == "__main__":
+    typer.run(bench_train)

@@ -1,4 +1,4 @@
-"""`raycap bench metrics`: BLEU, ROUGE-L and CIDEr-D with tokenization, beside pycocoevalcap on the same captions."""
+"""BLEU, ROUGE-L and CIDEr-D with tokenization, beside pycocoevalcap on the same captions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.bench.measuring import median_seconds
-from raycap.jobs.options import References
 from raycap.pipeline.data.caption_files import ImageId, read_references
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import ptb
 from raycap.pipeline.evaluation.scores.metrics import BLEU, Score, score_captions
+
+from measuring import References, median_seconds
 
 METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
 NUM_REFERENCES = 5  # captions per image
@@ -39,15 +38,15 @@ def bench_metrics(
     images: Annotated[int, typer.Option(min=1, help="Number of images, each with five references.")] = 5000,
     references: References = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are printed.")] = 3,
-) -> float:
+) -> None:
     """Time of the caption metrics beside pycocoevalcap.
 
-    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed
-    and returned. A prediction is one of the image's references with words left out and swapped. Generated captions are
+    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is
+    printed. A prediction is one of the image's references with words left out and swapped. Generated captions are
     shorter than COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is
     installed.
 
-    Example: raycap bench metrics --images 5000
+    Example: python benchmarks/metrics.py --images 5000
     """
     captions = _captions_from(references, images) if references else _generated(images)
     predictions = _predictions(captions)
@@ -63,7 +62,6 @@ def bench_metrics(
     theirs = _pycocoevalcap(captions, predictions, repeats)
     difference = max(_difference(ours[name], theirs[name]) for name in METRICS)
     print(f"  largest difference of a value, over all images or per image: {difference:.1e}")
-    return difference
 
 
 def _pycocoevalcap(
@@ -107,11 +105,13 @@ def _difference(ours: Score, theirs: Score) -> float:
 
 
 def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
-    """The first five captions of the first `images` images in a file that have five; UserError if fewer have."""
+    """The first five captions of the first `images` images in a file that have five; an error if fewer have."""
     references = read_references(path)
     enough = {image: texts[:NUM_REFERENCES] for image, texts in references.items() if len(texts) >= NUM_REFERENCES}
     if len(enough) < images:
-        raise UserError(f"{path} has {len(enough)} images with {NUM_REFERENCES} captions; give --images {len(enough)}")
+        raise typer.BadParameter(
+            f"{path} has {len(enough)} images with {NUM_REFERENCES} captions; give --images {len(enough)}"
+        )
     return dict(list(enough.items())[:images])
 
 
@@ -137,3 +137,7 @@ def _predictions(captions: dict[ImageId, list[str]]) -> dict[ImageId, str]:
             words[first : first + 2] = words[first + 1], words[first]
         predictions[image] = " ".join(words)
     return predictions
+
+
+if __name__ == "__main__":
+    typer.run(bench_metrics)

@@ -1,4 +1,4 @@
-"""`raycap bench models`: compares two forms of the model, and prints what the rows of the paper's Table VI cost.
+"""Compares two forms of the model, and prints what the rows of the paper's Table VI cost.
 
 It imports neither Ray nor MLflow, boto3, pydantic and timm, so that it runs on any machine with torch and a GPU.
 """
@@ -18,17 +18,17 @@ import torch
 import typer
 from torch import Tensor
 
-from raycap.jobs.bench.measuring import timed
-from raycap.jobs.bench.reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
-from raycap.jobs.options import Threads
+from raycap.jobs.bench_gpu.measuring import timed
 from raycap.models.base import CaptionModel, Features
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.search import Captions, beam_search, sample
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
 from raycap.models.registry import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.runtime.processor import prepare_processor
+
+from measuring import Threads
+from reference_expansionnet import MaterializedModel, dynamic_expansion, static_expansion
 
 IMAGE_TOKENS, FEATURE_WIDTH, CAPTION_TOKENS = 144, 1536, 20
 SAMPLE_TOKENS = CAPTION_TOKENS + 1  # with SOS, which the reference's sampler does not count
@@ -63,12 +63,12 @@ def bench_models(
 
     The factorized, cached model is compared with the materialized, prefix-recomputing one.
 
-    Example: raycap bench models --images 16
+    Example: python benchmarks/models.py --images 16
     """
     begin = time.monotonic()
     on_cuda = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not on_cuda:
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        raise typer.BadParameter("torch finds no CUDA device here; use --device cpu")
     if threads is not None:
         torch.set_num_threads(threads)
     hardware = torch.cuda.get_device_name() if on_cuda else f"{_processor()}, {torch.get_num_threads()} threads"
@@ -235,3 +235,7 @@ def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     model_name = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
     return model_name[1] if model_name else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    typer.run(bench_models)

@@ -1,4 +1,4 @@
-"""`raycap bench serve`: requests per second and latencies of `raycap serve`, beside the same model in a plain loop."""
+"""Requests per second and latencies of `raycap serve`, beside the same model in a plain loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import typer
 import urllib3
 
-from raycap.jobs.bench.measuring import noise_jpegs
+from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import ServeArguments
 from raycap.jobs.serve.command import require_free, start_or_join
@@ -40,7 +40,7 @@ def bench_serve(
     shares the machine with the server. The loop decodes and captions the same files in this process, one at a time and
     in batches of 16.
 
-    Example: raycap bench serve --model results/models/demo/RUN
+    Example: python benchmarks/serve.py --model results/models/demo/RUN
     """
     files = list(noise_jpegs(16, rows=30, columns=40))
     prepare_processor(threads)
@@ -98,3 +98,7 @@ def _batches(address: str) -> tuple[float, float]:
     text = urllib3.request("GET", f"{address}/metrics").data.decode()
     found = dict(re.findall(r"^raycap_batch_size_(count|sum)\S* (\S+)$", text, re.MULTILINE))
     return float(found.get("count", 0)), float(found.get("sum", 0))
+
+
+if __name__ == "__main__":
+    typer.run(bench_serve)

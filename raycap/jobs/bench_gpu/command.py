@@ -15,10 +15,10 @@ from typing import Annotated
 import torch
 import typer
 
-from raycap.jobs.bench.gpu.device import FACTS, GpuFacts, facts_of, profile, waits
-from raycap.jobs.bench.gpu.estimate import estimate_lines
-from raycap.jobs.bench.gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
-from raycap.jobs.bench.gpu.training_step import training_step
+from raycap.jobs.bench_gpu.device import FACTS, GpuFacts, facts_of, profile, waits
+from raycap.jobs.bench_gpu.estimate import estimate_lines
+from raycap.jobs.bench_gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
+from raycap.jobs.bench_gpu.training_step import training_step
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.processor import prepare_processor
 

@@ -1,4 +1,4 @@
-"""`raycap bench reward`: CIDEr-D rewards per second on one core, beside a plain Python scorer in the same run."""
+"""CIDEr-D rewards per second on one core, beside a plain Python scorer in the same run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import typer
 
-from raycap.jobs.bench.measuring import median_seconds, timed
-from raycap.jobs.bench.reference_cider import PlainCiderD
-from raycap.jobs.options import References
+from raycap.jobs.bench_gpu.measuring import timed
 from raycap.pipeline.data.caption_files import read_references
 from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider_index import build_index
+
+from measuring import References, median_seconds
+from reference_cider import PlainCiderD
 
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
 PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them
@@ -31,7 +33,7 @@ def bench_reward(references: References = None) -> None:
     Both use one core. The median of 20 scorings of 2,000 captions is printed; the plain scorer scores 400 of them.
     Of a Karpathy file the restval split is used.
 
-    Example: raycap bench reward --references dataset_coco_val2014_karpathy.json.gz
+    Example: python benchmarks/reward.py --references dataset_coco_val2014_karpathy.json.gz
     """
     prepare_processor(1)
     captions = _word_numbers(references) if references else list(generated_captions(30_000))
@@ -71,3 +73,7 @@ def generated_captions(images: int) -> Iterator[list[list[int]]]:
         ends = np.cumsum(lengths).tolist()
         captions = [words[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
         yield from (captions[first : first + PER_IMAGE] for first in range(0, len(captions), PER_IMAGE))
+
+
+if __name__ == "__main__":
+    typer.run(bench_reward)
