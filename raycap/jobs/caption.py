@@ -303,9 +303,9 @@ def _measured_precision(model: OpenedBundle, search: dict[str, Any], cluster: Cl
 
     if cluster is None:
         return fastest_precision(StoredBundle(model.location), search, gpus=None)
+    has_joined_cluster = connect(cluster.address)
     import ray
 
-    has_joined_cluster = connect(cluster.address)
     pool = start_pool(cluster, has_joined_cluster)
     task = ray.remote(fastest_precision).options(num_cpus=pool.cpus, num_gpus=pool.gpus)
     with _stall_watch(cluster), one_sentence("the measurement of precisions"):

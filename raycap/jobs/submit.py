@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.exceptions import TyperException
 
 from raycap.jobs.cli import COMMANDS
-from raycap.pipeline.cluster.jobs_api import FINAL_STATES, JobsServer, UnreachableError
-from raycap.pipeline.cluster.packaging import pack
+from raycap.pipeline.cluster.jobs_api import JobsServer, UnreachableError
+from raycap.pipeline.cluster.packaging import stage
 from raycap.pipeline.cluster.submission import (
     check_data_file,
     check_local_paths,
@@ -46,6 +46,9 @@ from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.runtime.stopping import handle_signals
 from raycap.pipeline.version import commit, package_folder
 
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails
+
 logger = logging.getLogger(__name__)
 
 JOB_COMMANDS = ("status", "logs", "stop")
@@ -67,7 +70,7 @@ class Job:
 
 
 def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: bool = False) -> int:
-    """Packs the code, sends it and follows the job. Returns the job's exit code, or 0 at once with `detach`.
+    """Sends the code and follows the job. Returns the job's exit code, or 0 at once with `detach`.
 
     Raises UserError for every mistake that can be found before anything is sent.
     """
@@ -79,29 +82,26 @@ def submit(job: Job, address: str, *, with_dependencies: bool = False, detach: b
 
 
 def start(job: Job, address: str, *, with_dependencies: bool = False) -> tuple[JobsServer, str]:
-    """Packs the code, sends it and starts the job. Returns the server and the job's id. Raises as `submit`."""
+    """Sends the code and starts the job. Returns the server and the job's id. Raises as `submit`."""
     content = _read(job)
     server = JobsServer(address)
     for warning in content.warnings:
         logger.warning(warning)
-    local_ray, cluster_ray = importlib.metadata.version("ray"), server.version()["ray_version"]
+    local_ray, cluster_ray = importlib.metadata.version("ray"), server.ray_version
     logger.info(f"cluster   {server.address}, Ray {cluster_ray}")
     if local_ray != cluster_ray:
         logger.warning(f"this machine has Ray {local_ray}; the job uses the cluster's, which may not fit this code")
     dependencies = requirements(package_folder().parent) if with_dependencies else ()
-    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as scratch:
-        archive = Path(scratch) / "code.zip"
-        package, summary = pack(content.files, archive)
-        logger.info(f"code      {summary}")
-        logger.info("          sent" if server.upload(package, archive) else "          the cluster has it already")
-        begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        name = re.sub(r"[^A-Za-z0-9-]", "-", content.name)  # a job's id is part of a URL
-        job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
-        arguments = job.arguments if content.config is None else [content.config, *job.arguments[1:]]
+    begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^A-Za-z0-9-]", "-", content.name)  # a job's id is part of a URL
+    job_id = f"raycap-{name}-{begin}-{uuid.uuid4().hex[:6]}"
+    arguments = job.arguments if content.config is None else [content.config, *job.arguments[1:]]
+    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
+        logger.info(f"code      {stage(content.files, Path(folder))}")
         server.submit(
             job_id,
             entrypoint(job.command, arguments, job.secrets),
-            runtime_env(f"gcs://{package}", job.variables, dependencies),
+            runtime_env(Path(folder), job.variables, dependencies),
             {"raycap.command": f"{job.command} {arguments[0]}", "raycap.commit": commit()},
         )
     logger.info(f"job       {job_id}: raycap {job.command} {arguments[0]}")
@@ -125,7 +125,7 @@ def _placeholders(names: Sequence[str]) -> Iterator[None]:
 
 
 class _Content(NamedTuple):
-    """What a job needs: a name for it, the files to pack, its configuration's path among them, and warnings."""
+    """What a job needs: a name for it, the files to send, its configuration's path among them, and warnings."""
 
     name: str
     files: Mapping[str, Path | bytes]
@@ -225,21 +225,21 @@ class _Follower:
         self.unreachable_since: float | None = None
         self.pending_message = ""  # the last message of Ray about why the job is pending
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> JobDetails:
         """Follows the job to its end, and returns its record."""
         while True:
             try:
                 info = await asyncio.to_thread(self.server.job, self.job_id)
                 self._note_connected()
-                if info["status"] == "PENDING":
-                    message = " ".join(str(info.get("message") or "waiting for the cluster").split())
+                if info.status.value == "PENDING":
+                    message = " ".join((info.message or "waiting for the cluster").split())
                     if message != self.pending_message:
                         logger.info(f"pending   {message}")
                         self.pending_message = message
                 else:
                     await self._print_log()
                     info = await asyncio.to_thread(self.server.job, self.job_id)
-                    if info["status"] in FINAL_STATES:
+                    if info.status.is_terminal():
                         return info
             except UnreachableError as error:
                 self._note_unreachable(error)
@@ -249,7 +249,7 @@ class _Follower:
         """Prints the part of the log that is not printed yet. Each connection sends the log from its beginning."""
         num_received = 0
         async for text in self.server.tail(self.job_id):
-            if not text and (await asyncio.to_thread(self.server.job, self.job_id))["status"] in FINAL_STATES:
+            if not text and (await asyncio.to_thread(self.server.job, self.job_id)).status.is_terminal():
                 text = await asyncio.to_thread(self.server.logs, self.job_id)
                 self.write(text[self.num_printed :])  # the connection is dead, but the job has ended
                 self.num_printed = len(text)
@@ -283,18 +283,18 @@ def _print_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def _log_end(job_id: str, info: dict[str, Any]) -> int:
+def _log_end(job_id: str, info: JobDetails) -> int:
     """Logs how the job ended. Returns its exit code, or 1 if it was stopped or never started."""
-    code = info.get("driver_exit_code")
-    if info["status"] == "SUCCEEDED":
+    code, status = info.driver_exit_code, info.status.value
+    if status == "SUCCEEDED":
         exit_code, outcome = 0, "succeeded"
-    elif info["status"] == "STOPPED":
+    elif status == "STOPPED":
         exit_code, outcome = 1, "was stopped"
     elif code is None:
-        exit_code, outcome = 1, f"failed: {' '.join(str(info.get('message') or 'no reason given').split())}"
+        exit_code, outcome = 1, f"failed: {' '.join((info.message or 'no reason given').split())}"
     else:
         # A job that signal n killed has the code -n. A shell reports this as 128 + n.
-        exit_code, outcome = int(code) if int(code) > 0 else 128 - int(code), f"failed with exit code {code}"
+        exit_code, outcome = code if code > 0 else 128 - code, f"failed with exit code {code}"
     logger.info(f"job       {job_id} {outcome}")
     return exit_code
 
@@ -317,28 +317,28 @@ def _ask_to_stop(server: JobsServer, job_id: str) -> int:
 def _print_status(server: JobsServer, job_id: str) -> int:
     """Prints the state of a job. Returns 0 unless it failed or was stopped."""
     info = server.job(job_id)
-    logger.info(f"{job_id}: {info['status']}")
-    if info.get("message"):
-        logger.info(str(info["message"]).splitlines()[0])
-    if begin := info.get("start_time"):  # in milliseconds
-        seconds = ((info.get("end_time") or time.time() * 1000) - begin) / 1000
-        logger.info(f"{seconds:.0f} s, {info['entrypoint']}")
-    return _log_end(job_id, info) if info["status"] in ("FAILED", "STOPPED") else 0
+    logger.info(f"{job_id}: {info.status.value}")
+    if info.message:
+        logger.info(info.message.splitlines()[0])
+    if info.start_time:  # in milliseconds
+        seconds = ((info.end_time or time.time() * 1000) - info.start_time) / 1000
+        logger.info(f"{seconds:.0f} s, {info.entrypoint}")
+    return _log_end(job_id, info) if info.status.value in ("FAILED", "STOPPED") else 0
 
 
 def _stop(server: JobsServer, job_id: str, timeout_s: float = 120.0) -> int:
     """Stops a job and waits for its end. Ray kills a job that does not end by itself within STOP_WAIT_S."""
     info = server.job(job_id)
-    if info["status"] in FINAL_STATES:
-        logger.info(f"job       {job_id} had ended already: {info['status']}")
+    if info.status.is_terminal():
+        logger.info(f"job       {job_id} had ended already: {info.status.value}")
         return 0
     server.stop(job_id)
     deadline = time.monotonic() + timeout_s
-    while (info := server.job(job_id))["status"] not in FINAL_STATES:
+    while not (info := server.job(job_id)).status.is_terminal():
         if time.monotonic() > deadline:
-            raise UnreachableError(f"{job_id} is still {info['status']} after {timeout_s:.0f} s; ask again later")
+            raise UnreachableError(f"{job_id} is still {info.status.value} after {timeout_s:.0f} s; ask again later")
         time.sleep(0.5)
-    logger.info(f"job       {job_id} has ended: {info['status']}; the same command resumes its work")
+    logger.info(f"job       {job_id} has ended: {info.status.value}; the same command resumes its work")
     return 0
 
 

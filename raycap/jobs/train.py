@@ -17,7 +17,7 @@ from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runtime.context import RayContext
 from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, keeping_handlers, saving_first
+from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S, call_in_thread, saving_first
 from raycap.pipeline.storage.atomic import is_disk_full
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training.loop import StageJob, train_stages
@@ -90,8 +90,8 @@ def _attempt(job: StageJob, config: RunConfig) -> None:
     After Ctrl-C or SIGTERM the workers save a checkpoint and end, and KeyboardInterrupt is raised.
     """
     try:
-        with saving_first(lambda: _ask_to_stop(job)), keeping_handlers():
-            _trainer(job, config).fit()
+        with saving_first(lambda: _ask_to_stop(job)):
+            call_in_thread(_trainer(job, config).fit)
     finally:
         shutil.rmtree(_scratch(job), ignore_errors=True)
         if failure_file(job).exists():

@@ -97,16 +97,11 @@ def test_jobs_start_a_cluster_without_workers(growing: Cluster, s3: str) -> None
 
 
 def test_doctor_without_workers(growing: Cluster, s3: str) -> None:
-    """The head is checked, and the stages against the node types of the autoscaler, which starts no node for it."""
+    """The head is checked, and the autoscaler starts no node for it."""
     run = write(growing, "run.yaml", settings(s3))
     output = raycap(growing, "doctor", run, "--address", growing.address)
-    assert "no worker is up, so only the head is checked; the autoscaler can start 2 x (1 CPU)" in output
-    assert "training asks for 2 x (1 CPU), and the autoscaler can start 2 x (1 CPU)" in output
-    large = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
-    log = growing.folder / "command.txt"
-    program = growing.start(HEAD, [sys.executable, "-m", "raycap", "doctor", large, "--address", growing.address], log)
-    assert program.wait(TIMEOUT_S) == 1
-    assert "training asks for 2 x (8 CPU), and the autoscaler can start only 2 x (1 CPU)" in log.read_text()
+    assert "no worker is up, so only the head is checked" in output
+    assert "training asks for 2 x (1 CPU), which the live nodes do not have" in output
     assert growing.num_alive() == 1
 
 

@@ -15,10 +15,11 @@ from tests.conftest import ROOT
 # Starts Ray, runs a task, and prints the addresses on which this process and those below it listen, by process.
 SCRIPT = """
 import json, os, sys, time
-import psutil, ray
+import psutil
 from raycap.pipeline.cluster.start import connect
 
 connect(None)
+import ray
 sockets = {}
 
 @ray.remote

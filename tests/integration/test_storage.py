@@ -75,7 +75,7 @@ def test_storage_that_cannot_be_reached_is_named() -> None:
         unreachable.list,
         lambda: unreachable.write_if(b"", None),
     ):
-        with pytest.raises(StorageError, match=r"s3://data/x: storage failed for 1 s: .*" + address):
+        with pytest.raises(StorageError, match=r"s3://data/x: storage failed in every attempt: .*" + address):
             request()
 
 

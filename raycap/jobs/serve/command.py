@@ -17,7 +17,6 @@ from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparis
 from raycap.pipeline.cluster.start import check_address, cluster_address, connect
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.runtime.stopping import keeping_handlers
 from raycap.pipeline.serving.limits import Limits
 
 DEFAULTS = Limits()
@@ -115,22 +114,21 @@ def command(
 
 def _serve(arguments: ServeArguments, host: str, port: int, address: str | None, has_token: bool) -> None:
     """Starts the server and returns when it has ended by itself."""
-    deployments = _deployments()
     check_address(address)
+    deployments = _deployments()
     named_models(arguments, send_local=False)  # before Ray is started, so that a mistake is said at once
     if not cluster_address(address):
         require_free(host, port)
     is_local = start_or_join(address, deployments.needed_cpus(arguments))
     if not is_local:
         deployments.require_unused()
-    with keeping_handlers():
-        try:
-            deployments.start(arguments, host, port, is_local=is_local)
-            access = "with the token of RAYCAP_SERVE_TOKEN" if has_token else "without a token"
-            logger.info(f"serving    http://{f'[{host}]' if ':' in host else host}:{port} ({access}); Ctrl-C stops it")
-            deployments.wait()
-        finally:
-            deployments.stop(is_local=is_local)
+    try:
+        deployments.start(arguments, host, port, is_local=is_local)
+        access = "with the token of RAYCAP_SERVE_TOKEN" if has_token else "without a token"
+        logger.info(f"serving    http://{f'[{host}]' if ':' in host else host}:{port} ({access}); Ctrl-C stops it")
+        deployments.wait()
+    finally:
+        deployments.stop(is_local=is_local)
     logger.error("the server has ended; Ray's logs have the reason")
 
 

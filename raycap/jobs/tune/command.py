@@ -160,12 +160,12 @@ def _log_plan(log: TrialLog) -> None:
 
 def _start_ray(search: Search, address: str | None) -> None:
     """Joins or starts Ray. Raises UserError when a trial needs more than Ray has."""
-    import ray
-
     if connect(address):  # a cluster may have no worker yet
         per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
         wait_for([search.bundle] * per_trial.workers, "a trial", limit_s=limit_s)
     else:
+        import ray
+
         resources = ray.cluster_resources()
         _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
         require_others(search.base.workers, search.config.resources.workers)

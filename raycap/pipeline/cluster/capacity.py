@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
 STATUS_TIMEOUT_S = 10.0
-HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
 UNNAMED = re.compile(r"^(node:|memory$|object_store_memory$)|_group_")  # resources that messages leave out
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
@@ -41,12 +40,6 @@ class ClusterStatus:
     version: int = 0  # increases with each look at the cluster's state, by the autoscaler as well
     answered: int = 0  # the version on which the autoscaler last decided
     refused: Sequence[Sequence[Resources]] = ()  # what could be served by no node type, by that decision
-
-    def could_fit(self, bundles: Sequence[Resources], node_types: Sequence[tuple[Resources, int]]) -> bool:
-        """Whether the bundles would fit the head and new nodes. node_types: (resources, largest number of nodes)."""
-        head = [node for node in self.nodes if HEAD in node]
-        new = [resources for resources, most in node_types for _ in range(min(most, len(bundles)))]
-        return replace(self, nodes=[*head, *new]).fits(bundles)
 
     @property
     def text(self) -> str:

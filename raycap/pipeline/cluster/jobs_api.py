@@ -1,36 +1,35 @@
-"""Ray's jobs server over HTTP: a deadline for every request, and one sentence per refusal.
+"""Ray's jobs server, called with Ray's own client: a deadline for every request, and one sentence for each refusal.
 
-This uses the documented REST interface (/api/version, /api/packages, /api/jobs) because Ray's JobSubmissionClient sets
-no timeouts, sends its token to every server, and reads it once per process. The token is taken from where Ray looks for
-it: RAY_AUTH_TOKEN, the file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token; RAY_AUTH_MODE=disabled sends none.
+The token is taken from where Ray looks for it: RAY_AUTH_TOKEN, the file named by RAY_AUTH_TOKEN_PATH, or
+~/.ray/auth_token; RAY_AUTH_MODE=disabled sends none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import http.client
 import ipaddress
-import json
 import logging
 import os
-import urllib.error
+import re
+import threading
 import urllib.parse
-import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import expanded_path, shown
+from raycap.pipeline.runtime.names import expanded_path, one_line, shown
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
 
 REQUEST_S, UPLOAD_S = 30.0, 600.0  # deadlines of requests
-SUBMIT_ATTEMPTS = 3
-MAX_NODES = 10_000  # the largest number that Ray lists (RAY_MAX_LIMIT_FROM_API_SERVER)
 SILENCE_S = 20.0  # after this long without output of a job, the server is checked
-FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
-
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers them to its argument
+CLIENT_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 
 logger = logging.getLogger(__name__)
 
@@ -39,197 +38,191 @@ class UnreachableError(OSError):
     """The server could not be reached, or failed in a way that may be temporary."""
 
 
-class _OwnRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects within one server, or to the same host's https. Others would hand over the request's token."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        is_upgrade = old.hostname == new.hostname and (old.scheme, new.scheme) == ("http", "https")
-        if not is_upgrade and (old.scheme, old.netloc) != (new.scheme, new.netloc):
-            raise UserError(
-                f"{old.scheme}://{old.netloc} redirects to {new.scheme}://{new.netloc}, which would receive the token; "
-                "if this is the dashboard, give its address"
-            )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+class AbsentError(UserError):
+    """The server does not have what was asked for."""
 
 
 class JobsServer:
     """The jobs server at a dashboard's address, such as http://head:8265."""
 
     def __init__(self, address: str) -> None:
-        if "://" not in address:
-            address = f"http://{address}"
-        if not _is_address(address):
-            raise UserError(
-                f"--address {shown(address)} is not a dashboard's address; give the address that Ray's head prints, "
-                "for example http://head:8265"
-            )
-        parts = urllib.parse.urlsplit(address)
-        if parts.username or parts.password:
-            raise UserError(
-                "--address contains a user or password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
-            )
-        self.address = address.rstrip("/")
-        is_local = _is_this_machine(str(parts.hostname))
-        self.is_unencrypted = parts.scheme == "http" and not is_local
+        self.address = _checked_address(address)
         self.token, self.token_from = find_token()
-        self.token_sent = False
-        self._trusts_proxies = not is_local  # a proxy is not asked for this machine's own servers
-        direct = [urllib.request.ProxyHandler({})] if is_local else []
-        self._opener = urllib.request.build_opener(_OwnRedirects, *direct)
         self.headers: dict[str, str] = {}  # the token is sent only to a server that asks for one
 
-    def version(self) -> dict[str, Any]:
-        """The head's versions, among them `ray_version`. UserError when the server refuses the token."""
-        versions: dict[str, Any] = self._request("GET", "/api/version")
-        if "ray_version" not in versions:
-            raise UserError(f"{self.address} answers, but is not a Ray dashboard; give the head's dashboard address")
-        return versions
+    @cached_property
+    def ray_version(self) -> str:
+        """The head's version of Ray. UserError when the server refuses the token."""
+        import requests
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """The cluster's nodes, each with the entries `state` and `resources_total`."""
-        answer = self._request("GET", f"/api/v0/nodes?detail=1&limit={MAX_NODES}")
-        return list(answer.get("data", {}).get("result", {}).get("result", []))
-
-    def upload(self, name: str, archive: Path) -> bool:
-        """Uploads a package to the cluster. Returns False, without an upload, when the cluster has it already."""
-        path = f"/api/packages/gcs/{name}"
+        url = f"{self.address}/api/version"
         try:
-            self._request("GET", path)
-            return False
-        except FileNotFoundError:
-            self._request("PUT", path, archive.read_bytes(), UPLOAD_S)
-            return True
+            answer = requests.get(url, timeout=REQUEST_S)
+            if answer.status_code == 401 and self.token:
+                if not _is_private(self.address):
+                    logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
+                self.headers = {"Authorization": f"Bearer {self.token}"}
+                answer = requests.get(url, headers=self.headers, timeout=REQUEST_S)
+        except requests.RequestException as error:
+            raise UnreachableError(f"{self.address} cannot be reached: {one_line(error)}") from error
+        if answer.status_code != 200:
+            raise self._refusal(answer.status_code, answer.text)
+        try:
+            return str(answer.json()["ray_version"])
+        except (ValueError, KeyError, TypeError):
+            raise self._refusal(404, "") from None
 
     def submit(self, job_id: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
-        """Starts a job under an id chosen here, so that a request repeated after a cut connection starts only one."""
-        body = {"submission_id": job_id, "entrypoint": entrypoint, "runtime_env": runtime_env, "metadata": metadata}
-        for attempt in range(1, SUBMIT_ATTEMPTS + 1):
-            try:
-                self._request("POST", "/api/jobs/", json.dumps(body).encode(), UPLOAD_S)
-                return
-            except UnreachableError:
-                with suppress(UserError, UnreachableError):
-                    self.job(job_id)
-                    return  # the job was started and only the answer was lost
-                if attempt == SUBMIT_ATTEMPTS:
-                    raise
-
-    def job(self, job_id: str) -> dict[str, Any]:
-        """A job's record: status, message, driver_exit_code. Raises UserError when there is no such job."""
+        """Uploads the working directory of `runtime_env` and starts a job under an id chosen here."""
+        arguments = {"entrypoint": entrypoint, "runtime_env": runtime_env, "metadata": metadata}
         try:
-            return dict(self._request("GET", _job_path(job_id)))
-        except FileNotFoundError:
-            raise UserError(f"{self.address} has no job {job_id}; look up its id in the cluster's dashboard") from None
+            self._call("submit_job", UPLOAD_S, submission_id=job_id, **arguments)
+        except UnreachableError as error:
+            try:
+                self.job(job_id)  # the job was started and only the answer was lost
+            except (UserError, UnreachableError):
+                raise error from None
+
+    def job(self, job_id: str) -> JobDetails:
+        """A job's record: status, message, driver_exit_code. Raises UserError when there is no such job."""
+        details: JobDetails = self._about("get_job_info", job_id)
+        return details
 
     def logs(self, job_id: str) -> str:
         """The output of a job so far."""
-        return str(self._request("GET", f"{_job_path(job_id)}/logs").get("logs", ""))
+        return str(self._about("get_job_logs", job_id))
 
-    def stop(self, job_id: str) -> bool:
-        """Requests that a job end. Returns False when it had ended already."""
-        return bool(self._request("POST", f"{_job_path(job_id)}/stop", b"").get("stopped"))
+    def stop(self, job_id: str) -> None:
+        """Requests that a job end."""
+        self._about("stop_job", job_id)
 
     async def tail(self, job_id: str) -> AsyncIterator[str]:
         """A job's log from its beginning, piece by piece, until the job ends. Raises UnreachableError when it is cut.
 
-        Ray's server answers no ping. So an empty piece follows each SILENCE_S without output, and the caller then
-        checks the server by another request.
+        A connection that has died says nothing. So an empty piece follows each SILENCE_S without output, and the caller
+        then checks the server by another request.
         """
         import aiohttp
 
-        url = f"{self.address}{_job_path(job_id)}/logs/tail"
-        timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_S, sock_connect=REQUEST_S)
+        pieces = self._client.tail_job_logs(job_id)
         try:
-            async with (
-                aiohttp.ClientSession(headers=self.headers, timeout=timeout, trust_env=self._trusts_proxies) as session,
-                session.ws_connect(url, max_msg_size=0) as socket,
-            ):
-                async for piece in _pieces(socket):
-                    yield piece
-                if socket.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE or socket.exception() is not None:
-                    raise UnreachableError(f"{self.address}: the connection was cut")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise UnreachableError(f"{self.address}: {error or type(error).__name__}") from error
+            while True:
+                piece = asyncio.ensure_future(anext(pieces, None))
+                try:
+                    while not (await asyncio.wait({piece}, timeout=SILENCE_S))[0]:
+                        yield ""
+                finally:
+                    piece.cancel()
+                text = piece.result()
+                if text is None:
+                    return
+                yield text
+        except (aiohttp.ClientError, RuntimeError, TimeoutError) as error:
+            raise UnreachableError(f"{self.address}: the connection was cut ({one_line(error)})") from error
 
-    def _request(self, method: str, path: str, body: bytes | None = None, deadline_s: float = REQUEST_S) -> Any:
-        """Sends a request. Returns the JSON of the answer; {} if the answer is not JSON.
+    @cached_property
+    def _client(self) -> JobSubmissionClient:
+        version = self.ray_version  # raises an error in one sentence, and finds out whether a token is needed
+        from ray.job_submission import JobSubmissionClient
 
-        Raises FileNotFoundError for status 404, UserError for a refusal, and UnreachableError for other failures.
-        """
-        headers = self.headers | ({"Content-Type": "application/json"} if path == "/api/jobs/" else {})
-        request = urllib.request.Request(self.address + path, data=body, headers=headers, method=method)
+        logger.debug(f"{self.address} has Ray {version}")
+        for name in CLIENT_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        with _without(ADDRESS_VARIABLES):
+            return JobSubmissionClient(self.address, headers=dict(self.headers))
+
+    def _about(self, method: str, job_id: str) -> Any:
+        """The result of a method for one job. The id becomes a part of a URL."""
         try:
-            with self._opener.open(request, timeout=deadline_s) as response:
-                data = response.read()
-        except urllib.error.HTTPError as error:
-            if error.code == 401 and self.token and not self.token_sent:
-                if self.is_unencrypted:
-                    logger.warning("the token is sent over http, where others can read it; use https or a tunnel")
-                self.token_sent, self.headers = True, {"Authorization": f"Bearer {self.token}"}
-                return self._request(method, path, body, deadline_s)
-            raise self._refusal(error.code, error.read().decode("utf-8", "replace")) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error) or type(error).__name__
-            raise UnreachableError(f"{self.address} cannot be reached: {reason}") from error
-        with suppress(ValueError):
-            return json.loads(data)
-        return {}
+            if re.fullmatch(r"[\w-]+", job_id, re.ASCII):
+                return self._call(method, REQUEST_S, job_id)
+        except AbsentError:
+            pass
+        raise UserError(f"{self.address} has no job {shown(job_id)}; look up its id in the cluster's dashboard")
+
+    def _call(self, method: str, deadline_s: float, *arguments: Any, **named: Any) -> Any:
+        """The result of a method of Ray's client, which sets no deadlines. So it runs in a thread of its own."""
+        import requests
+        from ray.exceptions import AuthenticationError
+
+        future = Future[Any]()
+
+        def run() -> None:
+            try:
+                future.set_result(getattr(self._client, method)(*arguments, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="jobs-server", daemon=True).start()
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            raise UnreachableError(f"{self.address} has not answered within {deadline_s:g} s") from None
+        except AuthenticationError as error:
+            raise self._refusal(403 if self.token else 401, str(error)) from None
+        except (requests.RequestException, ConnectionError) as error:
+            raise UnreachableError(f"{self.address} cannot be reached: {one_line(error)}") from error
+        except RuntimeError as error:  # the client's error for other answers
+            found = re.search(r"status code (\d+): (.*)", str(error), re.DOTALL)
+            if found is None:
+                raise
+            raise self._refusal(int(found[1]), found[2]) from None
+        except (TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.address} gives an answer that this Ray cannot read: {one_line(error)}") from error
 
     def _refusal(self, code: int, text: str) -> Exception:
         """The error to raise for an HTTP status code and the text of the server's answer."""
         last_line = text.strip().splitlines()[-1] if text.strip() else f"status {code}"
-        if code == 404:
-            return FileNotFoundError(errno.ENOENT, last_line, self.address)
         refusals = {
-            400: f"refuses the request: {last_line}",
             401: "asks for a token and none was sent; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file that "
             "holds it",
             403: f"refuses the token from {self.token_from}; use the token that its head was started with",
-            413: f"refuses the request: {last_line}",
         }
-        if code in refusals:
-            return UserError(f"{self.address} {refusals[code]}")
+        if code == 404:
+            return AbsentError(f"{self.address} is not a Ray dashboard; give the head's dashboard address")
+        if 400 <= code < 500:
+            return UserError(f"{self.address} {refusals.get(code, f'refuses the request: {last_line}')}")
         return UnreachableError(f"{self.address} failed with status {code}: {last_line}")
 
 
-def _is_address(address: str) -> bool:
-    """Whether a text is an address of HTTP with which urllib can try to connect."""
+def _checked_address(address: str) -> str:
+    """The address with its scheme and without a slash at its end. Raises UserError for a text that is none."""
+    if "://" not in address:
+        address = f"http://{address}"
     try:
         parts = urllib.parse.urlsplit(address)
-        host, _ = (parts.hostname or "").encode("idna"), parts.port  # an error for a label or port that cannot be
-    except ValueError:
-        return False
-    is_plain = address.isprintable() and f"{parts.path}{parts.query}".isascii()
-    return parts.scheme in ("http", "https") and bool(host) and is_plain
+        is_valid = parts.port != 0 and parts.scheme in ("http", "https") and parts.hostname and address.isprintable()
+    except ValueError:  # a port or host that cannot be
+        is_valid = False
+    if is_valid and (parts.username or parts.password):
+        raise UserError("--address contains a user or password; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file")
+    if is_valid:
+        return address.rstrip("/")
+    raise UserError(
+        f"--address {shown(address)} is not a dashboard's address; give the address that Ray's head prints, "
+        "for example http://head:8265"
+    )
 
 
-def _is_this_machine(host: str) -> bool:
-    """Whether a host's name or IP address can only mean this machine."""
+def _is_private(address: str) -> bool:
+    """Whether nobody else can read what is sent to an address: over https, or to this machine."""
+    parts = urllib.parse.urlsplit(address)
+    host = parts.hostname or ""
     with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
+        return parts.scheme == "https" or ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
-def _job_path(job_id: str) -> str:
-    return f"/api/jobs/{urllib.parse.quote(job_id, safe='')}"
-
-
-async def _pieces(socket: Any) -> AsyncIterator[str]:
-    """Yields the texts that a WebSocket receives until it is closed, and "" after each SILENCE_S without a text."""
-    while True:
-        received = asyncio.ensure_future(socket.receive())
-        try:
-            while not received.done():
-                await asyncio.wait({received}, timeout=SILENCE_S)
-                if not received.done():
-                    yield ""
-        finally:
-            received.cancel()
-        text = received.result().data
-        if not isinstance(text, str):  # the connection was closed or cut, or has failed
-            return
-        yield text
+@contextmanager
+def _without(variables: tuple[str, ...]) -> Iterator[None]:
+    """Takes environment variables away in the context."""
+    values: Mapping[str, str] = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
 
 
 def find_token() -> tuple[str | None, str]:

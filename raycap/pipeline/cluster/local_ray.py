@@ -12,10 +12,8 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 
@@ -24,23 +22,22 @@ from raycap.pipeline.errors import UserError
 AGENTS_S = 3.0  # for processes to end
 
 
+def listen_on_loopback() -> None:
+    """Makes a Ray that this process starts use the address 127.0.0.1. Must be called before Ray is imported.
+
+    Ray replaces a loopback address that is given to `ray.init` by the machine's own, but for this setting.
+    """
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
 def start_local_ray(**options: Any) -> None:
     """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
     # Where torch's workers exchange gradients; by default the address of the machine's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import ray
-    from ray._private import ray_constants, services
 
     protect_token()
-    # A signal to the command's process group does not end Ray, so that training can still save a checkpoint. Elsewhere
-    # than on Linux, Ray needs the group to end its processes with the command.
-    group = 0 if sys.platform == "linux" else None
-    with (
-        patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=group)),
-        # Ray replaces a loopback address that is given to `ray.init` by the machine's own, except with this constant.
-        patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        ending_children(),
-    ):
+    with ending_children():
         ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
     atexit.register(_shut_down)  # before Ray's own shutdown, which was registered earlier
 

@@ -1,20 +1,13 @@
-"""The package raycap as one archive for a job on a cluster.
+"""The files that a job on a cluster gets, as a folder that Ray packs and sends (`working_dir`).
 
-The archive holds what a wheel holds, below raycap/. In a checkout of git these are only files that
-git tracks, so that pictures, results and notes beside the code stay here. Equal files give an archive of equal bytes,
-so that a cluster receives it only once. Ray's own packaging (`working_dir` of a runtime environment) sends whole
-folders, and its parts are not public.
+They are what a wheel of raycap contains, below raycap/. In a checkout of git these are only files that git tracks, so
+that pictures, results and notes beside the code stay here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import logging
-import os
 import re
-import shutil
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def package_sources(package: Path) -> dict[str, Path]:
-    """The files of the package raycap in the folder `package`, by their path in an archive.
+    """The files of the package raycap in the folder `package`, by their path in the job's folder.
 
     In a checkout of git they are those that git tracks. Logs which modules git does not track, because the job lacks
     them. Raises UserError if git cannot list the files, and for a package that cannot be run.
@@ -49,7 +42,7 @@ def package_sources(package: Path) -> dict[str, Path]:
 
 
 def _tracked_sources(checkout: Path) -> dict[str, Path]:
-    """The files of the package in a checkout that git tracks, by their path in an archive."""
+    """The files of the package in a checkout that git tracks, by their path in the job's folder."""
     try:
         tracked, untracked = checkout_files(checkout, PACKAGE)
     except OSError as error:
@@ -68,45 +61,26 @@ def refuse_private_keys(files: Mapping[str, Path | bytes]) -> None:
             raise UserError(f"{path} contains a private key, which others could read on the cluster; remove it")
 
 
-def pack(files: Mapping[str, Path | bytes], target: Path, limit: int = LIMIT_BYTES) -> tuple[str, str]:
-    """Writes the archive `target` of files or contents by their path in it.
+def stage(files: Mapping[str, Path | bytes], folder: Path, limit: int = LIMIT_BYTES) -> str:
+    """Writes files or contents into a folder, which Ray packs, by their path in it. Returns a line about its content.
 
-    Returns its name in Ray's package store, where equal files have equal names, and a line about its content. Raises
-    UserError naming the largest files as soon as the archive exceeds `limit` bytes.
+    Raises UserError naming the largest files if they have more than `limit` bytes.
     """
     sizes = {name: len(value) if isinstance(value, bytes) else value.stat().st_size for name, value in files.items()}
     by_size = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{name} ({mebibytes(size)})" for name, size in by_size[:NUM_NAMED_FILES])
-    num_files, content = f"{len(files)} files", mebibytes(sum(sizes.values()))
-    with target.open("wb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name in sorted(files):
-                _add(archive, name, files[name])
-                if file.tell() > limit:
-                    break
-        packed_size = file.tell()
-    if packed_size > limit:
+    summary = f"{len(files)} files, {mebibytes(sum(sizes.values()))}"
+    if sum(sizes.values()) > limit:
         raise UserError(
-            f"the code to send ({num_files}, {content}) packs to more than the {mebibytes(limit)} that Ray's jobs "
-            f"server accepts; put large files that keys name where all nodes find them, and give absolute paths; the "
-            f"largest files: {largest}"
+            f"the code to send ({summary}) has more than the {mebibytes(limit)} that Ray's jobs server accepts; put "
+            "large files that keys name where all nodes find them, and give absolute paths; the largest files: "
+            f"{largest}"
         )
-    digest = hashlib.sha1(target.read_bytes()).hexdigest()
-    summary = f"{num_files}, {content}, {mebibytes(packed_size)} packed; the largest: {largest}"
-    return f"_ray_pkg_{digest}.zip", summary
-
-
-def _add(archive: zipfile.ZipFile, name: str, value: Path | bytes) -> None:
-    """Adds one file. It gets the fixed time of ZipInfo, because its own would change the archive's digest."""
-    info = zipfile.ZipInfo(name)
-    info.compress_type = zipfile.ZIP_DEFLATED
-    is_executable = isinstance(value, Path) and os.access(value, os.X_OK)
-    info.external_attr = (0o755 if is_executable else 0o644) << 16  # the upper two bytes are the Unix mode
-    with (
-        archive.open(info, "w") as target,
-        value.open("rb") if isinstance(value, Path) else io.BytesIO(value) as source,
-    ):
-        shutil.copyfileobj(source, target)
+    for name, value in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(value if isinstance(value, bytes) else value.read_bytes())
+    return f"{summary}; the largest: {largest}"
 
 
 def mebibytes(size: int) -> str:

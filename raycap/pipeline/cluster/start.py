@@ -11,13 +11,13 @@ import time
 from typing import Literal
 
 from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.local_ray import start_local_ray
+from raycap.pipeline.cluster.local_ray import listen_on_loopback, start_local_ray
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import one_line, shown
-from raycap.pipeline.runtime.stopping import keeping_handlers
+from raycap.pipeline.runtime.stopping import restoring_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     the process, also when it is killed. Raises UserError if this machine or no node of the cluster has what the stage
     needs, and WaitedTooLongError after `workers.max_wait_minutes`.
     """
-    import ray
-
     bundles = stage_bundles(config, stage)
     training, extraction = stage_bundles(config, "training"), stage_bundles(config, "features")
     needed_cpus = max(sum(bundle["CPU"] for bundle in each) for each in (training, extraction))
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
         wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
         return
+    import ray
+
     _require_gpus(config, ray.cluster_resources().get("GPU", 0))
     require_others(config.workers, len(stage_bundles(config, "training")))
 
@@ -107,8 +107,13 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def check_address(address: str | None) -> None:
-    """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins."""
+    """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins.
+
+    Without an address it prepares the import of Ray.
+    """
     address = cluster_address(address)
+    if not address:
+        listen_on_loopback()
     if address and not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
         raise UserError(
             f"--address {shown(address)} (or RAY_ADDRESS) is no address of a Ray cluster; give auto or HOST:PORT, for "
@@ -157,12 +162,13 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     # Ray sends no usage reports and no state of Ray Train, and leaves CUDA_VISIBLE_DEVICES of tasks without GPUs alone.
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
+    check_address(address)
     import ray
 
     address = cluster_address(address)
     if ray.is_initialized():
         return bool(address)
-    with keeping_handlers():
+    with restoring_handlers():
         if address:
             _require_answer(address)
             try:

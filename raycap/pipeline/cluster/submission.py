@@ -37,7 +37,7 @@ _PROVIDED_BY_CLUSTER = ("ray",)  # packages of the lock file that a job does not
 
 
 def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = ()) -> str:
-    """The shell command that runs `raycap COMMAND ARGUMENTS` in the unpacked package.
+    """The shell command that runs `raycap COMMAND ARGUMENTS` in the job's folder.
 
     The shell stops at `: "${NAME:?text}"` with this text if the variable NAME is not set. `exec` replaces the shell, so
     that Ray's signal reaches raycap.
@@ -48,10 +48,13 @@ def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = 
     return " && ".join([*checks, f"exec {shlex.join(words)}"])
 
 
-def runtime_env(package_uri: str, env_vars: Mapping[str, str], packages: Sequence[str]) -> dict[str, Any]:
-    """Ray's description of the job's environment, without secrets. packages: lines for pip."""
+def runtime_env(folder: Path, env_vars: Mapping[str, str], packages: Sequence[str]) -> dict[str, Any]:
+    """Ray's description of the job's environment, without secrets.
+
+    folder: the job's files, which Ray packs and sends. packages: lines for pip.
+    """
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(env_vars)
-    environment: dict[str, Any] = {"working_dir": package_uri, "env_vars": variables}
+    environment: dict[str, Any] = {"working_dir": str(folder), "env_vars": variables}
     if packages:
         # pip rather than uv, because pip reuses packages that the cluster's Python has already
         environment["pip"] = {"packages": list(packages), "pip_check": False}
@@ -61,10 +64,10 @@ def runtime_env(package_uri: str, env_vars: Mapping[str, str], packages: Sequenc
 def package_files(
     config: Path | None, package: Path, named: Iterable[str | Path] = ()
 ) -> tuple[dict[str, Path | bytes], str | None]:
-    """The files to pack, by their path in the archive, and the configuration's path there, if there is one.
+    """The files to send, by their path in the job's folder, and the configuration's path there, if there is one.
 
     They are the package raycap in the folder `package`, the configuration with the files that it references, and the
-    relative paths among `named` that are files here: a job starts in the archive's folder, where they are found too.
+    relative paths among `named` that are files here: a job starts in its folder, where they are found too.
     Raises UserError for a file with a private key.
     """
     files: dict[str, Path | bytes] = {**package_sources(package), f"{PACKAGE}/{COMMIT_FILE}": commit().encode()}

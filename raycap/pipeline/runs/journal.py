@@ -137,12 +137,6 @@ def _parse(lines: bytes) -> list[Entry]:
     return entries
 
 
-def num_damaged_lines(content: bytes) -> int:
-    """The number of complete lines of a part that are not entries."""
-    complete = content[: content.rfind(b"\n") + 1]
-    return len(complete.splitlines()) - len(_parse(complete))
-
-
 def _is_entry(value: Any) -> bool:
     """Whether a line's value has the keys of every entry, with values of their types."""
     return (

@@ -7,11 +7,13 @@ second signal ends the process at once.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,25 +71,40 @@ def saving_first(ask: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_handlers() -> Iterator[None]:
-    """Ignores handlers that a library sets for these signals in the block, as Ray does when it starts and trains.
+def restoring_handlers() -> Iterator[None]:
+    """Installs the handlers again after the block, in which Ray replaces them, also in its native code.
 
-    After the block they are installed once more: Ray's native code sets a handler for SIGTERM that prints a dump and
-    ends the process three seconds later.
+    In the block a SIGTERM meets Ray's handler, which exits. Here this is a stop like any other.
     """
-    original = signal.signal
-
-    def set_handler(number: int, handler: Any) -> Any:
-        return signal.getsignal(number) if number in _SIGNALS else original(number, handler)
-
-    signal.signal = set_handler  # type: ignore[assignment]
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
+        _Received.number = signal.SIGTERM
+        raise KeyboardInterrupt from None
     finally:
-        signal.signal = original
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                signal.signal(number, signal.getsignal(number))
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def call_in_thread(function: Callable[[], Any]) -> Any:
+    """The result of a function that would install handlers of its own, as Ray Train does in the main thread only.
+
+    The main thread waits and handles signals. When it raises an exception, the function goes on until the process ends.
+    """
+    future, context = Future[Any](), contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(function))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
 
 
 def _stop(number: int, _: object) -> None:

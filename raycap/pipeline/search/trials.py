@@ -137,7 +137,9 @@ class SearchFolder:
         try:
             return [_read_record(storage_path(path)) for path in sorted((self.path / "trials").glob("[0-9]*.json"))]
         except DamagedError as error:
-            raise DamagedError(f"{error}; {DAMAGE_RULE[-1]}") from error
+            raise DamagedError(
+                f"{error}; restore it from a copy, or remove it, and the search runs another trial in its place"
+            ) from error
 
     def write(self, record: TrialRecord) -> None:
         name = f"trials/{record.number:05}.json"
@@ -159,20 +161,6 @@ def _read_record(path: StoragePath) -> TrialRecord:
         return TypeAdapter(TrialRecord).validate_python(values)  # makes tuples of JSON's lists
     except ValidationError as error:
         raise DamagedError(f"{path} is damaged: {one_line(error)}") from error
-
-
-def _in_record(path: StoragePath) -> list[str]:
-    """Raises DamagedError for a damaged trial."""
-    _read_record(path)
-    return []
-
-
-# The names of the files of trials, their check and the remedy, for `find_damaged_files`.
-DAMAGE_RULE = (
-    r"searches/[^/]+/trials/[0-9][^/]*\.json",
-    _in_record,
-    "restore it from a copy, or remove it, and the search runs another trial in its place",
-)
 
 
 class TrialLog:

@@ -4,8 +4,8 @@
 
 A file is read as a whole when it is first used on a machine. One core hashes 1 to 2 GB/s with SHA instructions, so a
 checkpoint takes less time than its loading, and a feature store about as long as reading it once. A mark in the cache
-folder remembers the size and the time of a file that was whole; the marks may be deleted at any time. Damage that
-changes neither size nor time after the first use is found by `raycap doctor --storage`, which uses no marks.
+folder remembers the size and the time of a file that was whole. Damage that changes neither size nor time after the
+first use is found after the folder `checked` of the cache was deleted, which may be done at any time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any
 
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
-from raycap.pipeline.storage.path import StoragePath, cache_folder
+from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
 MAX_MARK_AGE_S = 90 * 86400.0
-BLOCK_BYTES = 2**26  # of a remote file that is read at a time
 MAX_HOLES = 10  # a larger file than this many times its blocks on the disk is sparse; file systems may compress, too
 
 
@@ -137,31 +136,3 @@ def file_digest(path: Path) -> str:
         )
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def find_damage(folder: StoragePath) -> list[str]:
-    """One sentence for each damaged file among those in a folder's `digests.json`. Reads all of them.
-
-    Finds none in a folder whose `digests.json` has changed meanwhile, because its files are being replaced or removed.
-    Raises DamagedError when `digests.json` itself is damaged, and FileNotFoundError when it is removed.
-    """
-    content, damages = (folder / DIGESTS).read_bytes(), []
-    for name, digest in digests_in(content, str(folder / DIGESTS)).items():
-        try:
-            if stored_digest(folder / name) != digest:
-                damages.append(f"{folder / name} is damaged: it does not have the digest in {DIGESTS}")
-        except FileNotFoundError:
-            damages.append(f"{folder / name} is missing")
-        except UserError as error:
-            damages.append(str(error))
-    return damages if not damages or (folder / DIGESTS).read_bytes() == content else []
-
-
-def stored_digest(path: StoragePath) -> str:
-    """The SHA-256 of a file, local or on S3, in bounded memory. Raises UserError as `file_digest`."""
-    if not path.is_remote:
-        return file_digest(path.path)
-    digest, size = hashlib.sha256(), path.stat().size
-    for start in range(0, size, BLOCK_BYTES):
-        digest.update(path.read_range(start, BLOCK_BYTES))
-    return digest.hexdigest()

@@ -1,8 +1,8 @@
 """Objects on S3. No other module imports boto3.
 
-Requests that fail are repeated for some minutes, by botocore's rules (`Retries`), and boto3's transfer manager moves
-large objects in parts. This module also repeats reads whose body was cut, and recognizes a successful conditional write
-whose answer was lost.
+botocore repeats requests that fail (its mode "legacy", with more attempts), and boto3's transfer manager moves large
+objects in parts. This module also repeats reads whose body was cut, and recognizes a successful conditional write whose
+answer was lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,9 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 30.0  # a client that repeats requests for longer than this logs it this often
-FIRST_FAILURE = "raycap_first_failure"  # the key in botocore's context of a request for the time of its first failure
-MANY_ATTEMPTS = 10**6  # the time ends the repeats, not the number
+LOGGED_AFTER = 5  # failures of a request, which take about 15 s
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
 PARTS_AT_A_TIME = 4
@@ -35,60 +32,6 @@ RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it
 PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
 PAUSE_S = 0.5  # the longest pause after a cut body, or while another conditional write to the same object is under way
 DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
-
-
-class Retries:
-    """Repeats the failed requests of one client, each for `minutes` from its first failure.
-
-    The rules of botocore's mode "standard" decide which failures are repeated and how long the pauses are: random,
-    growing, and at most 20 s. None of botocore's modes as such survives an outage of minutes. In "standard" all threads
-    of a client share a quota of 35 to 100 repeats, which an outage uses up within seconds. "adaptive" has the same
-    quota, and one overloaded prefix slows down every request of the client. "legacy" has no quota, but its pauses
-    double without a limit, so that it may notice the end of an outage as late again as the outage lasted.
-    """
-
-    def __init__(self, minutes: float) -> None:
-        from botocore.retries import standard
-
-        self._seconds, self._lock, self._logged_at = 60 * minutes, threading.Lock(), -math.inf
-        self._adapter = standard.RetryEventAdapter()
-        throttling = standard.ThrottlingErrorDetector(self._adapter)
-        self._policy = standard.RetryPolicy(
-            standard.StandardRetryConditions(MANY_ATTEMPTS), standard.ExponentialBackoff(throttling_detector=throttling)
-        )
-
-    def register(self, client: Any) -> None:
-        """Handles the client's failed requests from now on. The client's own retries must be switched off."""
-        client.meta.events.register_last("needs-retry.s3", self.pause)
-
-    def pause(self, **event: Any) -> float | None:
-        """The seconds to wait before the next attempt; None after a success, a refusal or the last attempt.
-
-        event: the values of botocore's event needs-retry.
-        """
-        context = self._adapter.create_retry_context(**event)
-        if not self._policy.should_retry(context):
-            return None
-        now = time.monotonic()
-        failing_s = now - context.request_context.setdefault(FIRST_FAILURE, now)
-        left_s = self._seconds - failing_s
-        if left_s <= 0:
-            return None
-        if self._may_log(failing_s, now):
-            reason = context.caught_exception or context.get_error_code() or context.http_response.status_code
-            logger.warning(
-                f"S3: {event['operation'].name} {event['request_dict']['url']} has failed for {failing_s:.0f} s "
-                f"({' '.join(str(reason).split())}); it is repeated for up to {left_s / 60:.1f} more minutes"
-            )
-        return min(left_s, float(self._policy.compute_retry_delay(context)))
-
-    def _may_log(self, failing_s: float, now: float) -> bool:
-        """Whether a request that has failed for `failing_s` seconds is logged: one of a client every LOG_EVERY_S."""
-        with self._lock:
-            if failing_s < LOG_EVERY_S or now - self._logged_at < LOG_EVERY_S:
-                return False
-            self._logged_at = now
-            return True
 
 
 class StorageError(OSError):
@@ -118,6 +61,14 @@ class StorageOptions:
     endpoint_url: str | None = None  # None: from the usual AWS sources (environment, profile, instance role)
     region: str | None = None  # None: from the same sources
     retry_minutes: float = RETRY_MINUTES  # how long a request that fails is repeated
+
+    @property
+    def attempts(self) -> int:
+        """How often botocore sends a request, so that its pauses take about `retry_minutes`.
+
+        Pause number i is random, below 2 ** i seconds, from i = 0.
+        """
+        return 1 + int(math.log2(1 + 120 * self.retry_minutes))
 
     @property
     def hasty(self) -> StorageOptions:
@@ -305,7 +256,7 @@ class S3Object:
         """The error to raise, with the text of `error` in one line. is_repeated: the request failed more than once."""
         reason = " ".join(str(error).split())
         if is_repeated:
-            return OutageError(f"{self.uri}: storage failed for {60 * self.options.retry_minutes:.0f} s: {reason}")
+            return OutageError(f"{self.uri}: storage failed in every attempt: {reason}")
         return StorageError(f"{self.uri}: storage failed: {reason}")
 
 
@@ -340,10 +291,22 @@ def _client(options: StorageOptions, pid: int) -> Any:
         connect_timeout=5,
         read_timeout=30,
         max_pool_connections=32,
-        retries={"mode": "standard", "total_max_attempts": 1},  # `Retries` repeats requests
+        # In the modes "standard" and "adaptive", all threads share a quota of 35 to 100 repeats, which an outage uses
+        # up within seconds.
+        retries={"mode": "legacy", "total_max_attempts": options.attempts},
     )
     client = boto3.session.Session().client(
         "s3", endpoint_url=options.endpoint_url, region_name=options.region, config=config
     )
-    Retries(options.retry_minutes).register(client)
+    client.meta.events.register_first("needs-retry.s3", _log_failure)
     return client
+
+
+def _log_failure(
+    attempts: int, operation: Any, request_dict: Any, caught_exception: Any, response: Any, **_: Any
+) -> None:
+    """Logs a request that has failed for some time. It is called by botocore before it decides about a repeat."""
+    status = 0 if response is None else response[0].status_code
+    if attempts > LOGGED_AFTER and (caught_exception or status >= HTTPStatus.INTERNAL_SERVER_ERROR):
+        reason = " ".join(str(caught_exception or status).split())
+        logger.warning(f"S3: {operation.name} {request_dict['url']} has failed {attempts} times ({reason})")

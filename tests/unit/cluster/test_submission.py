@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +15,7 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.jobs.submit import parse_arguments
-from raycap.pipeline.cluster.packaging import pack, package_sources
+from raycap.pipeline.cluster.packaging import package_sources, stage
 from raycap.pipeline.cluster.submission import (
     check_data_file,
     check_local_paths,
@@ -120,15 +119,6 @@ def test_a_checkout_whose_files_git_cannot_list_is_refused(
         package_sources(package)
 
 
-def test_a_tracked_link_is_left_out(tmp_path: Path) -> None:
-    package = checkout(tmp_path / "project")
-    root = package.parent
-    (package / "configs" / "a.yaml").symlink_to("../../results/private.yaml")
-    track(package)
-    (root / "results" / "private.yaml").write_text(SECRET)
-    assert set(package_sources(package)) == PACKED
-
-
 def test_an_installed_package_in_the_repository_of_another_project_is_packed(tmp_path: Path) -> None:
     package = tmp_path / "project" / "raycap"
     for name in (*CODE, "../models/theirs.py"):
@@ -153,71 +143,27 @@ def test_a_package_of_links_is_packed_and_an_incomplete_one_refused(tmp_path: Pa
         package_sources(package)
 
 
-def test_an_installed_package_is_packed_whole(tmp_path: Path) -> None:
-    package = tmp_path / "site-packages" / "raycap"
-    for name in (*CODE[:-1], "__main__.py", "jobs/__pycache__/a.pyc", "../other/a.py"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(name)
-    assert set(package_sources(package)) == PACKED
+def test_files_above_the_limit_are_refused_with_the_largest(tmp_path: Path) -> None:
+    files: dict[str, Path | bytes] = {"small.py": b"x", "noise.bin": bytes(300_000), "deep/other.bin": bytes(200_000)}
+    with pytest.raises(UserError, match=r"where all nodes find them.*noise\.bin \(0\.3 MiB\), deep/other\.bin "):
+        stage(files, tmp_path, limit=250_000)
+    assert not list(tmp_path.iterdir())
+    assert stage(files, tmp_path, limit=600_000).startswith("3 files, 0.5 MiB; the largest: noise.bin ")
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"small.py", "noise.bin", "other.bin"}
 
 
-def test_equal_files_pack_to_equal_bytes(tmp_path: Path) -> None:
-    package = checkout(tmp_path / "project")
-    first, _ = pack(dict(package_sources(package)), tmp_path / "a.zip")
-    for path in package.parent.rglob("*.*"):
-        os.utime(path, (1_000_000_000, 1_000_000_000))
-    second, _ = pack(dict(reversed(package_sources(package).items())), tmp_path / "b.zip")
-    assert first == second and first.startswith("_ray_pkg_")
-    (package / "jobs" / "cli.py").write_text("changed")
-    assert pack(dict(package_sources(package)), tmp_path / "c.zip")[0] != first
-
-
-def test_an_archive_above_the_limit_is_refused_with_the_largest_files(tmp_path: Path) -> None:
-    files: dict[str, Path | bytes] = {
-        "small.py": b"x",
-        "noise.bin": os.urandom(300_000),
-        "other.bin": os.urandom(200_000),
-    }
-    with pytest.raises(UserError, match=r"noise\.bin \(0\.3 MiB\), other\.bin .*") as refused:
-        pack(files, tmp_path / "a.zip", limit=250_000)
-    assert "where all nodes find them" in str(refused.value)
-    _, summary = pack(files, tmp_path / "a.zip", limit=600_000)
-    assert summary.startswith("3 files, ") and (tmp_path / "a.zip").is_file()
-    assert "noise.bin" in summary.split("the largest: ")[1].split(",")[0]
-
-
-def test_this_project_packs_small_and_whole(tmp_path: Path) -> None:
-    """The package holds what a job imports, no tests, and the commit that git would say."""
-    files, path = package_files(ROOT / "raycap" / "configs" / "demo.yaml", PACKAGE)
-    pack(files, tmp_path / "code.zip")
-    assert path == "raycap/configs/demo.yaml" and (tmp_path / "code.zip").stat().st_size < 2 * 2**20
-    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
-        names = set(archive.namelist())
-        needed = {
-            "jobs/cli.py",
-            "pipeline/evaluation/reports/report.html.jinja",
-            "models/base.py",
-            "__main__.py",
-            "COMMIT",
-        }
-        assert {f"raycap/{name}" for name in needed} <= names
-        assert all(name.startswith("raycap/") for name in names)
-        assert archive.read("raycap/COMMIT").decode() == commit()
-
-
-def test_a_job_runs_in_the_unpacked_package_and_finds_its_configuration(tmp_path: Path) -> None:
+def test_a_job_runs_in_its_folder_and_finds_its_configuration(tmp_path: Path) -> None:
+    """The folder holds what a job imports, no tests, and the commit that git would say."""
     files, config = package_files(ROOT / "raycap" / "configs" / "search_demo.yaml", PACKAGE)
-    pack(files, tmp_path / "code.zip")
-    assert config == "raycap/configs/search_demo.yaml"
-    with zipfile.ZipFile(tmp_path / "code.zip") as archive:
-        archive.extractall(tmp_path / "job")
+    stage(files, tmp_path, limit=5 * 2**20)
+    assert config == "raycap/configs/search_demo.yaml" and [path.name for path in tmp_path.iterdir()] == ["raycap"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     program = "import raycap.jobs.cli as cli; print(cli.__file__); cli.main(['--version'])"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path / "job", env=environment, capture_output=True, text=True
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "job" / "raycap" / "jobs" / "cli.py") in done.stdout
+    assert str(tmp_path / "raycap" / "jobs" / "cli.py") in done.stdout
     assert f"commit  {commit()}" in done.stdout
 
 
@@ -282,11 +228,11 @@ def test_the_entry_point_is_the_same_command_and_names_missing_secrets() -> None
     command = entrypoint("run", ["configs/a b.yaml", "--set", "name=x y"], ["S3_KEY"])
     assert command.endswith("exec python -m raycap run 'configs/a b.yaml' --set 'name=x y'")
     assert "S3_KEY:?is not set on the cluster" in command
-    environment = runtime_env("gcs://_ray_pkg_x.zip", {"A": "1"}, ["six==1.17.0"])
+    environment = runtime_env(Path("code"), {"A": "1"}, ["six==1.17.0"])
     waits = {"RAY_JOB_STOP_WAIT_TIME_S": "90"}
     assert environment["env_vars"] == {"A": "1"} | waits and environment["pip"]["packages"] == ["six==1.17.0"]
-    assert runtime_env("gcs://p.zip", {}, []) == {"working_dir": "gcs://p.zip", "env_vars": waits}
-    (own,) = runtime_env("gcs://p.zip", {name: "5" for name in waits}, [])["env_vars"].values()
+    assert runtime_env(Path("code"), {}, []) == {"working_dir": "code", "env_vars": waits}
+    (own,) = runtime_env(Path("code"), {name: "5" for name in waits}, [])["env_vars"].values()
     assert own == "5"
 
 
@@ -552,16 +498,6 @@ def test_dependencies_are_the_lock_without_ray(tmp_path: Path) -> None:
 
     lines = requirements(ROOT)
     assert any(line.startswith("torch==") for line in lines) and not any(line.startswith("ray==") for line in lines)
-    RuntimeEnv(**runtime_env("gcs://_ray_pkg_x.zip", {}, lines))
+    RuntimeEnv(**runtime_env(tmp_path, {}, lines))
     with pytest.raises(UserError, match="checkout"):
         requirements(tmp_path)
-
-
-def test_an_archive_keeps_what_may_be_executed(tmp_path: Path) -> None:
-    script = tmp_path / "tool.sh"
-    script.write_text("#!/bin/sh\n")
-    script.chmod(0o755)
-    pack({"tool.sh": script, "plain": b"x"}, tmp_path / "a.zip")
-    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
-        modes = {info.filename: (info.external_attr >> 16) & 0o777 for info in archive.infolist()}
-    assert modes == {"tool.sh": 0o755, "plain": 0o644}

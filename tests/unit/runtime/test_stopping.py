@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +17,10 @@ from raycap.pipeline.runtime.stopping import (
     REPEAT_S,
     SAVING,
     STOPPED,
+    call_in_thread,
     exit_code,
     handle_signals,
-    keeping_handlers,
+    restoring_handlers,
     saving_first,
 )
 
@@ -107,39 +110,40 @@ def test_a_second_signal_does_not_wait_for_the_save(monkeypatch: pytest.MonkeyPa
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_library_cannot_replace_the_handlers() -> None:
-    def other(*_: object) -> None:
-        pytest.fail("the handler of a library was called")
-
-    ours, earlier = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    with keeping_handlers():
-        assert signal.signal(signal.SIGTERM, other) is ours
-        signal.signal(signal.SIGUSR1, other)
-    assert signal.getsignal(signal.SIGTERM) is ours
-    assert signal.signal(signal.SIGUSR1, earlier) is other, "other signals are the library's"
-
-
-def test_native_code_cannot_replace_the_handlers() -> None:
-    """A handler that Python does not see, as Ray's, which dumps the stack."""
-    libc = ctypes.CDLL(None)
-    with keeping_handlers():
+def test_handlers_are_restored_after_a_library_replaced_them() -> None:
+    """Also where Python does not see it, as in Ray's native code, which dumps the stack."""
+    ours, libc = signal.getsignal(signal.SIGTERM), ctypes.CDLL(None)
+    with restoring_handlers():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         libc.signal(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is ours
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_ray_does_not_replace_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray.init` sets a handler that ends the process with a dump of the native stack."""
-    import ray
+def test_rays_handler_stops_a_command_as_ours() -> None:
+    def exit_as_ray(number: int, _: object) -> None:
+        sys.exit(number)
 
-    from raycap.pipeline.cluster.start import connect
+    with pytest.raises(KeyboardInterrupt), restoring_handlers():
+        signal.signal(signal.SIGTERM, exit_as_ray)
+        signal.raise_signal(signal.SIGTERM)
+    assert exit_code() == 143
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    ours = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("raycap.pipeline.cluster.start._require_answer", lambda address: None)
-    assert connect("127.0.0.1:6379") and signal.getsignal(signal.SIGTERM) is ours
+
+def test_a_signal_meets_our_handler_while_a_library_trains() -> None:
+    """Ray Train would install its own handler in the main thread, and end the workers before they save."""
+    asked = threading.Event()
+
+    def train() -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        os.kill(os.getpid(), signal.SIGINT)
+        return "saved" if asked.wait(10) else "not asked"
+
+    with pytest.raises(KeyboardInterrupt), saving_first(asked.set):
+        assert call_in_thread(train) == "saved"
+    with pytest.raises(ZeroDivisionError):
+        call_in_thread(lambda: 1 // 0)
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

@@ -15,9 +15,7 @@ import pytest
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage import digests
 from raycap.pipeline.storage.atomic import read_json
-from raycap.pipeline.storage.digests import DIGESTS, file_digest, find_damage, require_whole, write_digests
-from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.storage.digests import DIGESTS, file_digest, require_whole, write_digests
 from tests.support.damage import flip
 
 
@@ -31,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
-    assert set(read_json(folder / DIGESTS)["files"]) == {"a.bin", "b.bin"} and not find_damage(storage_path(folder))
+    assert set(read_json(folder / DIGESTS)["files"]) == {"a.bin", "b.bin"}
     require_whole(folder / "a.bin")
     flip(folder / "a.bin", random.Random(0))
     with pytest.raises(DamagedError, match=f"{folder}/a.bin is damaged"):
@@ -40,18 +38,6 @@ def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
     (folder / "b.bin").unlink()
     with pytest.raises(DamagedError, match="b.bin is missing"):
         require_whole(folder / "b.bin")
-    first, second = find_damage(storage_path(folder))
-    assert "a.bin is damaged" in first and "b.bin is missing" in second
-
-
-def test_a_folder_that_is_removed_meanwhile_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def removed(path: StoragePath) -> NoReturn:
-        (folder / DIGESTS).unlink(missing_ok=True)
-        raise FileNotFoundError(str(path))
-
-    monkeypatch.setattr(digests, "stored_digest", removed)
-    with pytest.raises(FileNotFoundError):
-        find_damage(storage_path(folder))
 
 
 def test_a_file_is_read_once_per_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +72,6 @@ def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
     os.truncate(folder / "a.bin", 2**40)
     with pytest.raises(DamagedError, match="a.bin is damaged"):
         require_whole(folder / "a.bin")
-    assert [damage.split(",")[0] for damage in find_damage(storage_path(folder))] == [
-        f"{folder}/a.bin is damaged: it has 1099511627776 bytes"
-    ]
     with pytest.raises(UserError, match="a.bin is damaged: it has 1099511627776 bytes, of which"):
         write_digests(folder)
 
@@ -96,7 +79,6 @@ def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
 def test_a_file_that_is_larger_than_the_memory_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "memory_bytes", lambda: 100)
     require_whole(folder / "a.bin")
-    assert find_damage(storage_path(folder)) == []
     assert file_digest(folder / "a.bin") == hashlib.sha256((folder / "a.bin").read_bytes()).hexdigest()
 
 
@@ -126,13 +108,3 @@ def test_one_digest_is_replaced(folder: Path) -> None:
     require_whole(folder / "a.bin")
     after = read_json(folder / DIGESTS)["files"]
     assert after["b.bin"] == before["b.bin"] and after["a.bin"] != before["a.bin"]
-
-
-def test_files_on_s3_are_read_in_blocks(folder: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "BLOCK_BYTES", 999)
-    place = StoragePath("s3://data/digests", StorageOptions(s3))
-    for name in ("a.bin", "b.bin", DIGESTS):
-        (place / name).write_bytes((folder / name).read_bytes())
-    assert find_damage(place) == []
-    (place / "a.bin").write_bytes(b"a.bim" + b"a.bin" * 999)
-    assert find_damage(place) == [f"s3://data/digests/a.bin is damaged: it does not have the digest in {DIGESTS}"]

@@ -1,0 +1,256 @@
+"""`raycap doctor`: every check meets a real failure once and names a remedy.
+
+Real nodes are asked in tests/integration/test_private_disks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from raycap.jobs.cli import main
+from raycap.jobs.doctor import checks, nodes
+from raycap.jobs.doctor.checks import Finding, check_machine
+from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
+from raycap.pipeline.cluster.submission import used_variables
+from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.storage.path import StoragePath, try_rights
+from raycap.pipeline.storage.s3 import S3Object, StorageError, StorageOptions
+from tests.conftest import small_config
+from tests.support.ray_cluster import free_port
+
+
+def config_of(folder: Path, **changes: Any) -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(small_config(folder / "storage", **changes)))
+    return load_config(path)
+
+
+def found(config: RunConfig | None, *, on_cluster: bool = False) -> dict[str, Finding]:
+    return {finding.name: finding for finding in check_machine(config, on_cluster)}
+
+
+def test_a_torchvision_from_another_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(None)["torch"].level == "ok"
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    broken = found(None)["torch"]
+    assert broken.level == "fail" and "nms does not exist" in broken.text and "one place" in broken.remedy
+
+
+def test_missing_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = config_of(tmp_path, workers__gpus_per_worker=1)
+    assert "gpus" not in found(config, on_cluster=True)
+    missing = found(config)["gpus"]
+    assert missing.level == "fail" and "can use 0 GPUs, and 1 are wanted" in missing.text and missing.remedy
+
+
+def test_java_that_is_missing_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setenv("RAYCAP_SPICE_MODELS", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks.java().level == "warn" and "not found on the PATH" in checks.java().text
+    fake = tmp_path / "java"
+    fake.write_text("#!/bin/sh\nexit 3\n")
+    fake.chmod(0o755)
+    assert "exit code 3" in checks.java().text and checks.java().level == "warn"
+    fake.write_text("#!/bin/sh\necho 'openjdk version \"21\"' >&2\n")
+    assert checks.java().level == "ok"
+    monkeypatch.setenv("RAYCAP_SPICE_MODELS", str(tmp_path / "absent"))
+    assert checks.java().level == "warn" and "make spice" in checks.java().text
+
+
+@pytest.mark.parametrize(("free_gib", "level"), [(0.5, "fail"), (5, "warn"), (50, "ok")])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, level: str) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free_gib * 2**30))
+    disk = found(config_of(tmp_path))["disk"]
+    assert disk.level == level and bool(disk.remedy) == (level != "ok")
+
+
+def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a read-only file system."""
+    for variable in ("RAYCAP_CACHE", "HOME", "RAY_TMPDIR"):
+        monkeypatch.setenv(variable, "/proc/raycap")
+    by_name = {finding.name: finding for finding in checks.folders()}
+    for name in ("cache", "home", "tmp"):
+        assert by_name[name].level == "fail" and "cannot be written" in by_name[name].text and by_name[name].remedy
+    assert "/dev/shm" in by_name["shm"].text or not Path("/dev/shm").exists()
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "level", "eight"), [(800, "fail", "fail"), (2500, "warn", "fail"), (9e4, "ok", "ok")]
+)
+def test_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mb: float, level: str, eight: str) -> None:
+    monkeypatch.setattr(checks, "free_memory_mb", lambda: free_mb)
+    assert found(config_of(tmp_path))["memory"].level == level
+    assert found(config_of(tmp_path, workers__num_workers=8))["memory"].level == eight
+
+
+def test_storage_that_is_a_file_or_read_only(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert checks.storage(StoragePath(str(folder))).level == "ok" and not folder.exists(), "nothing is left"
+    other = checks.storage(StoragePath(str(tmp_path)), "written-elsewhere")
+    assert other.level == "fail" and "another folder" in other.text and "s3://" in other.remedy
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in checks.storage(StoragePath(str(tmp_path / "file"))).text
+    read_only = Path("/proc/raycap") if os.geteuid() == 0 else tmp_path / "locked"
+    if os.geteuid():
+        read_only.mkdir(mode=0o555)
+    assert checks.storage(StoragePath(str(read_only))).level == "fail"
+
+
+def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that takes conditional writes, a missing one, and one that ignores conditions."""
+    options = StorageOptions(s3)
+    assert checks.storage(StoragePath("s3://data/doctor", options)).level == "ok"
+    absent = checks.storage(StoragePath("s3://absent/doctor", options))
+    assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
+    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(data))
+    with pytest.raises(StorageError, match="conditional writes are ignored"):
+        try_rights(StoragePath("s3://data/doctor", options))
+    assert StoragePath("s3://data/doctor", options).list() == {}
+
+
+def test_missing_data(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    config = config_of(tmp_path, data={"root": str(tmp_path / "set"), "train_splits": ["train"]})
+    missing = checks.find("data", lambda: checks.data(config), "a remedy")
+    assert missing.level == "fail" and "dataset.json does not exist" in missing.text
+    (tmp_path / "set" / "dataset.json").write_text("{}")
+    assert checks.data(config).endswith("dataset.json exists")
+
+
+@pytest.mark.parametrize("password", ["SECRETPW", "SECR/ETPW", "SECR@ETPW", "SECR%2FETPW"])
+def test_the_trackers_password_is_not_shown(password: str, tmp_path: Path, answers: dict[str, Any]) -> None:
+    """A dead tracker, and a server that is not MLflow's, are warnings."""
+    for address in (answers["address"], f"http://127.0.0.1:{free_port()}"):
+        with_password = address.replace("http://", f"http://user:{password}@")
+        dead = found(config_of(tmp_path, tracking={"uri": with_password}), on_cluster=True)["tracker"]
+        assert dead.level == "warn" and dead.text.startswith(address) and "raycap sync" in dead.remedy, dead.line
+        assert "SECR" not in dead.line and "ETPW" not in dead.line
+
+
+def test_a_tracker_that_is_lost_with_the_machine() -> None:
+    lost = found(parse_config(small_config({"uri": "s3://data/x"}, tracking={})), on_cluster=True)["tracker"]
+    assert lost.level == "warn" and "set tracking.uri" in lost.remedy
+
+
+def test_a_token_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "token"
+    path.write_text("marked-token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    path.chmod(0o644)
+    readable = found(None)["token"]
+    assert readable.level == "warn" and "chmod 600" in readable.remedy and "marked-token" not in readable.line
+    path.chmod(0o600)
+    assert found(None)["token"].level == "ok"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
+    assert found(None)["token"].level == "fail"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert found(None)["token"].level == "warn" and "everybody" in found(None)["token"].text
+
+
+def test_the_exit_code_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
+    assert main(["doctor", str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("can run here") and any(line.startswith("ok    torch") for line in lines)
+    file = tmp_path / "a file \u202e"
+    file.write_text("")
+    assert main(["doctor", str(config), "--json", "--set", f"storage={file}"]) == 1
+    printed = capsys.readouterr().out
+    assert all(map(str.isprintable, printed.splitlines())) and r"a file \u202e" in printed
+    report = json.loads(printed)
+    failed = [row["name"] for row in report["findings"] if row["level"] == "fail"]
+    assert not report["ok"] and set(failed) == {"disk", "storage"}
+    assert main(["doctor", str(config), "--set", "seeed=1"]) == 2
+
+
+def test_the_clusters_ray_version_and_token(
+    answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    def said(*words: str) -> str:
+        main(["doctor", "--address", *words])
+        return capsys.readouterr().out
+
+    address, version = answers["address"], ray.__version__
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "right")
+    for remote, level in ((version, "warn"), (f"{version}1", "warn"), ("2.9.3", "fail")):
+        answers["/api/version"] = 200, {"ray_version": remote}
+        assert said(address).startswith(f"{level}  cluster    {address}, Ray {remote}, no token needed")
+    answers["/api/version"] = 200, {"ray_version": version, "token": "Bearer right"}
+    assert said(address).startswith("ok    cluster") and said(address.removeprefix("http://")).startswith("ok    cl")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "marked-wrong")
+    refused = said(address)
+    assert refused.startswith("fail") and "refuses the token" in refused and "marked-wrong" not in refused
+    answers["/api/version"] = 200, {}
+    assert "not a Ray dashboard" in said(address)
+    assert "cannot be reached" in said(f"http://127.0.0.1:{free_port()}")
+
+
+def test_the_variables_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {root: '${ROOT}'}  # ${NOT_THIS}\n")
+    (tmp_path / "run.yaml").write_text("extends: base.yaml\n# ${NOR_THIS}\ntracking: {uri: 'http://${KEY}@x'}\n")
+    assert used_variables(tmp_path / "run.yaml") == ["KEY", "ROOT"]
+
+
+HEAD: Resources = {"node:__internal_head__": 1.0, "CPU": 0.0}
+LARGE: Resources = {"CPU": 8.0, "GPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("resources", "has_autoscaler", "levels"),
+    [
+        ((HEAD, LARGE, LARGE), False, ("ok", "ok")),
+        ((HEAD, LARGE), False, ("ok", "fail")),
+        ((HEAD, LARGE), True, ("ok", "warn")),
+        ((HEAD,), True, ("warn", "warn")),
+        ((HEAD,), False, ("fail", "fail")),
+    ],
+)
+def test_what_a_stage_asks_for(resources: Sequence[Resources], has_autoscaler: bool, levels: tuple[str, str]) -> None:
+    status = ClusterStatus(resources, used=0.0, pending=[], num_starting=0, has_autoscaler=has_autoscaler)
+    there, fits = nodes.nodes(status, {}, len(resources)), nodes.stage_fits(status, "training", [LARGE, LARGE])
+    assert (there.level, fits.level) == levels and fits.text.startswith("training asks for 2 x (8 CPU + 1 GPU)")
+    assert all(bool(finding.remedy) == (finding.level != "ok") for finding in (there, fits))
+    silent = nodes.nodes(status, {"n9": "no answer within 60 s"}, 2)
+    assert silent.level == "fail" and "1 of 2 do not answer: n9: no answer within 60 s" in silent.text
+
+
+def test_the_findings_of_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check is said once, with the nodes that have a problem and the worst level."""
+    expected = checks.versions()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    good, _ = nodes.check_node(expected, (0.0, True), (StoragePath(str(tmp_path)), ""))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**30))
+    bad, _ = nodes.check_node(expected | {"torch": "2.9.0"}, (1.0, True), (StoragePath("/proc/raycap"), ""))
+    merged = {finding.name: finding for finding in nodes.merged({"n0": good, "n1": bad, "n2": bad})}
+    assert {name for name, each in merged.items() if each.level == "fail"} == {
+        "node versions",
+        "node gpus",
+        "node storage",
+    }
+    assert merged["node cache"].level == "warn" and merged["node cache"].text.startswith("n1, n2: 5.0 GiB free")
+    assert "and not 2.9.0" in merged["node versions"].text and "n0" not in merged["node versions"].text
+    wrong = nodes.clocks({"n0": -300.0, "n1": 2.0})
+    assert wrong.level == "warn" and wrong.text.endswith("n0: -300 s") and nodes.clocks({"n0": 1.0}).level == "ok"
