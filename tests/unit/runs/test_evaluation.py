@@ -18,13 +18,13 @@ from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores import java
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.run_results import stored_captions
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle
 from tests.support.captioning import captions_of, images_of
+from tests.support.runs import empty_run
 
 CAPTIONS = {1: "a dog runs on the grass", 2: "two red cars are parked"}
 REFERENCES = {1: ["a brown dog runs", "a dog on grass"], 2: ["two cars in a street", "red cars parked"]}
@@ -114,7 +114,11 @@ def test_the_metrics_that_a_configuration_names(tmp_path: Path) -> None:
 
 def test_stored_captions_are_those_of_the_same_bundle_and_images(tmp_path: Path, log_lines: list[str]) -> None:
     """Only then does another attempt score them again."""
-    folder, digests, images = RunFolder(tmp_path), {"model.safetensors": "a"}, {"test": images_of(REFERENCES | {3: []})}
+    folder, digests, images = (
+        empty_run(tmp_path),
+        {"model.safetensors": "a"},
+        {"test": images_of(REFERENCES | {3: []})},
+    )
     signals = {image: (-0.25, *SIGNALS) for image in REFERENCES}
     captions = captions_of({1: ["a dog", "dogs"], 2: ["a cat", "cats"]}, signals) | {3: ImageCaption(error="empty")}
     assert stored_captions(folder, images, digests) is None
