@@ -45,6 +45,7 @@ class BadDay:
         self.delay_s = delay_s
         self.planned: list[tuple[float, str]] = []
         self.outage_until = 0.0
+        self.read: list[str] = []
         self.conditional = threading.Lock()  # S3 compares and writes atomically; moto does not
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
