@@ -62,14 +62,15 @@ def test_own_photographs(tmp_path: Path) -> None:
 @pytest.mark.ray
 def test_another_language(tmp_path: Path) -> None:
     epochs = {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
-    run, short = "raycap run demo_de", with_keys(**SMALL_MODEL, **epochs, data__min_count=1)
-    changes = {"num_images=900": "num_images=60", "num_images=300": "num_images=60", run: run + short}
+    few, short = with_keys(data__synthetic__num_images=60), with_keys(**SMALL_MODEL, **epochs, data__min_count=1)
+    check, run = "raycap check demo_zh\n", "raycap run demo_zh"
+    changes = {check: f"{check.rstrip()}{few}\n", run: run + few + short, "num_images=300": "num_images=60"}
     outputs = run_page(TUTORIALS / "another_language.md", tmp_path, changes)
     assert "fit to train on" in outputs[0].splitlines()[-1]
     assert "METEOR unavailable" in outputs[1] and "finished in" in outputs[1].splitlines()[-1]
     assert len(outputs[2].splitlines()) == 10, "a caption for each image"
     assert "CIDEr-D" in outputs[3]
-    assert "language  de (Latin), tokenizer unicode" in outputs[4]
+    assert "language  zh (Cjk), tokenizer characters" in outputs[4]
     assert "not in the vocabulary" in outputs[5] and "not in the vocabulary" not in outputs[6]
 
 

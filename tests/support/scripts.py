@@ -1,6 +1,8 @@
-"""A short caption in each of many scripts."""
+"""A short caption in each of many scripts, and captions of synthetic scenes in several."""
 
 from __future__ import annotations
+
+from raycap.pipeline.data.synthetic.scenes import make_scene
 
 # By script. Captions without spaces between words are in WITHOUT_SPACES.
 CAPTIONS = {
@@ -49,3 +51,18 @@ WITHOUT_SPACES = {
     "Yi": "ꀉꁁꀋ",
     "Javanese": "ꦧꦸꦤ꧀ꦝꦼꦂ",
 }
+
+# A letter for each consonant of English, and a mark that combines with it for each vowel
+DEVANAGARI = str.maketrans("bcdfghjklmnpqrstvwxyzaeiou", "बचदफगहजकलमनपखरसतवशझयधािेुो")
+
+
+def scene_texts(seed: int, index: int, language: str) -> list[str]:
+    """The captions of a scene; in hi, of which there is no grammar, those in English with letters of Devanagari."""
+    if language == "hi":
+        return [in_devanagari(caption) for caption in make_scene(seed, index)[1]]
+    return make_scene(seed, index, language)[1]
+
+
+def in_devanagari(caption: str) -> str:
+    """An English caption in letters of Devanagari, whose marks belong to the letter before them."""
+    return caption.lower().translate(DEVANAGARI)

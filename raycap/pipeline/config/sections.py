@@ -207,7 +207,7 @@ class SceneConfig:
     num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
     image_size: Annotated[int, Field(le=2048), NUMBER] = 64  # drawn four times as large, which takes 200 MB at most
     seed: Seed = 0
-    language: Literal["en", "de", "hi", "ar", "zh"] = "en"  # of the captions; the pictures do not depend on it
+    language: Literal["en", "zh"] = "en"  # of the captions; the pictures do not depend on it
 
     def values(self) -> dict[str, Any]:
         """What identifies the data set: its keys, without the language of English captions.

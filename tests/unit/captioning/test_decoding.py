@@ -186,12 +186,12 @@ def test_a_configuration_that_contradicts_itself_is_refused(tmp_path: Path, valu
 def test_open_endings_are_english_words() -> None:
     key = "evaluation.decoding.no_open_endings=true"
     assert load_config(ROOT / "raycap" / "configs" / "demo.yaml", [key]).evaluation.decoding.no_open_endings
-    for name, words in (
-        ("demo_de", "the list of these words is English, not de"),
-        ("demo_subword", "with data.tokenizer = subword tokens can be parts of a word"),
+    for name, tokenizer, words in (
+        ("demo_zh", "unicode", "the list of these words is English, not zh"),
+        ("demo_subword", "subword", "with data.tokenizer = subword tokens can be parts of a word"),
     ):
         with pytest.raises(UserError, match=words):
-            load_config(ROOT / "raycap" / "configs" / f"{name}.yaml", [key])
+            load_config(ROOT / "raycap" / "configs" / f"{name}.yaml", [key, f"data.tokenizer={tokenizer}"])
 
 
 def test_subwords_repeat_no_tokens(tmp_path: Path) -> None:

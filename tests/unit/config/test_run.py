@@ -225,7 +225,7 @@ def test_the_demos_differ_in_the_model_and_how_long_it_trains(name: str) -> None
         (["data.language=pt-BR"], "'pt-BR' is not a language code", "primary code"),
         (["data.language=jpn"], "'jpn' is not the primary code of BCP 47", "give ja"),
         (["data.language=de"], "data.synthetic.language = en and data.language = de", "set the same"),
-        (["data.synthetic.language=fr"], "data.synthetic.language = 'fr'", "'zh'"),
+        (["data.synthetic.language=de"], "data.synthetic.language = 'de'", "'zh'"),
         (["data.subword_vocabulary=200"], "data.subword_vocabulary = 200", "300"),
         (
             ["data.tokenizer=characters", "evaluation.collapse_repeats=true"],

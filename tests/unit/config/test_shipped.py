@@ -34,16 +34,16 @@ def test_a_name_is_the_shipped_file() -> None:
 
 def test_a_file_here_comes_first_and_a_folder_only_where_one_is_expected(empty_folder: Path) -> None:
     (empty_folder / "demo").write_text("name: mine\n")
-    (empty_folder / "demo_de").mkdir()
+    (empty_folder / "demo_zh").mkdir()
     assert named_config(Path("demo")) == named_place(Path("demo")) == Path("demo")
-    assert named_config(Path("demo_de")) == CONFIGS / "demo_de.yaml" and named_place(Path("demo_de")) == Path("demo_de")
-    assert named_place(Path("demo_hi")) == CONFIGS / "demo_hi.yaml" and named_place(Path("dmo")) is None
+    assert named_config(Path("demo_zh")) == CONFIGS / "demo_zh.yaml" and named_place(Path("demo_zh")) == Path("demo_zh")
+    assert named_place(Path("demo_vit")) == CONFIGS / "demo_vit.yaml" and named_place(Path("dmo")) is None
 
 
 @pytest.mark.parametrize(
     ("named", "path", "message"),
     [
-        (named_config, "configs/demo_de.yaml", "configuration configs/demo_de.yaml does not exist; HINT demo_de"),
+        (named_config, "configs/demo_zh.yaml", "configuration configs/demo_zh.yaml does not exist; HINT demo_zh"),
         (named_config, "mine.yaml", "configuration mine.yaml does not exist; HINT demo"),
         (named_config, "empty", "configuration empty is a folder; HINT demo"),
         (named_search, "mine.yaml", "search mine.yaml does not exist; HINT search_demo"),

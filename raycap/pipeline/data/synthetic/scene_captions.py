@@ -1,9 +1,7 @@
-"""Captions of synthetic scenes in five languages, and the main object that such a caption names.
+"""Captions of synthetic scenes in English and Chinese, and the main object that such a caption names.
 
 A grammar has seven templates for scenes with two objects and seven for one. They name the main object before the second
-one. The words of a template agree as the language requires: German adjectives with gender and case, Hindi adjectives
-and participles with gender and case, Arabic adjectives, verbs and suffixes with gender, case and definiteness, and
-Chinese measure words with their noun.
+one, and a color before its shape.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from raycap.pipeline.data.language.tokenizers import normalized, tokenize, unicode_words
+from raycap.pipeline.data.language.tokenizers import normalized, tokenize
 
 if TYPE_CHECKING:
     from raycap.pipeline.data.synthetic.scenes import Scene, SceneObject
@@ -29,16 +27,16 @@ Forms = Mapping[str, tuple[str, ...]]
 class Grammar:
     """How a language describes a scene.
 
-    words: draws the values of the templates' names for a scene. end: the mark after a caption. forms: returns the
-    forms of each color and those of each shape in captions. color_follows: whether a color is named after its shape.
+    words: draws the values of the templates' names for a scene. end: the mark after a caption. colors, shapes: the
+    forms of each color and of each shape in captions, by its English name.
     """
 
     pair_templates: tuple[str, ...]
     single_templates: tuple[str, ...]
     words: Callable[[random.Random, Scene], Words]
     end: str
-    forms: Callable[[], tuple[Forms, Forms]]
-    color_follows: bool = False
+    colors: Forms
+    shapes: Forms
 
 
 def scene_captions(rng: random.Random, scene: Scene, language: str) -> list[str]:
@@ -57,40 +55,31 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
 
     None when no shape is named, or no color with it.
     """
-    follows, color, shape = GRAMMARS[language].color_follows, None, None
+    color = None
     for kind, name in _mentions(caption, language):
         if kind == "shape":
-            if shape is not None:
-                break
-            shape = name
-            if not follows:
-                break
-        elif not follows or shape is not None:
-            color = name
-            if follows:
-                break
-    return None if color is None or shape is None else (color, shape)
+            return None if color is None else (color, name)
+        color = name
+    return None
 
 
 def shape_names(language: str) -> Forms:
     """The forms of each shape, by its English name, in captions of a language of `GRAMMARS`."""
-    return GRAMMARS[language].forms()[1]
+    return GRAMMARS[language].shapes
 
 
 def _mentions(caption: str, language: str) -> Iterator[tuple[str, str]]:
     """("color" or "shape", English name) of each color and shape in a caption, in its order."""
     names = _names_of_forms(language)
-    if language == "zh":  # words are not separated
-        tokens = re.findall("|".join(map(re.escape, names)), normalized(caption))
-    else:
-        tokens = tokenize(caption) if language == "en" else unicode_words(caption)
+    in_chinese = "|".join(map(re.escape, names))  # whose words are not separated
+    tokens = tokenize(caption) if language == "en" else re.findall(in_chinese, normalized(caption))
     yield from (names[token] for token in tokens if token in names)
 
 
 @cache
 def _names_of_forms(language: str) -> dict[str, tuple[str, str]]:
     """("color" or "shape", English name) by form, the longest form first."""
-    tables = zip(("color", "shape"), GRAMMARS[language].forms(), strict=True)
+    tables = (("color", GRAMMARS[language].colors), ("shape", GRAMMARS[language].shapes))
     names = {
         normalized(form): (kind, name) for kind, table in tables for name, forms in table.items() for form in forms
     }
@@ -127,226 +116,6 @@ def _english_names(rng: random.Random, item: SceneObject) -> tuple[str, str]:
 def _article(noun: str) -> str:
     """The noun after "a" or "an"."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def _english_forms() -> tuple[Forms, Forms]:
-    return {name: (name,) for name in _GERMAN_COLORS}, {name: (name,) for name in _GERMAN_SHAPES}
-
-
-# German: the gender of a noun; adjectives without their ending
-_GERMAN_SHAPES = {
-    "circle": ("Kreis", "m"),
-    "square": ("Quadrat", "n"),
-    "triangle": ("Dreieck", "n"),
-    "star": ("Stern", "m"),
-    "cross": ("Kreuz", "n"),
-}
-_GERMAN_COLORS = {
-    "red": "rot",
-    "orange": "orangefarben",
-    "yellow": "gelb",
-    "green": "grün",
-    "blue": "blau",
-    "purple": "violett",
-    "black": "schwarz",
-}
-_GERMAN_BACKGROUNDS = {"white": "weiß", "gray": "grau", "pink": "rosafarben", "cream": "cremefarben"}
-_GERMAN_SIZES = {"large": "groß", "medium": "mittelgroß", "small": "klein"}
-# The article and the ending of adjectives by case and gender
-_GERMAN_ENDINGS = {
-    ("nominative", "m"): ("ein", "er"),
-    ("nominative", "n"): ("ein", "es"),
-    ("accusative", "m"): ("einen", "en"),
-    ("accusative", "n"): ("ein", "es"),
-    ("dative", "m"): ("einem", "en"),
-    ("dative", "n"): ("einem", "en"),
-}
-_GERMAN_RELATIONS = {
-    "left": (("links von", "links neben"), ("rechts davon", "rechts daneben")),
-    "right": (("rechts von", "rechts neben"), ("links davon", "links daneben")),
-    "above": (("über", "oberhalb von"), ("darunter",)),
-    "below": (("unter", "unterhalb von"), ("darüber",)),
-    "behind": (("hinter",), ("darin",)),
-}
-_GERMAN_POSITIONS = {
-    "in the middle": "in der Mitte",
-    "on the left": "auf der linken Seite",
-    "on the right": "auf der rechten Seite",
-    "at the top": "am oberen Rand",
-    "at the bottom": "am unteren Rand",
-}
-
-
-def _german(rng: random.Random, scene: Scene) -> Words:
-    background = _GERMAN_BACKGROUNDS[scene.background]
-    words = {"background": f"{background}em Hintergrund", "picture": f"eines {background}en Bildes"}
-    words["position"] = _GERMAN_POSITIONS[scene.position] if scene.position else ""
-    words |= _german_names("main", scene.main)
-    if scene.second is not None and scene.relation is not None:
-        words |= _german_names("second", scene.second)
-        words["relation"], words["inverse"] = map(rng.choice, _GERMAN_RELATIONS[scene.relation])
-    return words
-
-
-def _german_names(role: str, item: SceneObject) -> Words:
-    """The object in each case, with its size ("main_dative") and without it ("plain_main_dative")."""
-    noun, gender = _GERMAN_SHAPES[item.shape]
-    words = {}
-    for (case, of_gender), (article, ending) in _GERMAN_ENDINGS.items():
-        if of_gender == gender:
-            color = f"{_GERMAN_COLORS[item.color]}{ending} {noun}"
-            words[f"{role}_{case}"] = f"{article} {_GERMAN_SIZES[item.size]}{ending} {color}"
-            words[f"plain_{role}_{case}"] = f"{article} {color}"
-    return words
-
-
-def _german_forms() -> tuple[Forms, Forms]:
-    colors = {
-        name: tuple(stem + end for end in ("", "e", "er", "es", "en", "em")) for name, stem in _GERMAN_COLORS.items()
-    }
-    return colors, {
-        name: tuple(noun + end for end in ("", "s", "es", "e", "en")) for name, (noun, _) in _GERMAN_SHAPES.items()
-    }
-
-
-# Hindi: adjectives in -ā have three forms (direct masculine, oblique masculine, feminine); others have one. All shapes
-# are masculine; the picture and the background are feminine.
-_HINDI_SHAPES = {  # direct and oblique
-    "circle": ("वृत्त", "वृत्त"),
-    "square": ("वर्ग", "वर्ग"),
-    "triangle": ("त्रिभुज", "त्रिभुज"),
-    "star": ("तारा", "तारे"),
-    "cross": ("क्रॉस", "क्रॉस"),
-}
-_HINDI_COLORS = {
-    "red": ("लाल",),
-    "orange": ("नारंगी",),
-    "yellow": ("पीला", "पीले", "पीली"),
-    "green": ("हरा", "हरे", "हरी"),
-    "blue": ("नीला", "नीले", "नीली"),
-    "purple": ("बैंगनी",),
-    "black": ("काला", "काले", "काली"),
-}
-_HINDI_BACKGROUNDS = {"white": "सफ़ेद", "gray": "स्लेटी", "pink": "गुलाबी", "cream": "क्रीम रंग की"}
-_HINDI_SIZES = {"large": ("बड़ा", "बड़े"), "medium": ("मझोला", "मझोले"), "small": ("छोटा", "छोटे")}
-_HINDI_RELATIONS = {
-    "left": (("के बाईं ओर", "की बाईं तरफ़"), ("उसके दाईं ओर", "उसकी दाईं तरफ़")),
-    "right": (("के दाईं ओर", "की दाईं तरफ़"), ("उसके बाईं ओर", "उसकी बाईं तरफ़")),
-    "above": (("के ऊपर",), ("उसके नीचे",)),
-    "below": (("के नीचे",), ("उसके ऊपर",)),
-    "behind": (("के पीछे", "के चारों ओर"), ("उसके अंदर", "उसके भीतर")),
-}
-_HINDI_POSITIONS = {  # after "तस्वीर", and alone
-    "in the middle": ("के बीच में", "बीच में"),
-    "on the left": ("के बाईं ओर", "बाईं ओर"),
-    "on the right": ("के दाईं ओर", "दाईं ओर"),
-    "at the top": ("के ऊपरी हिस्से में", "सबसे ऊपर"),
-    "at the bottom": ("के निचले हिस्से में", "सबसे नीचे"),
-}
-
-
-def _hindi(rng: random.Random, scene: Scene) -> Words:
-    background = _HINDI_BACKGROUNDS[scene.background]
-    words = {"background": f"{background} पृष्ठभूमि", "picture": f"एक {background} तस्वीर"}
-    words["position"], words["alone"] = _HINDI_POSITIONS[scene.position] if scene.position else ("", "")
-    words |= _hindi_names("main", scene.main)
-    if scene.second is not None and scene.relation is not None:
-        words |= _hindi_names("second", scene.second)
-        words["relation"], words["inverse"] = map(rng.choice, _HINDI_RELATIONS[scene.relation])
-    return words
-
-
-def _hindi_names(role: str, item: SceneObject) -> Words:
-    """The object in both cases, with its size ("main_oblique") and without it ("plain_main_oblique")."""
-    words = {}
-    for number, case in enumerate(("direct", "oblique")):
-        colors = _HINDI_COLORS[item.color]
-        color = f"{colors[number % len(colors)]} {_HINDI_SHAPES[item.shape][number]}"
-        words[f"{role}_{case}"] = f"एक {_HINDI_SIZES[item.size][number]} {color}"
-        words[f"plain_{role}_{case}"] = f"एक {color}"
-    return words
-
-
-def _hindi_forms() -> tuple[Forms, Forms]:
-    return _HINDI_COLORS, _HINDI_SHAPES
-
-
-# Arabic, without vowel marks except the one of the indefinite accusative: masculine and feminine forms
-_ARABIC_SHAPES = {  # noun, whether it is feminine
-    "circle": ("دائرة", True),
-    "square": ("مربع", False),
-    "triangle": ("مثلث", False),
-    "star": ("نجمة", True),
-    "cross": ("صليب", False),
-}
-_ARABIC_COLORS = {
-    "red": ("أحمر", "حمراء"),
-    "orange": ("برتقالي", "برتقالية"),
-    "yellow": ("أصفر", "صفراء"),
-    "green": ("أخضر", "خضراء"),
-    "blue": ("أزرق", "زرقاء"),
-    "purple": ("بنفسجي", "بنفسجية"),
-    "black": ("أسود", "سوداء"),
-}
-_ARABIC_BACKGROUNDS = {"white": "بيضاء", "gray": "رمادية", "pink": "وردية", "cream": "كريمية"}  # feminine
-_ARABIC_SIZES = {"large": ("كبير", "كبيرة"), "medium": ("متوسط", "متوسطة"), "small": ("صغير", "صغيرة")}
-_ARABIC_RELATIONS = {  # the inverse without the suffix of its pronoun
-    "left": (("على يسار", "إلى يسار"), ("على يمين", "إلى يمين")),
-    "right": (("على يمين", "إلى يمين"), ("على يسار", "إلى يسار")),
-    "above": (("فوق",), ("تحت", "أسفل")),
-    "below": (("تحت", "أسفل"), ("فوق",)),
-    "behind": (("خلف", "وراء"), ("داخل", "بداخل")),
-}
-_ARABIC_POSITIONS = {  # before the picture, and alone
-    "in the middle": ("في وسط", "في الوسط"),
-    "on the left": ("على يسار", "على اليسار"),
-    "on the right": ("على يمين", "على اليمين"),
-    "at the top": ("في أعلى", "في الأعلى"),
-    "at the bottom": ("في أسفل", "في الأسفل"),
-}
-_TANWIN = "\u064b"  # the mark of the indefinite accusative, before the alif of masculine nouns
-
-
-def _arabic(rng: random.Random, scene: Scene) -> Words:
-    is_feminine = _ARABIC_SHAPES[scene.main.shape][1]
-    words = {"background": f"خلفية {_ARABIC_BACKGROUNDS[scene.background]}"}
-    words["picture"] = f"صورة {_ARABIC_BACKGROUNDS[scene.background]}"
-    words["lies"], words["by_itself"] = ("تقع", "وحدها") if is_feminine else ("يقع", "وحده")
-    words["position"], words["alone"] = _ARABIC_POSITIONS[scene.position] if scene.position else ("", "")
-    words |= _arabic_names("main", scene.main)
-    if scene.second is not None and scene.relation is not None:
-        words |= _arabic_names("second", scene.second)
-        words["relation"], inverse = map(rng.choice, _ARABIC_RELATIONS[scene.relation])
-        words["inverse"] = inverse + ("ها" if is_feminine else "ه")
-    return words
-
-
-def _arabic_names(role: str, item: SceneObject) -> Words:
-    """The object: indefinite with its size ("main", "main_accusative") and without ("plain_main"), and definite."""
-    noun, is_feminine = _ARABIC_SHAPES[item.shape]
-    size, color = _ARABIC_SIZES[item.size][is_feminine], _ARABIC_COLORS[item.color][is_feminine]
-    return {
-        role: f"{noun} {size} {color}",
-        f"{role}_accusative": " ".join(map(_arabic_accusative, (noun, size, color))),
-        f"plain_{role}": f"{noun} {color}",
-        f"definite_{role}": f"ال{noun} ال{color}",
-    }
-
-
-def _arabic_accusative(word: str) -> str:
-    """The indefinite accusative. Feminine words do not change in writing, nor do colors like أحمر (diptotes)."""
-    return word if word.endswith(("ة", "اء")) or word.startswith("أ") else f"{word}{_TANWIN}ا"
-
-
-def _arabic_forms() -> tuple[Forms, Forms]:
-    """The words with and without article, in both cases, and after "and"."""
-
-    def forms(words: tuple[str, ...]) -> tuple[str, ...]:
-        bare = [form for word in words for form in (word, _arabic_accusative(word), f"{word}ا", f"ال{word}")]
-        return tuple(dict.fromkeys(prefix + form for prefix in ("", "و") for form in bare))
-
-    colors = {name: forms(words) for name, words in _ARABIC_COLORS.items()}
-    return colors, {name: forms((noun,)) for name, (noun, _) in _ARABIC_SHAPES.items()}
 
 
 # Chinese: the measure word of a noun
@@ -401,13 +170,6 @@ def _chinese_names(role: str, item: SceneObject) -> Words:
     return {role: f"一{measure}{_CHINESE_SIZES[item.size]}{color}", f"plain_{role}": f"一{measure}{color}"}
 
 
-def _chinese_forms() -> tuple[Forms, Forms]:
-    return (
-        {name: (word,) for name, word in _CHINESE_COLORS.items()},
-        {name: (noun,) for name, (noun, _) in _CHINESE_SHAPES.items()},
-    )
-
-
 GRAMMARS = {
     "en": Grammar(
         (
@@ -430,77 +192,8 @@ GRAMMARS = {
         ),
         _english,
         ".",
-        _english_forms,
-    ),
-    "de": Grammar(
-        (
-            "{main_nominative} {relation} {second_dative}",
-            "es gibt {main_accusative} {relation} {second_dative}",
-            "das Bild zeigt {main_accusative} {relation} {second_dative}",
-            "{main_nominative} mit {second_dative} {inverse}",
-            "{main_nominative} und {second_nominative} {inverse}",
-            "{plain_main_nominative} befindet sich {relation} {plain_second_dative}",
-            "{plain_main_nominative} und {plain_second_nominative} auf {background}",
-        ),
-        (
-            "{main_nominative} {position} des Bildes",
-            "es gibt {main_accusative} {position}",
-            "das Bild zeigt {main_accusative} {position}",
-            "{main_nominative} auf {background}",
-            "{main_nominative} allein {position}",
-            "{plain_main_nominative} befindet sich {position} {picture}",
-            "{plain_main_nominative} {position} auf {background}",
-        ),
-        _german,
-        ".",
-        _german_forms,
-    ),
-    "hi": Grammar(
-        (
-            "{main_direct}, {second_oblique} {relation}",
-            "{main_direct} {second_oblique} {relation} है",
-            "तस्वीर में {main_direct} {second_oblique} {relation} दिख रहा है",
-            "{main_direct} और {inverse} {second_direct}",
-            "यहाँ {main_direct} है और {inverse} {second_direct} है",
-            "{plain_main_direct} {plain_second_oblique} {relation} बना है",
-            "{background} पर {plain_main_direct} और {plain_second_direct}",
-        ),
-        (
-            "{main_direct}, तस्वीर {position}",
-            "तस्वीर {position} {main_direct} है",
-            "तस्वीर में {alone} {main_direct} दिख रहा है",
-            "{background} पर {main_direct}",
-            "{alone} केवल {main_direct}",
-            "{plain_main_direct} {picture} {position} है",
-            "{background} पर {alone} {plain_main_direct}",
-        ),
-        _hindi,
-        "।",
-        _hindi_forms,
-    ),
-    "ar": Grammar(
-        (
-            "{main} {relation} {second}",
-            "هناك {main} {relation} {second}",
-            "تعرض الصورة {main_accusative} {relation} {second}",
-            "{main} مع {second} {inverse}",
-            "{main} و{second} {inverse}",
-            "{lies} {definite_main} {relation} {definite_second}",
-            "{plain_main} و{plain_second} على {background}",
-        ),
-        (
-            "{main} {position} الصورة",
-            "هناك {main} {alone}",
-            "تعرض الصورة {main_accusative} {alone}",
-            "{main} على {background}",
-            "{main} {by_itself} {alone}",
-            "{lies} {definite_main} {position} {picture}",
-            "{plain_main} {alone} على {background}",
-        ),
-        _arabic,
-        ".",
-        _arabic_forms,
-        color_follows=True,
+        {name: (name,) for name in _CHINESE_COLORS},
+        {name: (name,) for name in _CHINESE_SHAPES},
     ),
     "zh": Grammar(
         (
@@ -523,6 +216,7 @@ GRAMMARS = {
         ),
         _chinese,
         "。",
-        _chinese_forms,
+        {name: (_CHINESE_COLORS[name],) for name in _CHINESE_COLORS},
+        {name: _CHINESE_SHAPES[name][:1] for name in _CHINESE_SHAPES},
     ),
 }
