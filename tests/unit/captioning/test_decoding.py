@@ -83,7 +83,7 @@ def test_drawn_captions_depend_on_image_and_seed_only(tmp_path: Path) -> None:
         )
         found, _ = caption_split([captioner], [images], CaptionSearch(settings, WORDS), context)
         for ranked in found.values():
-            lengths = [min([*each.tokens, WORDS.eos].index(WORDS.eos) + 1, len(each.tokens)) for each in ranked]
+            lengths = [min([*each.ids, WORDS.eos].index(WORDS.eos) + 1, len(each.ids)) for each in ranked]
             means = [each.log_prob / length for each, length in zip(ranked, lengths, strict=True)]
             assert means == sorted(means, reverse=True)
         return {image: [each.caption for each in ranked] for image, ranked in found.items()}

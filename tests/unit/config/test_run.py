@@ -390,7 +390,6 @@ def test_a_message_says_that_a_value_is_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ({"store": "never", "order": "shards"}, r"features\.order is shards, .* features\.store = never"),
         ({"store": "never", "hdf5": "synthetic"}, r"features\.store is never, and without a backbone nothing computes"),
         ({"store": "fits"}, r"features\.store = 'fits'"),
     ],
