@@ -1,122 +1,73 @@
-"""`raycap soup`: joins model bundles by the weighted sum of their weights, or scores many such sums."""
+"""`raycap soup`: joins models of one architecture by the weighted sum of their weights ("rewarded soups").
+
+Ramé et al., "Rewarded soups: towards Pareto-optimal alignment by interpolating weights fine-tuned on diverse rewards"
+(NeurIPS 2023, arXiv 2306.04488): theta = sum_i lambda_i theta_i with lambda_i >= 0 and sum_i lambda_i = 1.
+The sum is good only for models that were fine-tuned from the same weights, which nothing here can check.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycap.jobs.evaluate import feature_store, find_bundles, find_images
 from raycap.jobs.named_files import OpenedBundle, check_output_place, open_bundle
-from raycap.jobs.options import Address, Set
-from raycap.jobs.soup_front import Front
-from raycap.pipeline.cluster.start import check_resources
-from raycap.pipeline.config.load import load_config
-from raycap.pipeline.config.shipped import named_config
+from raycap.models.config import PLAIN
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.soup import check_weights, mixed, save_soup
-from raycap.pipeline.evaluation.comparison.front import grid_size, weight_grid
-from raycap.pipeline.evaluation.evaluate import Options, common_settings, language_of
-from raycap.pipeline.evaluation.scores.metrics import TEXT_METRICS, why_unavailable
-from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol, save_bundle
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.digests import file_digest
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import storage_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-MAX_POINTS = 1000  # of a front; each captions the whole split
-SHORT_NAMES = {"cider": "CIDEr-D", "rouge": "ROUGE-L"}  # in addition to the names without their hyphens
+TOLERANCE = 1e-6  # by which the sum of the weights may differ from 1, because 1/3 has no exact decimals
 
 
 def soup(
     bundles: Annotated[list[str], typer.Argument(metavar="BUNDLE", help="Model bundles of one recipe.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The folder of the new bundle.")],
     weights: Annotated[
         str | None, typer.Option(metavar="W,W...", help="One for each bundle, with the sum 1. The default is equal.")
     ] = None,
-    out: Annotated[
-        str | None, typer.Option("--out", "-o", help="The folder of the new bundle, or of the front's results.")
-    ] = None,
-    front: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=MAX_POINTS, help="Score all weights that are multiples of 1/N."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="With --front: the YAML file that names the images.", callback=named_config)
-    ] = None,
-    set_: Set = None,
-    split: Annotated[str | None, typer.Option(help="With --front: its images. The default is data.val_split.")] = None,
-    metrics: Annotated[str, typer.Option(help="With --front: the names of two metrics.")] = "cider,bleu4",
-    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
-    address: Address = None,
 ) -> int:
     """Join models by the weighted sum of their weights.
 
     The bundles must have one architecture, vocabulary and language, and should have been trained from the same weights,
-    for example with different rewards. With --front, each sum of their weights captions a split; the results are a
-    table, JSON, and a picture of two metrics with the Pareto front. The same command continues after an interruption.
-    The exit code is 1 when an image cannot be read.
+    for example with different rewards.
 
     Example: raycap soup models/cider models/bleu --weights 0.3,0.7 -o models/soup
-
-    Example: raycap soup models/cider models/bleu --front 10 --config demo --metrics cider,bleu4
     """
     if len(bundles) < 2:
         raise UserError(f"{len(bundles)} bundle is given; a soup needs two or more")
-    if front is not None:
-        if weights is not None:
-            raise UserError("--weights is for one new bundle and --front for many points; leave one of them out")
-        if config is None:
-            raise UserError("--front needs --config, the configuration whose images are captioned")
-        run_config = load_config(config, set_ or ())
-        if grid_size(len(bundles), front) > MAX_POINTS:
-            raise UserError(f"--front {front} has more than {MAX_POINTS} points for {len(bundles)} bundles; give less")
-        if out is not None:
-            check_output_place("-o", storage_path(out, run_config.storage.options))
-        check_resources(run_config, address)
-        check_storage(run_config)
-        check_score_inputs(run_config)
-        options = Options(features=feature_store(run_config, features))
-        members = find_bundles("--model", bundles, run_config, options)
-        settings, split = common_settings(run_config, members), split or run_config.data.val_split
-        options = replace(options, metrics=_metrics(metrics, language_of(settings, members)))
-        images, _ = find_images(run_config, [split])
-        points = Front(members, images[split], settings, options, split, out)
-        return points.score(weight_grid(len(bundles), front), address)
-    if out is None:
-        raise UserError("give the folder of the new bundle as -o, or --front N to score many weights")
-    if config is not None or split is not None or set_:
-        raise UserError("--config, --set and --split are for --front; leave them out, or add --front N")
-    _write_soup([open_bundle("BUNDLE", bundle) for bundle in bundles], weights, storage_path(out))
-    return 0
-
-
-def _write_soup(opened: Sequence[OpenedBundle], weights: str | None, place: StoragePath) -> None:
-    """Writes the joined bundle to a folder that is empty or does not exist."""
-    shares = [1 / len(opened)] * len(opened) if weights is None else _numbers(weights)
-    names = [str(each.location) for each in opened]
-    check_weights(shares, len(opened))
+    shares = [1 / len(bundles)] * len(bundles) if weights is None else _numbers(weights)
+    check_weights(shares, len(bundles))
+    place = storage_path(out)
     if place.exists() or next(iter(place.walk()), None) is not None:
         raise UserError(f"-o {place} exists and is not empty; choose another folder or remove it")
     check_output_place("-o", place)
-    joined = mixed([each.bundle for each in opened], shares, names)
-    digests = [file_digest(each.folder / "model.safetensors") for each in opened]
-    sources = list(zip(names, shares, digests, strict=True))
+    opened = [open_bundle("BUNDLE", bundle) for bundle in bundles]
     if place.is_remote:
         with TemporaryDirectory(prefix="raycap-") as scratch:
-            save_soup(Path(scratch) / "bundle", joined, sources)
+            _write(Path(scratch) / "bundle", opened, shares)
             Mirror(place, Path(scratch) / "bundle").push()
     else:
-        save_soup(place.path, joined, sources)
-    for name, share, _ in sources:
-        logger.info(f"source    {share:g} of {name}")
+        _write(place.path, opened, shares)
+    for member, share in zip(opened, shares, strict=True):
+        logger.info(f"source    {share:g} of {member.location}")
     logger.info(f"bundle    {place}")
+    return 0
 
 
 def _numbers(text: str) -> list[float]:
@@ -127,14 +78,90 @@ def _numbers(text: str) -> list[float]:
         raise UserError(f"--weights {shown(text)}: give numbers with commas between them, such as 0.3,0.7") from error
 
 
-def _metrics(text: str, language: str) -> tuple[str, str]:
-    """The two metrics of --metrics. Raises UserError for others and for metrics that cannot be computed."""
-    known = {name.lower().replace("-", ""): name for name in TEXT_METRICS} | SHORT_NAMES
-    words = [word.strip().lower().replace("-", "").replace("_", "") for word in text.split(",")]
-    names = [known[word] for word in words if word in known]
-    if len(names) != 2 or len(words) != 2 or names[0] == names[1]:
-        raise UserError(f"--metrics {shown(text)}: give two of {', '.join(known)} with a comma between them")
-    for name in names:
-        if reason := why_unavailable(name, language):
-            raise UserError(f"--metrics: {name} is unavailable: {reason}; name another metric")
-    return names[0], names[1]
+def check_weights(weights: Sequence[float], count: int) -> None:
+    """Raises UserError unless there are `count` weights, at least 0, whose sum is 1."""
+    text = ", ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != count:
+        raise UserError(f"the weights {text} are {len(weights)}, and there are {count} bundles; give one for each")
+    if not all(weight >= 0 for weight in weights) or not abs(math.fsum(weights) - 1) <= TOLERANCE:
+        raise UserError(f"the weights {text} must be at least 0 and have the sum 1")
+
+
+def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[float]) -> None:
+    """Writes the joined bundle. Its info has the location, the weight and the digest of each member.
+
+    Changes the weights of the first member in memory. Raises UserError for bundles that cannot be joined.
+    """
+    first, *others = members
+    for other in others:
+        if problem := _difference(first.bundle, other.bundle):
+            raise UserError(
+                f"{first.location} and {other.location} cannot be joined: {problem}; give models of one recipe"
+            )
+    protocol = shared_protocol([bundle_protocol(member.bundle.config) for member in members])
+    captioner = first.bundle.captioner
+    captioner.load_state_dict(mixed_tensors([member.bundle.captioner.state_dict() for member in members], weights))
+    info: dict[str, Any] = {}
+    for number, (member, weight) in enumerate(zip(members, weights, strict=True), 1):
+        digest = file_digest(member.folder / "model.safetensors")
+        info |= {f"source {number}": str(member.location), f"weight {number}": weight, f"sha256 {number}": digest}
+    name = first.bundle.config["name"]
+    save_bundle(folder, captioner, first.bundle.vocabulary, name=name, protocol=protocol, info=info)
+
+
+def shared_protocol(protocols: Sequence[Protocol]) -> Protocol:
+    """What all protocols share. Protocols with different rules of decoding give one without rules."""
+    if len({each.decoding for each in protocols}) > 1:
+        protocols = [replace(each, decoding=PLAIN) for each in protocols]
+    return common_protocol(protocols)
+
+
+def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted sum of tensors by name, computed in float32.
+
+    The states have equal names, shapes and dtypes. A tensor that is equal in all of them is kept as it is, so that
+    a backbone that no member has trained remains bit for bit. So are the tensors of a member with the weight 1. Raises
+    UserError for tensors of whole numbers that differ.
+    """
+    import torch
+
+    used = [(state, weight) for state, weight in zip(states, weights, strict=True) if weight > 0]
+    found = {}
+    for name, tensor in used[0][0].items():
+        if all(torch.equal(tensor, state[name]) for state in states):
+            found[name] = tensor
+        elif not tensor.is_floating_point():
+            raise UserError(f"the tensor {name} has whole numbers that differ; give models of one recipe")
+        elif len(used) == 1:
+            found[name] = tensor
+        else:
+            total = torch.zeros_like(tensor, dtype=torch.float32)
+            for state, weight in used:
+                total += weight * state[name].float()
+            found[name] = total.to(tensor.dtype)
+    return found
+
+
+def _difference(ours: Bundle, theirs: Bundle) -> str | None:
+    """Why two bundles have no common architecture and no common words; None if they have both."""
+    for section, mine, other in zip(("model", "backbone", "sizes"), _settings(ours), _settings(theirs), strict=True):
+        if (mine is None) != (other is None):
+            return "one has a backbone and the other has none"
+        for key in {**(mine or {}), **(other or {})}:
+            values = [(settings or {}).get(key) for settings in (mine, other)]
+            if values[0] != values[1]:
+                return f"{section}.{key} is {values[0]} and {values[1]}"
+    if ours.vocabulary.tokenizer != theirs.vocabulary.tokenizer:
+        return f"the tokenizer is {ours.vocabulary.tokenizer} and {theirs.vocabulary.tokenizer}"
+    if ours.vocabulary != theirs.vocabulary:
+        return "the vocabularies differ"
+    if ours.transform != theirs.transform:
+        return "the image transforms differ"
+    return None
+
+
+def _settings(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+    """The settings of the model and the backbone, and the sizes."""
+    captioner = bundle.captioner
+    backbone = None if captioner.backbone is None else captioner.backbone.config.feature_settings()
+    return asdict(captioner.model.config), backbone, asdict(captioner.model.sizes)

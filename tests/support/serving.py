@@ -18,7 +18,7 @@ from raycap.pipeline.serving.app import AppSettings, make_app
 from raycap.pipeline.serving.host import ModelHost
 from raycap.pipeline.serving.loading import load_address
 from raycap.pipeline.serving.metrics import Metrics
-from raycap.pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
+from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, ServedModel, ServedModels
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 LOCAL = "http://127.0.0.1:8000"
@@ -53,18 +53,11 @@ def host_of(bundle: Path) -> ModelHost:
     return ModelHost(load_address(str(bundle), "results", device="cpu"))
 
 
-def local_client(
-    models: dict[str, LocalCaptioners], settings: AppSettings = AppSettings(), challenger: Any = None
-) -> TestClient:
-    """A client of a server with these models. challenger: (captioners, share, log)."""
+def local_client(models: dict[str, LocalCaptioners], settings: AppSettings = AppSettings()) -> TestClient:
+    """A client of a server with these models."""
     metrics = Metrics()
     served = {name: ServedModel(name, captioners, metrics) for name, captioners in models.items()}
-    compared = None
-    if challenger is not None:
-        captioners, share, log = challenger
-        compared = Challenger(ServedModel("other", captioners, metrics), share, log)
-    app = make_app(ServedModels(served, metrics, compared), settings, metrics)
-    return TestClient(app, base_url=LOCAL)
+    return TestClient(make_app(ServedModels(served), settings, metrics), base_url=LOCAL)
 
 
 def crown(storage: StoragePath | Path, name: str, bundle: Path, token: int) -> BundleRecord:

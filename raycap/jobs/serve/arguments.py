@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -24,11 +23,10 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 class ServeArguments(BaseModel):
     """What is served and how; a RayService gives the same as `args` of its application.
 
-    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. challenger: the
-    address of a model that gets the share `share` of the requests, too. comparison_log: where both answers are logged.
-    poll_s: between two looks for a new champion. batch_size: most images per forward pass. replicas: processes per
-    model, or the range [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of
-    torch in each process. insecure: whether other machines may ask without a token.
+    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: between
+    two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or the range
+    [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of torch in each process. insecure:
+    whether other machines may ask without a token.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,9 +34,6 @@ class ServeArguments(BaseModel):
     models: tuple[str, ...] = Field(min_length=1)
     storage: str = "results"
     endpoint_url: str | None = None
-    challenger: str | None = None
-    share: float = Field(default=0.1, ge=0, le=1)
-    comparison_log: str | None = None
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
     poll_s: float = Field(default=30.0, gt=0)
     batch_size: int = Field(default=16, ge=1, le=1024)
@@ -57,27 +52,22 @@ class ServeArguments(BaseModel):
         return StorageOptions(self.endpoint_url)
 
 
-def named_models(arguments: ServeArguments, *, send_local: bool) -> tuple[list[NamedModel], NamedModel | None]:
-    """The models in order, and the challenger. Raises UserError for one that cannot be served.
+def named_models(arguments: ServeArguments, *, send_local: bool) -> list[NamedModel]:
+    """The models in order. Raises UserError for one that cannot be served.
 
     send_local: send bundles on this machine's disk through Ray, which must have been started, because its other nodes
     cannot read them.
     """
-    models = [_named(text, "--model", arguments, send_local) for text in arguments.models]
-    challenger = None
-    if arguments.challenger is not None:
-        challenger = _named(arguments.challenger, "--challenger", arguments, send_local, "challenger")
-    names = [model.name for model in (*models, challenger) if model is not None]
+    models = [_named(text, arguments, send_local) for text in arguments.models]
+    names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--model: two models have the name {name}; give names, as in --model NAME={name}")
-    return models, challenger
+    return models
 
 
-def _named(
-    text: str, option: str, arguments: ServeArguments, send_local: bool, default: str | None = None
-) -> NamedModel:
-    """The model that an option names. default: its name without one in `text`. Raises UserError."""
+def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel:
+    """The model that a --model option names. Raises UserError."""
     name, place = split_name(text)
     address = parse_address(place, arguments.storage, arguments.options)
     try:
@@ -86,15 +76,15 @@ def _named(
         require_intact(folder)
         config = read_bundle_config(folder)
     except UserError as error:
-        raise UserError(f"{option} {error}") from error
+        raise UserError(f"--model {error}") from error
     if config.get("backbone") is None:
         raise UserError(
-            f"{option} {place}: this bundle has no backbone, it captions stored features and not images; give a bundle "
+            f"--model {place}: this bundle has no backbone, it captions stored features and not images; give a bundle "
             "of a run with a backbone"
         )
-    name = name or default or address.champion or str(config["name"])
+    name = name or address.champion or str(config["name"])
     if split_name(f"{name}=x")[0] is None:
-        raise UserError(f"{option} {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
+        raise UserError(f"--model {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
     if address.champion is None and not source.digests:
         source = StoredBundle(source.location, bundle_digests(folder))
     sent = SentBundle.of(folder) if send_local and not source.location.is_remote else None
@@ -117,12 +107,3 @@ def server_token(host: str | None, insecure: bool) -> str | None:
             "--insecure, or use --host 127.0.0.1"
         )
     return token
-
-
-def comparison_path(arguments: ServeArguments) -> Path | None:
-    """The file of the comparison log; None without a challenger. Raises UserError without a file."""
-    if arguments.challenger is None:
-        return None
-    if arguments.comparison_log is None:
-        raise UserError("--challenger needs --comparison-log FILE, to which both answers are appended")
-    return Path(arguments.comparison_log)

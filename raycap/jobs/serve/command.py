@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
 
-from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Address
-from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, comparison_path, named_models, server_token
+from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, named_models, server_token
 from raycap.pipeline.cluster.start import check_address, cluster_address, connect
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
@@ -34,13 +32,6 @@ def command(
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port of --host.")] = 8000,
     storage: Annotated[str, typer.Option(help="The folder or s3:// prefix in which champions are.")] = "results",
     endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server.")] = None,
-    challenger: Annotated[
-        str | None, typer.Option(help="A model that gets a share of the requests, too; clients get the first model's.")
-    ] = None,
-    share: Annotated[float, typer.Option(min=0, max=1, help="The challenger's share of the requests.")] = 0.1,
-    comparison_log: Annotated[
-        Path | None, typer.Option(help="JSON lines with the answers of champion and challenger.", metavar="FILE")
-    ] = None,
     poll_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks for a new champion.")] = 30.0,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Of requests that give none.")
@@ -90,9 +81,6 @@ def command(
         models=tuple(model),
         storage=storage,
         endpoint_url=endpoint_url,
-        challenger=challenger,
-        share=share,
-        comparison_log=None if comparison_log is None else str(comparison_log.absolute()),
         precision=precision,
         poll_s=poll_s,
         batch_size=batch_size,
@@ -105,9 +93,6 @@ def command(
         insecure=insecure,
         limits=limits,
     )
-    log = comparison_path(arguments)
-    if log is not None:
-        check_output_file("--comparison-log", log)
     _serve(arguments, host, port, address, has_token)
     return 1
 

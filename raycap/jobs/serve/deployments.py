@@ -20,7 +20,7 @@ from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
-from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
+from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
@@ -29,9 +29,8 @@ from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, weights_digest
-from raycap.pipeline.serving.comparison import ComparisonLog
 from raycap.pipeline.serving.limits import RefusedError
-from raycap.pipeline.serving.served_models import Answer, Challenger, ExplainJob, ImageJob, ServedModel, ServedModels
+from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, ServedModel, ServedModels
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
@@ -127,7 +126,6 @@ class Ingress:
         arguments: ServeArguments,
         names: list[str],
         captioners: list[DeploymentHandle],
-        challenger: tuple[str, DeploymentHandle] | None,
         *,
         has_token: bool,
         is_local: bool,
@@ -145,15 +143,10 @@ class Ingress:
             name: ServedModel(name, RayCaptioners(handle), metrics)
             for name, handle in zip(names, captioners, strict=True)
         }
-        compared = None
-        path = comparison_path(arguments)
-        if challenger is not None and path is not None:
-            other = ServedModel(challenger[0], RayCaptioners(challenger[1]), metrics)
-            compared = Challenger(other, arguments.share, ComparisonLog(path))
         access = Access(token, arguments.loopback_only)
         uris, attribution = arguments.allow_uris, arguments.allow_attribution
         settings = AppSettings(arguments.limits, access, uris, attribution, arguments.options)
-        self.app_of_requests = make_app(ServedModels(models, metrics, compared), settings, metrics)
+        self.app_of_requests = make_app(ServedModels(models), settings, metrics)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application, which Ray Serve asks for."""
@@ -175,17 +168,16 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
 
     is_local: on a Ray that this process has started. send_local: as for `named_models`.
     """
-    models, challenger = named_models(arguments, send_local=send_local)
+    models = named_models(arguments, send_local=send_local)
     gpus = arguments.gpus
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
 
-    def captioner(model: NamedModel, name: str) -> Any:
-        deployment = _sized(CaptionerDeployment, name, arguments, gpus)
+    def captioner(model: NamedModel) -> Any:
+        deployment = _sized(CaptionerDeployment, f"captioner-{model.name}", arguments, gpus)
         return deployment.bind(model, arguments, gpus, is_local=is_local)
 
-    captioners = [captioner(model, f"captioner-{model.name}") for model in models]
-    other = None if challenger is None else captioner(challenger, "challenger")
+    captioners = [captioner(model) for model in models]
     ingress = Ingress.options(  # type: ignore[attr-defined]
         name="ingress",
         num_replicas=1,  # so that the queue and the counters are those of the whole server
@@ -195,8 +187,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     )
     has_token = server_token(None, insecure=True) is not None
     names = [model.name for model in models]
-    compared = None if challenger is None else (challenger.name, other)
-    return ingress.bind(arguments, names, captioners, compared, has_token=has_token, is_local=is_local)
+    return ingress.bind(arguments, names, captioners, has_token=has_token, is_local=is_local)
 
 
 def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> Any:
@@ -228,7 +219,7 @@ def needed_cpus(arguments: ServeArguments) -> int:
 def num_captioners(arguments: ServeArguments) -> int:
     """The largest number of captioning processes."""
     replicas = arguments.replicas if isinstance(arguments.replicas, int) else arguments.replicas[1]
-    return replicas * (len(arguments.models) + (arguments.challenger is not None))
+    return replicas * len(arguments.models)
 
 
 def num_threads(arguments: ServeArguments, is_local: bool) -> int:

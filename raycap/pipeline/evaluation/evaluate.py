@@ -1,7 +1,7 @@
 """The only evaluator: captions images with a bundle or an ensemble, and scores the captions.
 
 Every command that scores a model calls `evaluate`: a run with the bundle that it has written, and `raycap evaluate`,
-`compare`, `retrain` and `soup` with bundles that they are given. So a run and its bundle have equal scores. Images are
+`compare` and `retrain` with bundles that they are given. So a run and its bundle have equal scores. Images are
 captioned from the stored features of the bundle's own backbone (`evaluation.inputs`), or from their pixels.
 """
 
@@ -31,7 +31,6 @@ from raycap.pipeline.evaluation.captioning.bundle_files import CONFIDENCE, fetch
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel, caption_on_cluster
-from raycap.pipeline.evaluation.captioning.soup import Soup
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.comparison.protocol import (
     SEARCH_KEYS,
@@ -71,10 +70,9 @@ class Options:
 
     training: the images whose captions the model has learned, for the share of captions seen in training. constraints:
     a file of words that captions must contain, except in the splits `unconstrained`. features: the folder of a feature
-    store, for bundles without a backbone. metrics: only these are computed, without alignment and confidence. weights:
-    the bundles are joined by this weighted sum of their weights, and are no ensemble. inputs: of `find_inputs`, for
-    bundles that are evaluated several times. captions: those of an earlier attempt. keep: is called with new captions
-    before they are scored, which can take long or fail.
+    store, for bundles without a backbone. metrics: only these are computed, without alignment and confidence.
+    captions: those of an earlier attempt. keep: is called with new captions before they are scored, which can take long
+    or fail.
     """
 
     training: Dataset | None = None
@@ -82,8 +80,6 @@ class Options:
     unconstrained: Sequence[str] = ()
     features: StoragePath | None = None
     metrics: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
-    inputs: Inputs | None = None
     captions: SplitCaptions | None = None
     keep: Callable[[SplitCaptions], None] | None = None
 
@@ -104,7 +100,7 @@ def evaluate(
     settings = with_precision(common_settings(settings, bundles), address)
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
-    inputs = options.inputs or find_inputs(bundles, images, settings, address, options.features)
+    inputs = find_inputs(bundles, images, settings, address, options.features)
     captioned = Captioned({split: {} for split in images}, 0.0)
     if options.captions is None:
         captioned = _captioned(bundles, inputs, settings, address, automata, options)
@@ -124,7 +120,7 @@ def evaluate(
     seconds = captioned.seconds / num_images if num_images else None
     search, language = settings.evaluation, evaluator.language
     scores = Scores(tuple(bundles), protocol, search, language, splits, inputs, seconds_per_image=seconds)
-    return scores if options.metrics or options.weights else _with_confidence(scores, settings)
+    return scores if options.metrics else _with_confidence(scores, settings)
 
 
 def common_settings(
@@ -150,12 +146,10 @@ def common_settings(
 
 
 def protocol_of(bundles: Sequence[StoragePath], settings: RunConfig, options: Options = Options()) -> Protocol:
-    """The protocol of the scores of a bundle, or of several as an ensemble or as a weighted sum."""
+    """The protocol of the scores of a bundle, or of several as an ensemble."""
     protocol = ensemble_protocol([searched(_recorded(bundle), settings.evaluation) for bundle in bundles])
     features: Literal["grid", "regions"] = "grid" if settings.has_backbone else "regions"
     protocol = replace(protocol, features=features, constrained=options.constraints is not None)
-    if options.weights:
-        protocol = replace(protocol, num_models=1)
     return in_language(protocol, language_of(settings, bundles))
 
 
@@ -315,10 +309,7 @@ def _captioned(
     """The captions of each split. Only a split that has all images, with the same constraints, is captioned."""
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
-    if options.weights:
-        models = [TaskModel(Soup(sources, options.weights), inputs.stores[0])]
-    else:
-        models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
+    models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
     every = {image for part in inputs.images.values() for image in part.column("image_id")}
     tasks = {split: SplitTask(part, automata[split]) for split, part in inputs.images.items()}
     whole = {

@@ -74,8 +74,6 @@ class Routes:
             model = self.models.choose(options.model)
             search = Search(options.beam_size, options.num_results, options.max_length, options.precision)
             made = await model.caption(images, search)
-        if model.name == self.models.default:
-            self.models.compare(images, search, made)
         entries = [cast("ImageCaption", each.result).to_json() for each in made]
         hidden = set() if options.confidence else {"confidence", "expected_ciderd"}
         captions = [

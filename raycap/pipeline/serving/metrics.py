@@ -24,9 +24,6 @@ class Metrics:
         self.batches = Histogram(
             "raycap_batch_size", "Images per forward pass.", ["model"], buckets=SIZES, registry=self.registry
         )
-        self.compared = Counter(
-            "raycap_compared", "Requests to the challenger by outcome.", ["outcome"], registry=self.registry
-        )
 
     def text(self) -> tuple[bytes, str]:
         """All counters, and the content type of the text."""

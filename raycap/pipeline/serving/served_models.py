@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import random
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,17 +16,13 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatError
 from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
-from raycap.pipeline.runtime.names import one_line, quoted
-from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.comparison import ComparisonLog
+from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.serving.limits import RefusedError
 from raycap.pipeline.serving.metrics import Metrics
 
 MAX_ATTEMPTS = 3  # of a request whose model is replaced meanwhile
-MAX_COMPARED = 8  # requests to the challenger at a time; more are left out
 DECODERS = 2  # images that are decoded at a time; each may need 8 bytes per pixel of the limit
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -210,22 +203,11 @@ class ServedModel:
         raise RefusedError(503, "the model is being replaced; try again", 1)
 
 
-@dataclass(frozen=True)
-class Challenger:
-    """A model that gets a share of the requests, too. Its answers are logged and not sent to clients."""
-
-    model: ServedModel
-    share: float
-    log: ComparisonLog
-
-
 class ServedModels:
-    """All models of a server; the first is the default. A challenger is compared with the default."""
+    """All models of a server; the first is the default."""
 
-    def __init__(self, models: Mapping[str, ServedModel], metrics: Metrics, challenger: Challenger | None) -> None:
-        self.models, self.metrics, self.challenger = dict(models), metrics, challenger
-        self.default = next(iter(models))
-        self._compared: set[asyncio.Task[None]] = set()
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        self.models, self.default = dict(models), next(iter(models))
 
     def choose(self, name: str | None) -> ServedModel:
         """The model of a name; None for the default. Raises RefusedError."""
@@ -237,48 +219,3 @@ class ServedModels:
     async def describe(self) -> list[dict[str, Any]]:
         """The descriptions of all models."""
         return await all_of(model.describe() for model in self.models.values())
-
-    def compare(self, images: Sequence[ImageFile], search: Search, made: list[Made]) -> None:
-        """Sends a share of the requests to the challenger, too, and logs both answers when it has answered.
-
-        made: the answer of the default model, which the client gets without waiting for the challenger.
-        """
-        challenger = self.challenger
-        if challenger is None or random.random() >= challenger.share:
-            return
-        if len(self._compared) >= MAX_COMPARED:
-            self.metrics.compared.labels("left out").inc()
-            return
-        task = asyncio.create_task(_compare(challenger, images, search, (self.default, made), self.metrics))
-        self._compared.add(task)  # asyncio keeps no task alive by itself
-        task.add_done_callback(self._compared.discard)
-
-
-def _compare(
-    challenger: Challenger,
-    images: Sequence[ImageFile],
-    search: Search,
-    answered: tuple[str, list[Made]],
-    metrics: Metrics,
-) -> Coroutine[Any, Any, None]:
-    """Captions with the challenger and logs both answers. answered: the default model's name and answers."""
-
-    async def compare() -> None:
-        entry: dict[str, Any] = {"time": round(time.time(), 3)}
-        entry["champion"] = _logged(*answered)
-        try:
-            entry["images"] = await asyncio.to_thread(lambda: [sha256(image.data).hexdigest() for image in images])
-            entry["challenger"] = _logged(challenger.model.name, await challenger.model.caption(images, search))
-            await asyncio.to_thread(challenger.log.append, entry)
-            metrics.compared.labels("logged").inc()
-        except Exception as error:  # of the challenger's process, or of the log's disk
-            metrics.compared.labels("failed").inc()
-            logger.warning(f"the challenger was not compared: {without_secrets(one_line(error))}")
-
-    return compare()
-
-
-def _logged(name: str, made: Sequence[Made]) -> dict[str, Any]:
-    """One side of a line of the comparison log."""
-    captions = [cast("ImageCaption", each.result).to_json() for each in made]
-    return {"model": name, "bundle": made[0].bundle, "digest": made[0].digest, "captions": captions}

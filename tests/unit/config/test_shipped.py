@@ -93,7 +93,7 @@ def test_commands_take_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [*shipped_names(), "", DATA_HEADING, *shipped_names("data")]
     for words in (["run", "dmo"], ["check", "dmo"], ["extract", "dmo"], ["tune", "dmo"], ["retrain", "dmo"],
                   ["evaluate", "dmo"], ["doctor", "dmo"], ["compare", "a", "--config", "dmo"],
-                  ["soup", "a", "--config", "dmo"], ["config", "dmo"],
+                  ["config", "dmo"],
                   ["submit", "run", "dmo", "--address", "http://127.0.0.1:9"]):  # fmt: skip
         assert main(words) == 2
         assert "did you mean demo" in capsys.readouterr().err, words

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raycap.jobs.runs.contents import Inventory, read_inventory
-from raycap.jobs.runs.entries import RunEntry
-from raycap.jobs.runs.folders import folders
-from raycap.jobs.runs.prune import Plan, plan_removals, remove
+from raycap.jobs.runs.contents import Content, read_contents
+from raycap.jobs.runs.prune import Removal, plan_removals, remove
 from raycap.pipeline.runs.folder import try_lock
 from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -45,30 +42,29 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Wait:
     return pass_days
 
 
-def run_of(found: Inventory, run_id: str) -> RunEntry:
-    return next(run for run in found.runs if run.id == run_id)
+def run_of(storage: FakeStorage, name: str = "demo-1") -> Content:
+    return next(run for run in read_contents(storage.place)["runs"] if run.name == name)
 
 
-def plan(storage: FakeStorage, days: float = 30) -> Plan:
-    return plan_removals(storage.place, read_inventory(storage.place), days)
+def plan(storage: FakeStorage, days: float = 30) -> list[Removal]:
+    return plan_removals(storage.place, read_contents(storage.place), days)[0]
 
 
-def names(plan: Plan) -> dict[str, str]:
-    return {removal.name: removal.kind for removal in plan.removals}
+def kept(storage: FakeStorage) -> list[str]:
+    return plan_removals(storage.place, read_contents(storage.place), 30)[1]
+
+
+def names(removals: list[Removal]) -> dict[str, str]:
+    return {removal.name: removal.kind for removal in removals}
 
 
 def remove_all(storage: FakeStorage) -> None:
-    for removal in plan(storage).removals:
+    for removal in plan(storage):
         assert remove(storage.place, removal, 30), removal
 
 
-def test_an_empty_storage(storage: FakeStorage) -> None:
-    found = read_inventory(storage.place)
-    assert found.bytes == 0 and not found.runs and found.values()["totals"]["bytes"] == 0
-    assert plan(storage) == Plan([], [])
-
-
 def test_everything_is_listed_and_nothing_written(storage: FakeStorage, wait: Wait) -> None:
+    assert not any(read_contents(storage.place).values()) and not plan(storage)
     storage.run("demo-1")
     storage.run("demo-2", 1, complete=False)
     storage.run("demo-3", 2, complete=False)
@@ -76,44 +72,41 @@ def test_everything_is_listed_and_nothing_written(storage: FakeStorage, wait: Wa
     storage.search("s-1", **{"demo-trial": "stopped", "demo-gone": "running"})
     storage.champion("demo", "demo-1")
     storage.features("f1", "demo-1 backbone")
-    storage.write("data/synthetic/images/1.png", b"1234")
     before, listed = storage.names(), storage.place.list()
     wait(2 / 24)
-    found = read_inventory(storage.place)
+    found = read_contents(storage.place)
     assert storage.names() == before
-    states = {run.id: (run.state_text, run.val, run.test) for run in found.runs}
-    assert states == {
-        "demo-1": ("complete", 1.25, 1.5),
-        "demo-2": ("interrupted at scst", 0.5, None),
-        "demo-3": ("interrupted at evaluation", 1.5, None),
-        "demo-trial": ("interrupted at xe (trial)", None, None),
+    keys = ("created", "at", "val", "test", "trial")
+    assert {run.name: (run.state, *(run.facts[key] for key in keys)) for run in found["runs"]} == {
+        "demo-1": ("complete", "2026-01-02T03:04", "", 1.25, 1.5, ""),
+        "demo-2": ("interrupted", "2026-01-02T03:04", "scst", 0.5, None, ""),
+        "demo-3": ("interrupted", "2026-01-02T03:04", "evaluation", 1.5, None, ""),
+        "demo-trial": ("interrupted", "2026-01-02T03:04", "xe", None, None, "trial"),
     }
-    assert run_of(found, "demo-1").created.startswith("2026-01-02")
-    assert [(each.name, each.trials, each.is_active) for each in found.searches] == [("s-1", "1/2", False)]
-    assert [each.name for each in found.bundles if each.is_champion] == [found.champions[0].bundle]
-    assert (found.champions[0].run, found.champions[0].is_active) == ("demo-1", False)
-    assert [(each.name, each.images) for each in found.features] == [("f1", 7)]
-    assert found.other == {"data": 4}
-    outside = sum(entry.size for name, entry in listed.items() if name.startswith("retrain/"))
+    (search,), (champion,), (store,) = found["searches"], found["retrain"], found["features"]
+    assert (search.name, search.facts, search.state) == ("s-1", {"trials": "1/2"}, "")
+    assert (champion.facts["run"], champion.state) == ("demo-1", "")
+    assert champion.facts["bundle"] in [bundle.path for bundle in found["models"]]
+    assert (store.name, store.facts) == ("f1", {"images": 7})
     locks = sum(entry.size for name, entry in listed.items() if name.endswith(".lock"))
-    assert found.bytes == sum(entry.size for entry in listed.values()) - outside - locks
-    json.dumps(found.values())
+    sizes = [entry.bytes for entries in found.values() for entry in entries]
+    assert sum(sizes) == sum(entry.size for entry in listed.values()) - locks
 
 
 def test_a_run_in_progress(storage: FakeStorage, wait: Wait) -> None:
     storage.run("demo-1", 1, complete=False)
     if storage.place.is_remote:
-        assert run_of(read_inventory(storage.place), "demo-1").state == "in progress", "it has just been written"
+        assert run_of(storage).state == "in progress", "it has just been written"
         wait(2 / 24)
         lease = take_lease(storage.place / "runs/demo-1.lease.json", 30)
         assert isinstance(lease, Lease)
         with lease:
-            assert run_of(read_inventory(storage.place), "demo-1").state == "in progress"
+            assert run_of(storage).state == "in progress"
     else:
         folder = storage.place.path / "runs/demo-1"
         with try_lock(folder) as has_lock:
-            assert has_lock and run_of(read_inventory(storage.place), "demo-1").state == "in progress"
-    assert run_of(read_inventory(storage.place), "demo-1").state == "interrupted"
+            assert has_lock and run_of(storage).state == "in progress"
+    assert run_of(storage).state == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -136,11 +129,10 @@ def test_a_damaged_run_is_named_and_kept(
     storage.write(f"runs/demo-1/{name}", content)
     storage.features("f1", "of no run")
     wait(100)
-    run = run_of(read_inventory(storage.place), "demo-1")
+    run = run_of(storage)
     assert run.state == state and (run.detail != "") is (state != "complete")
-    found = plan(storage)
     if state != "complete":
-        assert not found.removals and "not known what runs/demo-1 needs" in found.kept[0]
+        assert not plan(storage) and "runs/demo-1 is" in kept(storage)[0]
 
 
 def test_foreign_files_are_never_touched(storage: FakeStorage, wait: Wait) -> None:
@@ -151,9 +143,9 @@ def test_foreign_files_are_never_touched(storage: FakeStorage, wait: Wait) -> No
     storage.write("searches/a/trials/1.txt", b"1")
     storage.write("features/mine/1.npy", b"1")
     wait(100)
-    found = read_inventory(storage.place)
-    assert {run.id: run.state for run in found.runs} == {"mine": "foreign", "other": "foreign"}
-    assert plan(storage).removals == []
+    found = read_contents(storage.place)["runs"]
+    assert {run.name: run.state for run in found} == {"mine": "foreign", "other": "foreign"}
+    assert plan(storage) == []
 
 
 def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
@@ -163,7 +155,6 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
     storage.run("demo-lost", 0, complete=False)
     storage.run("demo-trained", 2, complete=False)
     storage.search("s-1", **{"demo-trial": "running"})
-    storage.write("searches/s-1/log/handover/1/state.pt", b"123")
     storage.champion("demo", "demo-lost")
     for name, backbone in (
         ("f1", "demo-1 backbone"),
@@ -178,12 +169,11 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
     found = names(plan(storage))
     assert found == {
         "runs/demo-1/stages/scst/step-6": "checkpoint",
-        "searches/s-1/log/handover": "leftover",
         "features/f3": "features",
         "features/f4": "features",
         "runs/demo-old": "run",
     }
-    assert plan(storage).bytes > 5000 and "runs/demo-old" not in names(plan(storage, 60))
+    assert "runs/demo-old" not in names(plan(storage, 60))
     before = storage.names()
     remove_all(storage)
     assert before - storage.names() == {
@@ -192,14 +182,14 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
     after = plan(storage)
     assert set(names(after)) == {"features/f2"}, "only the removed run had its backbone"
     remove_all(storage)
-    assert not plan(storage).removals and read_inventory(storage.place).runs
+    assert not plan(storage) and read_contents(storage.place)["runs"]
 
 
 def test_regions_are_kept_for_a_run_on_regions(storage: FakeStorage, wait: Wait) -> None:
     storage.run("demo-1", regions=True, step=False)
     storage.features("f1", None)
     wait(40)
-    assert not plan(storage).removals
+    assert not plan(storage)
 
 
 @pytest.mark.parametrize("damage", ["trial", "champion", "no digests"])
@@ -214,7 +204,7 @@ def test_what_is_not_known_is_kept(storage: FakeStorage, wait: Wait, damage: str
         (storage.place / "runs/demo-1/init/digests.json").delete()
     wait(40)
     found = plan(storage)
-    assert found.kept and ("runs/demo-1" in names(found)) is (damage == "no digests")
+    assert kept(storage) and ("runs/demo-1" in names(found)) is (damage == "no digests")
     assert ("features/f1" in names(found)) is (damage != "no digests")
 
 
@@ -225,8 +215,7 @@ def test_a_retraining_in_progress_keeps_runs_and_features(storage: FakeStorage, 
     lease = take_lease(storage.place / "retrain/demo/lease.json", 30)
     assert isinstance(lease, Lease)
     with lease:
-        found = plan(storage)
-        assert not found.removals and len(found.kept) == 2
+        assert not plan(storage) and len(kept(storage)) == 2
     assert set(names(plan(storage))) == {"runs/demo-1", "features/f1"}
 
 
@@ -236,17 +225,17 @@ def test_what_has_changed_since_the_plan_remains(storage: FakeStorage, wait: Wai
     storage.features("f1", "of no run")
     wait(40)
     found = plan(storage)
-    assert len(found.removals) == 3
+    assert len(found) == 3
     if not storage.place.is_remote:
         with try_lock(storage.place.path / "runs/demo-2"), try_lock(storage.place.path / "runs/demo-1"):
-            kept = [remove(storage.place, removal, 30) for removal in found.removals if removal.owner]
+            kept = [remove(storage.place, removal, 30) for removal in found if removal.run]
             assert kept == [False, False], "another process works on them"
     wait(-40)
     storage.write("runs/demo-2/log/driver_token", b"another driver")
     storage.write("features/f1/shards/c.npy", b"new")
     (storage.place / "runs/demo-1/COMPLETE.json").delete()
     before = storage.names()
-    assert [remove(storage.place, removal, 30) for removal in found.removals] == [False] * 3
+    assert [remove(storage.place, removal, 30) for removal in found] == [False] * 3
     assert storage.names() == before
 
 
@@ -256,9 +245,6 @@ def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytes
     storage.run("demo-1")
     storage.run("demo-2", 1, complete=False)
     storage.features("f1", "of no run")
-    storage.search("s", **{"demo-3": "failed"})
-    for name in ("state.pt", "from.json"):
-        storage.write(f"searches/s/log/handover/1/{name}", b"123")
     wait(40)
 
     def die(path: Path, **_: object) -> None:
@@ -266,19 +252,19 @@ def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytes
         raise Killed
 
     found = plan(storage)
-    assert len(found.removals) == 4
+    assert len(found) == 3
     with monkeypatch.context() as patch:
         patch.setattr("raycap.jobs.runs.prune.shutil.rmtree", die)
-        for removal in found.removals:
+        for removal in found:
             with pytest.raises(Killed):
                 remove(storage.place, removal, 30)
             assert not (storage.place.path / removal.name).exists()
-    inventory = read_inventory(storage.place)
-    assert [run.id for run in inventory.runs] == ["demo-1"] and not inventory.features
+    found = read_contents(storage.place)
+    assert [run.name for run in found["runs"]] == ["demo-1"] and not found["features"]
     again = plan(storage)
-    assert len(again.removals) == 4 and {removal.kind for removal in again.removals} == {"leftover"}
+    assert len(again) == 3 and {removal.kind for removal in again} == {"leftover", "checkpoint"}
     remove_all(storage)
-    assert not plan(storage).removals and not list(tmp_path.rglob("*.tmp"))
+    assert not plan(storage) and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_removal_on_s3_that_is_killed_at_each_request(
@@ -303,7 +289,7 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
                 delete(path)
 
             wait(40)
-            (removal,) = plan(storage).removals
+            (removal,) = plan(storage)
             try:
                 with monkeypatch.context() as patch:
                     patch.setattr(StoragePath, "delete", dying)
@@ -313,7 +299,7 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
                 pass
             remaining = {name for name in storage.names() if name.startswith(f"{removal.name}/")}
             if kind == "run":
-                assert run_of(read_inventory(storage.place), "demo-2").state in ("interrupted", "unprepared")
+                assert run_of(storage, "demo-2").state in ("interrupted", "unprepared")
                 assert not any(name.endswith("DONE.json") for name in remaining), "the first to go"
                 if f"{removal.name}/run.json" in remaining:
                     assert f"{removal.name}/init/model.safetensors" in remaining
@@ -332,28 +318,10 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
         wait(-40)
 
 
-def test_folders_need_no_list_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listing of a storage with many files is read as a stream."""
-    read = []
-
-    def walk(self: StoragePath) -> object:
-        for number in range(10**6):
-            read.append(number)
-            yield f"run-{number // 3}/file-{number % 3}", None
-
-    monkeypatch.setattr(StoragePath, "walk", walk)
-    place = StoragePath("s3://data/many")
-    for number, (name, files) in enumerate(folders(place)):
-        assert name == f"run-{number}" and [file for file, _ in files] == ["file-0", "file-1", "file-2"]
-        assert len(read) <= 3 * number + 4
-        if number == 100:
-            break
-
-
 def test_links_are_not_followed(tmp_path: Path, wait: Wait) -> None:
     storage, elsewhere = FakeStorage(storage_path(tmp_path / "results")), tmp_path / "elsewhere"
     storage.run("demo-1", 1, complete=False)
     shutil.move(tmp_path / "results/runs/demo-1", elsewhere)
     (tmp_path / "results/runs/demo-1").symlink_to(elsewhere)
     wait(100)
-    assert not read_inventory(storage.place).runs and not plan(storage).removals
+    assert not read_contents(storage.place)["runs"] and not plan(storage)

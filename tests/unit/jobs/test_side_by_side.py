@@ -15,7 +15,6 @@ import raycap.pipeline.evaluation.evaluate
 import raycap.pipeline.evaluation.reports.report
 from raycap.jobs.compare import compare_models
 from raycap.jobs.evaluate import evaluate
-from raycap.jobs.soup import soup
 from raycap.models.encoders.backbone import backbone_macs
 from raycap.models.registry import cost
 from raycap.pipeline.errors import UserError
@@ -130,7 +129,7 @@ def test_a_page_that_fails_costs_no_score(
     assert any("the page of the comparison could not be made" in line for line in log_lines)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "compare", "soup"])
+@pytest.mark.parametrize("command", ["evaluate", "compare"])
 @pytest.mark.parametrize(("content", "words"), [(None, "does not exist or is not a file"), (b"\xff\xfe", "cannot be")])
 def test_files_for_metrics_are_checked_before_any_caption(
     tmp_path: Path,
@@ -150,10 +149,8 @@ def test_files_for_metrics_are_checked_before_any_caption(
     with pytest.raises(UserError, match=f"objects.*{words}"):
         if command == "evaluate":
             evaluate(config, set_, models=bundles[:1])
-        elif command == "compare":
-            compare_models(bundles[:2], config, set_)
         else:
-            soup(bundles[:2], front=1, config=config, set_=set_)
+            compare_models(bundles[:2], config, set_)
 
 
 def test_wrong_models_are_refused(tmp_path: Path, bundles: list[str], config: Path) -> None:

@@ -1,37 +1,24 @@
-"""`raycap soup`: the written bundle, what is refused, and a front whose points are captioned in this process."""
+"""`raycap soup`: the written bundle, the weighted sum of weights, what stays bit for bit, and what is refused."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
 
-import raycap.jobs.soup_front
-import raycap.pipeline.evaluation.evaluate
-import raycap.pipeline.evaluation.inputs
 from raycap.jobs.cli import main
-from raycap.jobs.evaluate import find_images
-from raycap.jobs.soup import soup
-from raycap.models.captioner import Captioner
-from raycap.pipeline.config.load import load_config
-from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.jobs.soup import mixed_tensors
+from raycap.models.config import PLAIN, Decoding
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.evaluation.evaluate import Options, evaluate
-from raycap.pipeline.features.extraction import Extracted
-from raycap.pipeline.features.model_inputs import Images, on_device
-from raycap.pipeline.features.store.store import write_shard
-from raycap.pipeline.storage.path import storage_path
-from tests.conftest import small_config, write_karpathy
-from tests.support.bundles import make_bundle
-from tests.support.captioning import Captioning
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
+from tests.support.bundles import make_bundle, without_digests
+from tests.support.confidence import make_confidence
 from tests.support.models import (
     one_thread,  # noqa: F401
 )
@@ -39,180 +26,152 @@ from tests.support.models import (
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two bundles of one architecture; only their random weights differ."""
     folder = tmp_path_factory.mktemp("bundles")
     return [str(make_bundle(folder / name, seed)) for seed, name in enumerate("ab")]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """A configuration with four images to validate on."""
-    write_karpathy(tmp_path / "data", {"train": 3, "val": 4, "test": 2})
-    values = small_config(tmp_path / "results")
-    values["data"] = {"root": str(tmp_path / "data"), "annotations": "dataset.json", "images": ".", "min_count": 1}
-    values["data"] |= {"train_splits": ["train"], "val_split": "val", "test_splits": ["test"]}
-    values["evaluation"] = {"beam_size": 2, "max_length": 9, "batch_size": 2}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    return tmp_path / "run.yaml"
+def weights_of(folder: Path | str) -> dict[str, torch.Tensor]:
+    return load_bundle(Path(folder)).captioner.state_dict()
 
 
-@pytest.fixture
-def captioning(monkeypatch: pytest.MonkeyPatch) -> Captioning:
-    """Replaces Ray."""
-    captioning = Captioning()
-    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", captioning)
-    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "start_ray", lambda *_: None)
-    return captioning
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
 
 
-def content(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "front.json").read_text())
-
-
-def test_a_soup_is_written_with_its_sources(
+def test_a_soup_is_a_bundle_that_names_its_sources(
     tmp_path: Path, bundles: list[str], log_lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "new" / "soup"
-    assert main(["soup", *bundles, "--weights", "0.25,0.75", "-o", str(out)]) == 0
-    assert f"source    0.25 of {bundles[0]}" in log_lines and log_lines[-1] == f"bundle    {out}"
-    joined, *members = (load_bundle(Path(folder)) for folder in (str(out), *bundles))
+    out, members = tmp_path / "new" / "soup", [load_bundle(Path(bundle)) for bundle in bundles]
+    judging, first = tmp_path / "judging", members[0]
+    save_bundle(
+        judging, first.captioner, first.vocabulary, name="small", info={}, confidences=[make_confidence("a")]
+    )  # the confidence is that of the member and not that of the sum
+    assert main(["soup", str(judging), bundles[1], "--weights", "0.25,0.75", "-o", str(out)]) == 0
+    assert f"source    0.25 of {judging}" in log_lines and log_lines[-1] == f"bundle    {out}"
+    joined = load_bundle(out)
     info = joined.config["info"]
     assert (info["source 2"], info["weight 2"]) == (bundles[1], 0.75) and len(info["sha256 2"]) == 64
-    name = "model.lm_head.weight"
-    ours, a, b = (bundle.captioner.state_dict()[name] for bundle in (joined, *members))
-    torch.testing.assert_close(ours, 0.25 * a + 0.75 * b, rtol=1e-6, atol=1e-6)
+    assert joined.vocabulary == first.vocabulary and joined.transform == first.transform
+    assert joined.confidences == () and "| weight 2 | 0.75 |" in (out / "card.md").read_text()
+    expected = mixed_tensors([member.captioner.state_dict() for member in members], [0.25, 0.75])
+    assert_equal(joined.captioner.state_dict(), expected)
     assert main(["soup", *bundles, "-o", str(out)]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "give the folder of the new bundle as -o"),
-        ({"out": "x", "weights": "0.5;0.5"}, "--weights 0.5;0.5: give numbers with commas"),
-        ({"out": "x", "weights": "1"}, "there are 2 bundles"),
-        ({"out": "x", "split": "val"}, "are for --front"),
-        ({"front": 2}, "--front needs --config"),
-        ({"front": 2, "weights": "0.5,0.5"}, "leave one of them out"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(bundles: list[str], options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        soup(bundles, **options)
-    with pytest.raises(UserError, match="1 bundle is given"):
-        soup(bundles[:1], **options)
+def test_members_remain_bit_for_bit(tmp_path: Path, bundles: list[str]) -> None:
+    """With the weight 1, and where all are equal: 0.3 x + 0.7 x is not always x."""
+    a, b = bundles
+    for name, members, weights, expected in (
+        ("first", [a, b], "1,0", a),
+        ("second", [a, b], "0,1", b),
+        ("equal", [a, a], "0.3,0.7", a),
+    ):
+        assert main(["soup", *members, "--weights", weights, "-o", str(tmp_path / name)]) == 0
+        assert_equal(weights_of(tmp_path / name), weights_of(expected))
+    for name, members, weights in (("ab", [a, b], "0.3,0.7"), ("ba", [b, a], "0.7,0.3")):
+        assert main(["soup", *members, "--weights", weights, "-o", str(tmp_path / name)]) == 0
+    assert_equal(weights_of(tmp_path / "ab"), weights_of(tmp_path / "ba"))
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any), st.integers(0, 10**6))
+def test_the_sum_is_numpys(shares: list[int], seed: int) -> None:
+    weights = [share / sum(shares) for share in shares]
+    generator = np.random.default_rng(seed)
+    arrays = [generator.normal(size=(3, 5)).astype(np.float32) for _ in weights]
+    states = [{"x": torch.from_numpy(array), "steps": torch.tensor(7)} for array in arrays]
+    found = mixed_tensors(states, weights)
+    expected = sum(weight * array.astype(np.float64) for weight, array in zip(weights, arrays, strict=True))
+    np.testing.assert_allclose(found["x"].numpy(), expected, rtol=0, atol=1e-6)
+    assert found["x"].dtype == torch.float32 and found["steps"] == 7
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(100, generator=generator).bfloat16() for _ in range(2)]
+    found = mixed_tensors([{"x": tensor} for tensor in tensors], [0.3, 0.7])["x"]
+    expected = 0.3 * tensors[0].float() + 0.7 * tensors[1].float()
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected.bfloat16())
+
+
+def test_whole_numbers_that_differ_are_refused() -> None:
+    states = [{"index": torch.tensor([number])} for number in (1, 2)]
+    with pytest.raises(UserError, match="the tensor index has whole numbers that differ"):
+        mixed_tensors(states, [1.0, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("count", "options", "words"),
     [
-        ({"metrics": "cider"}, "--metrics cider: give two of bleu1, "),
-        ({"metrics": "cider,CIDEr-D"}, "give two of"),
-        ({"metrics": "cider,none"}, "give two of"),
-        ({"metrics": "cider,CHAIR-s"}, "give two of"),  # of CHAIR less is better
-        ({"split": "none"}, "--split none: no image is in it"),
-        ({"front": 1000}, "--front 1000 has more than 1000 points for 2 bundles"),
+        (1, [], "1 bundle is given"),
+        (2, ["--weights", "0.5;0.5"], "--weights 0.5;0.5: give numbers with commas"),
+        (2, ["--weights", "1"], "there are 2 bundles"),
+        (2, ["--weights", "0.5,0.6"], "sum 1"),
+        (2, ["--weights", "1.5,-0.5"], "at least 0"),
+        (2, ["--weights", "nan,1"], "at least 0"),
+        (2, ["--weights", "inf,0"], "sum 1"),
     ],
 )
-def test_fronts_that_cannot_be_scored_are_refused(
-    bundles: list[str], config: Path, options: dict[str, Any], words: str
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path,
+    bundles: list[str],
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    options: list[str],
+    words: str,
 ) -> None:
-    with pytest.raises(UserError, match=words):
-        soup(bundles, config=config, **({"front": 2} | options))
+    assert main(["soup", *bundles[:count], *options, "-o", str(tmp_path / "soup")]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "soup").exists()
 
 
-def test_bundles_that_do_not_fit_are_refused(tmp_path: Path, bundles: list[str], config: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("vocabulary.json", ('"mat"', '"rug"'), "the vocabularies differ; give models of one recipe"),
+        ("vocabulary.json", ('"expansionnet"', '"spacy"'), "the tokenizer is expansionnet and spacy"),
+        ("config.yaml", ("language: en", "language: de"), "captions in en and captions in de"),
+        ("config.yaml", ("language: en", "language: <script>"), "protocol.language"),
+        ("preprocessing.json", ("0.485", "0.1"), "the image transforms differ"),
+    ],
+)
+def test_bundles_of_other_words_or_images_are_refused(
+    tmp_path: Path,
+    bundles: list[str],
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: tuple[str, str],
+    words: str,
+) -> None:
+    path = without_digests(make_bundle(tmp_path / "other", 1)) / file
+    text = path.read_text()
+    assert content[0] in text
+    path.write_text(text.replace(*content))
+    assert main(["soup", bundles[0], str(path.parent), "-o", str(tmp_path / "soup")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and words in said[0] and not (tmp_path / "soup").exists()
+
+
+def test_other_architectures_are_refused(
+    tmp_path: Path, bundles: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     features = str(make_bundle(tmp_path / "features", backbone=False))
-    with pytest.raises(UserError, match=f"{bundles[0]} and {features} cannot be joined: one has a backbone"):
-        soup([bundles[0], features], out=str(tmp_path / "soup"))
-    assert not (tmp_path / "soup").exists()
-    (tmp_path / "features" / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(UserError, match="does not have the digest"):
-        soup([bundles[0], features], front=2, config=config)
+    wide = str(make_bundle(tmp_path / "wide", backbone=False, width=24))
+    for members, words in (
+        ([bundles[0], features], f"{bundles[0]} and {features} cannot be joined: one has a backbone"),
+        ([features, wide], "sizes.feature_width is 16 and 24"),
+    ):
+        assert main(["soup", *members, "-o", str(tmp_path / "soup")]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "soup").exists()
 
 
-def test_a_front_is_resumed_and_extended(
-    tmp_path: Path, bundles: list[str], config: Path, captioning: Captioning, log_lines: list[str]
-) -> None:
-    options: dict[str, Any] = {"config": config, "metrics": "cider,bleu1", "out": str(tmp_path / "front")}
-    captioning.fails_at = 3
-    with pytest.raises(KeyboardInterrupt):
-        soup(bundles, front=2, **options)
-    assert [point["weights"] for point in content(tmp_path / "front")["points"]] == [[1.0, 0.0], [0.5, 0.5]]
-    assert soup(bundles, front=2, **options) == 0
-    assert captioning.num_calls == 4 and log_lines[-1] == f"front        {tmp_path / 'front'}"
-    assert "points    3, of which 2 have scores" in log_lines
-    points = content(tmp_path / "front")["points"]
-    a, middle, b = ([point["scores"][name] for name in ("CIDEr-D", "BLEU-1")] for point in points)
-    assert points[1]["chord"] == {
-        "CIDEr-D": pytest.approx((a[0] + b[0]) / 2), "BLEU-1": pytest.approx((a[1] + b[1]) / 2)
-    }  # fmt: skip
-    assert a != b and [point["on_front"] for point in points] == [
-        not any(all(x >= y for x, y in zip(other, own, strict=True)) and other != own for other in (a, middle, b))
-        for own in (a, middle, b)
-    ]
-    with Image.open(tmp_path / "front" / "front.png") as picture:
-        assert picture.format == "PNG" and min(picture.size) > 400
-    assert (tmp_path / "front" / "front.svg").read_bytes().startswith(b"<?xml")
-    assert soup(bundles, front=4, **options) == 0 and captioning.num_calls == 6
-    assert len(content(tmp_path / "front")["points"]) == 5
-    assert soup(bundles, front=4, **options | {"metrics": "cider,rouge"}) == 0
-    assert captioning.num_calls == 11, "scores of other metrics are other inputs"
-
-
-def test_the_ends_of_a_front_are_the_members(
-    tmp_path: Path, bundles: list[str], config: Path, captioning: Captioning
-) -> None:
-    """Their scores beside captions of the bundles themselves."""
-    assert soup([*bundles, bundles[0]], front=1, config=config, metrics="cider,bleu1", out=str(tmp_path / "out")) == 0
-    points = content(tmp_path / "out")["points"]
-    assert [point["weights"] for point in points] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    assert points[0]["scores"] == points[2]["scores"] != points[1]["scores"]
-    settings = load_config(config, ["features.store=never"])
-    images, _ = find_images(settings, ["val"])
-    alone = evaluate([storage_path(bundles[1])], images, settings, None, Options(metrics=("CIDEr-D", "BLEU-1")))
-    assert points[1]["scores"] == alone["val"].values
-
-
-def test_one_extraction_serves_bundles_with_the_same_backbone(
-    tmp_path: Path, bundles: list[str], config: Path, captioning: Captioning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (load_bundle(Path(folder)) for folder in bundles)
-    twin = Captioner(second.captioner.model, first.captioner.backbone)
-    save_bundle(tmp_path / "twin", twin, second.vocabulary, name="twin", info={})
-    calls = []
-
-    def extracted(config: RunConfig, dataset: Dataset, weights: Path, *_: Any) -> Extracted:
-        calls.append(weights)
-        images = Images(dataset, None, first.transform, max_pixels=10**6, threads=1, options=config.storage.options)
-        pixels = images.load(np.arange(len(dataset)))
-        assert first.transform is not None
-        with torch.no_grad():
-            features = first.captioner.features(
-                on_device(pixels, torch.device("cpu"), transform=first.transform)
-            ).tokens.numpy()
-        store = storage_path(tmp_path / "store")
-        write_shard(store, dataset.column("key"), features.astype(np.float32))
-        return Extracted(store, {})
-
-    options: dict[str, Any] = {"front": 1, "config": config, "metrics": "cider,bleu1"}
-    monkeypatch.setattr(raycap.pipeline.evaluation.inputs, "extract_features", extracted)
-    assert soup([bundles[0], str(tmp_path / "twin")], out=str(tmp_path / "shared"), **options) == 0
-    assert len(calls) == 1
-    monkeypatch.setattr(raycap.jobs.soup_front, "have_one_backbone", lambda _: False)
-    assert soup([bundles[0], str(tmp_path / "twin")], out=str(tmp_path / "own"), **options) == 0
-    assert len(calls) == 1
-    shared, own = (content(tmp_path / name)["points"] for name in ("shared", "own"))
-    assert [point["scores"] for point in shared] == [point["scores"] for point in own]
-
-
-def test_points_of_other_images_are_not_compared(
-    tmp_path: Path, bundles: list[str], config: Path, captioning: Captioning
-) -> None:
-    options: dict[str, Any] = {"config": config, "metrics": "cider,bleu1", "out": str(tmp_path / "front")}
-    assert soup(bundles, front=1, **options) == 0
-    (tmp_path / "data" / "images" / "4.png").write_bytes(b"")
-    with pytest.raises(JobFailedError, match="some images could be read for one model and not for another"):
-        soup(bundles, front=2, **options)
-    (tmp_path / "front" / "front.json").write_text("{")
-    assert soup(bundles, front=1, **options) == 1, "an image could not be read"
-    assert [point["unreadable"] for point in content(tmp_path / "front")["points"]] == [[104], [104]]
+def test_the_protocol_is_what_the_members_share(tmp_path: Path) -> None:
+    """Members with different rules of decoding give a bundle without rules."""
+    one, two = Protocol(objective="scst", beam_size=5, decoding=Decoding()), Protocol(objective="scst", beam_size=3)
+    members = [str(make_bundle(tmp_path / name, protocol=each)) for name, each in (("one", one), ("two", two))]
+    assert main(["soup", *members, "-o", str(tmp_path / "soup")]) == 0
+    protocol = load_bundle(tmp_path / "soup").config["protocol"]
+    assert protocol["objective"] == "scst" and protocol["beam_size"] is None
+    assert protocol["decoding"] == asdict(PLAIN)

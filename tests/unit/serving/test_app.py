@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import struct
 import threading
 import time
@@ -26,7 +25,6 @@ from raycap.pipeline.data.image_sources import UriRoots, load_image
 from raycap.pipeline.serving import bodies, served_models
 from raycap.pipeline.serving.app import AppSettings
 from raycap.pipeline.serving.bodies import read_body
-from raycap.pipeline.serving.comparison import ComparisonLog
 from raycap.pipeline.serving.forms import CaptionBody, CaptionOptions
 from raycap.pipeline.serving.guard import FAILED, Access
 from raycap.pipeline.serving.limits import Limits, RefusedError
@@ -422,38 +420,6 @@ def test_uris_are_read_below_the_allowed_prefixes_only(
         answers.add((answer.status_code, answer.text))
     assert answers == {(422, '{"error": "uris.0 is not a readable image of this server"}')}
     assert "it is not below uri_roots" in caplog.text
-
-
-def test_the_challenger_gets_a_share_and_clients_get_the_champion(
-    bundle: Path, other: Path, names: list[str], tmp_path: Path
-) -> None:
-    log, challenger = ComparisonLog(tmp_path / "log.jsonl"), LocalCaptioners(host_of(other))
-    main = LocalCaptioners(host_of(bundle))
-    for share, expected in ((0.0, 0), (1.0, 2)):
-        with local_client({"main": main}, challenger=(challenger, share, log)) as client:
-            for _ in range(2):
-                answer = client.post("/caption", files=as_files(*names[:2]))
-                assert answer.json()["model"]["name"] == "main"
-            deadline = time.monotonic() + 60
-            while f'outcome="logged"}} {expected}.0' not in client.get("/metrics").text and expected:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        assert challenger.num_jobs == 2 * expected
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert len(lines) == 2
-    for line in lines:
-        same(line["champion"]["captions"], raycap.load(bundle, device="cpu").caption(names[:2]))
-        assert line["champion"]["digest"] != line["challenger"]["digest"] and len(line["images"]) == 2
-        same(line["challenger"]["captions"], raycap.load(other, device="cpu").caption(names[:2]))
-
-
-def test_the_log_of_the_challenger_is_bounded(tmp_path: Path) -> None:
-    log = ComparisonLog(tmp_path / "log.jsonl", max_bytes=100)
-    for number in range(20):
-        log.append({"number": number, "text": "x" * 20})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "log.jsonl.1"]
-    assert all(path.stat().st_size <= 100 for path in tmp_path.iterdir())
-    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["number"] == 19
 
 
 def test_counters(client: TestClient, names: list[str]) -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 import raycap
 from raycap.jobs.cli import main
-from raycap.jobs.serve.arguments import ServeArguments, comparison_path, named_models, server_token
+from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
 from raycap.jobs.serve.command import require_free
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
@@ -206,17 +206,15 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
 def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     crown(storage, "demo", bundles[1], 1)
-    models, challenger = named_models(
+    models = named_models(
         ServeArguments(
             models=(str(bundles[0]), f"b={bundles[1]}", "champion:demo"),
             storage=str(storage),
-            challenger=str(bundles[1]),
         ),
         send_local=False,
     )
-    assert [model.name for model in models] == ["small", "b", "demo"] and challenger is not None
-    assert challenger.name == "challenger", "its counters and lines of the log are not those of a served model"
-    assert models[1].digest == models[2].digest == challenger.digest != models[0].digest
+    assert [model.name for model in models] == ["small", "b", "demo"]
+    assert models[1].digest == models[2].digest != models[0].digest
     assert models[0].source.digests, "a bundle that is replaced later is not loaded by a restarted process"
     features = make_bundle(tmp_path / "features", backbone=False)
     for names, words in (
@@ -229,11 +227,6 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             named_models(ServeArguments(models=names, storage=str(storage)), send_local=False)
-    with pytest.raises(UserError, match="two models have the name b"):
-        named_models(
-            ServeArguments(models=(f"b={bundles[0]}",), challenger=f"b={bundles[1]}", storage=str(storage)),
-            send_local=False,
-        )
 
 
 def test_names_of_models() -> None:
@@ -278,12 +271,6 @@ def test_mistakes_are_said_before_ray_is_started(
         for options, words in (
             (["--model", "nothing"], "--model nothing: no such folder"),
             (["--model", model, "--model", model], "two models have the name small"),
-            (
-                ["--model", model, "--challenger", "x", "--comparison-log", str(tmp_path / "log")],
-                "--challenger x: no such",
-            ),
-            (["--model", model, "--challenger", model], "--challenger needs --comparison-log FILE"),
-            (["--model", model, "--challenger", model, "--comparison-log", "no/log"], "the folder"),
             (["--model", model, "--host", "0.0.0.0"], "needs a token in RAYCAP_SERVE_TOKEN"),
             (["--model", model, "--port", port], f"--port {port}: Address already in use"),
             (["--model", model, "--address", "nonsense"], "--address nonsense (or RAY_ADDRESS) is no address"),
@@ -295,8 +282,6 @@ def test_mistakes_are_said_before_ray_is_started(
 
 
 def test_mistakes_of_the_options_are_one_sentence() -> None:
-    with pytest.raises(UserError, match="--challenger needs --comparison-log"):
-        comparison_path(ServeArguments(models=("a",), challenger="b"))
     with pytest.raises(UserError, match="--host 256.1.1.1 --port 80"):
         require_free("256.1.1.1", 80)
     for replicas in (0, -1, (0, 1)):
