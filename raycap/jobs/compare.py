@@ -73,7 +73,11 @@ def compare_models(
     check_storage(run_config)
     check_score_inputs(run_config)
     file = run_config.evaluation.constraints
-    options = Options(constraints=None if file is None else Path(file), features=feature_store(run_config, features))
+    options = Options(
+        constraints=None if file is None else Path(file),
+        unconstrained=(run_config.data.val_split,),
+        features=feature_store(run_config, features),
+    )
     places = [_bundle_of(model, run_config.storage.options) for model in models]
     bundles = find_bundles("--model", places, run_config, options)
     split = split or run_config.data.test_splits[0]

@@ -136,7 +136,7 @@ def evaluate(
     evaluator.check([*systems, *([other] for other in others)])
     with folder.writing():
         if is_one_model:
-            scores = evaluator.evaluate(bundles)
+            scores = evaluator.evaluate(bundles, folder)
             other = evaluator.evaluate(others) if others else None
             write_results(folder, scores, settings, label=label, compared=other, server=server)
             every = [scores]
@@ -168,9 +168,10 @@ class Evaluator:
         logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in systems)}")
         logger.info(f"data      {', '.join(f'{split} {len(part)}' for split, part in self.images.items())} images")
 
-    def evaluate(self, bundles: Sequence[StoragePath]) -> Scores:
-        """The scores of a bundle or of an ensemble."""
-        return evaluate_bundles(bundles, self.images, self.settings, self.address, self.options)
+    def evaluate(self, bundles: Sequence[StoragePath], folder: ResultsFolder | None = None) -> Scores:
+        """The scores of a bundle or of an ensemble. folder: for its captions, before they are scored."""
+        options = replace(self.options, keep=None if folder is None else folder.write_captions)
+        return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
     def evaluate_each(
         self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder
@@ -179,8 +180,8 @@ class Evaluator:
         found = []
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
-            found.append(EvaluatedModel(label, self.evaluate(bundles)))
             part = folder.part(label.replace(" ", "-"))
+            found.append(EvaluatedModel(label, self.evaluate(bundles, part)))
             name = "+".join(bundle.name for bundle in bundles)
             write_results(part, found[-1].scores, self.settings, label=name)
         return found
@@ -241,7 +242,7 @@ def evaluate_ensemble(
         evaluator.check([bundles])
         label, _ = _label(config, bundles, ())
         with folder.writing():
-            write_results(folder, evaluator.evaluate(bundles), settings, label=label)
+            write_results(folder, evaluator.evaluate(bundles, folder), settings, label=label)
     entries: Mapping[str, Mapping[str, Any]] = _scores(place)["splits"]
     return entries
 

@@ -31,7 +31,7 @@ from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
-from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
+from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
@@ -224,7 +224,7 @@ class RunDriver:
             self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
         ):
             self._dry_run()
-        self.folder.write_config()  # the only time in this attempt
+        self.folder.write_config()  # before any worker starts
         self._distill()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
@@ -264,33 +264,44 @@ class RunDriver:
     def _score(self, by_stage: Mapping[str, float]) -> Scores:
         """The scores of the run's bundle, which are also written to scores.json, with its captions in predictions/.
 
-        by_stage: of `validation_by_stage`. Raises UserError when too many images cannot be captioned.
+        by_stage: of `validation_by_stage`.
         """
         folder, data = self.folder, self.config.data
         location, file = bundle_place(folder), self.config.evaluation.constraints
         images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
-        captions = stored_captions(folder, images, digests)
         options = Options(
             training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
             unconstrained=(data.val_split,),  # validations during training have none
-            captions=captions,
+            captions=stored_captions(folder, images, digests),
+            keep=partial(self._keep_captions, digests),
         )
         scores = evaluate([location], images, self.config, self.address, options)
-        num_images, unreadable = sum(map(len, images.values())), scores.unreadable
-        if len(unreadable) > data.max_bad_fraction * num_images:
-            raise UserError(
-                f"{len(unreadable)} of {num_images} images cannot be captioned, more than data.max_bad_fraction = "
-                f"{data.max_bad_fraction} (first: {next(iter(unreadable.values()))})"
-            )
-        if captions is None:
-            for each in scores.splits:
-                write_captions(folder.path / "predictions", each, f"{each.split}.json")
         content = scores.to_json() | {"digests": digests, "validation_by_stage": by_stage}
         write_json(folder.path / "scores.json", content)
-        folder.push("predictions", "scores.json")
+        folder.push("scores.json")
         return scores
+
+    def _keep_captions(self, digests: Mapping[str, str], captions: SplitCaptions) -> None:
+        """Writes captions before they are scored, for this and later attempts. digests: of the bundle.
+
+        Raises UserError when too many images could not be captioned.
+        """
+        folder, most = self.folder, self.config.data.max_bad_fraction
+        reasons = {split: {i: each.error for i, each in part.items() if each.error} for split, part in captions.items()}
+        unreadable = [reason for part in reasons.values() for reason in part.values()]
+        num_images = sum(map(len, captions.values()))
+        if len(unreadable) > most * num_images:
+            raise UserError(
+                f"{len(unreadable)} of {num_images} images cannot be captioned, more than data.max_bad_fraction = "
+                f"{most} (first: {unreadable[0]})"
+            )
+        for split, part in captions.items():
+            write_captions(folder.path / "predictions", split, part, f"{split}.json")
+        splits = {split: {"unreadable": part} for split, part in reasons.items()}
+        write_json(folder.path / "scores.json", {"digests": digests, "splits": splits})
+        folder.push("predictions", "scores.json")
 
     def _log_plan(self) -> None:
         """Logs the folder, data, model and stages of the run before it starts."""

@@ -67,7 +67,8 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
         )
         if not trained:
             run = _train_stand_in(config, run, dataset, address)
-    return _source(run.delivered_weights("backbone"), base)
+    last = [stage for stage in run.config.stages if stage.train_backbone][-1]
+    return _source(run.weights_after(last, "backbone"), base)
 
 
 def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address: str | None) -> RunFolder:

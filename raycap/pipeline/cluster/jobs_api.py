@@ -129,7 +129,8 @@ class JobsServer:
         for name in CLIENT_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         with _without(ADDRESS_VARIABLES):
-            return JobSubmissionClient(self.address, headers=dict(self.headers))
+            # without any authorization, Ray adds the token even for a server that does not ask for it
+            return JobSubmissionClient(self.address, headers=self.headers or {"Authorization": ""})
 
     def _about(self, method: str, job_id: str) -> Any:
         """The result of a method for one job. The id becomes a part of a URL."""

@@ -8,7 +8,7 @@ captioned from the stored features of the bundle's own backbone (`evaluation.inp
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTas
 from raycap.pipeline.evaluation.captioning.soup import Soup
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.comparison.protocol import (
+    SEARCH_KEYS,
     Protocol,
     confidence_search,
     ensemble_protocol,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Automata = Mapping[str, Mapping[int, "ConstraintAutomaton"]]  # by split and image id
+SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image id
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Options:
     a file of words that captions must contain, except in the splits `unconstrained`. features: the folder of a feature
     store, for bundles without a backbone. metrics: only these are computed, without alignment and confidence. weights:
     the bundles are joined by this weighted sum of their weights, and are no ensemble. inputs: of `find_inputs`, for
-    bundles that are evaluated several times. captions: those of an earlier attempt, by split and image id.
+    bundles that are evaluated several times. captions: those of an earlier attempt. keep: is called with new captions
+    before they are scored, which can take long or fail.
     """
 
     training: Dataset | None = None
@@ -81,7 +84,8 @@ class Options:
     metrics: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     inputs: Inputs | None = None
-    captions: Mapping[str, Mapping[int, ImageCaption]] | None = None
+    captions: SplitCaptions | None = None
+    keep: Callable[[SplitCaptions], None] | None = None
 
 
 def evaluate(
@@ -104,6 +108,8 @@ def evaluate(
     captioned = Captioned({split: {} for split in images}, 0.0)
     if options.captions is None:
         captioned = _captioned(bundles, inputs, settings, address, automata, options)
+        if options.keep is not None:
+            options.keep(captioned.splits)
     by_split = captioned.splits if options.captions is None else options.captions
     evaluator = _Evaluator(settings, protocol, language_of(settings, bundles), options)
 
@@ -114,7 +120,7 @@ def evaluate(
     max_workers = 1 if why_unavailable("SPICE") is None else None
     with ThreadPoolExecutor(max_workers) as pool:  # threads suffice: most of the work runs in Java processes
         splits = tuple(pool.map(split_scores, images))
-    num_images = sum(map(len, captioned.splits.values()))
+    num_images = len({image for part in captioned.splits.values() for image, each in part.items() if not each.error})
     seconds = captioned.seconds / num_images if num_images else None
     search, language = settings.evaluation, evaluator.language
     scores = Scores(tuple(bundles), protocol, search, language, splits, inputs, seconds_per_image=seconds)
@@ -132,6 +138,8 @@ def common_settings(
     words.
     """
     search = search_settings(settings.evaluation, [_recorded(bundle) for bundle in bundles])
+    # as if the settings gave these keys, so that models that record others are searched with the same values
+    search = search.model_copy(update={key: getattr(search, key) for key in SEARCH_KEYS})
     for bundle in (*bundles, *compared):
         search.require_words(_recorded(bundle).language, vocabulary_of(bundle).tokenizer)
     positions = min(max_positions(bundle) for bundle in (*bundles, *compared))
@@ -304,7 +312,7 @@ def _captioned(
     automata: Automata,
     options: Options,
 ) -> Captioned:
-    """The captions of each split, and of each image once if one of the splits is every image."""
+    """The captions of each split. Only a split that has all images, with the same constraints, is captioned."""
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
     if options.weights:
@@ -313,7 +321,11 @@ def _captioned(
         models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
     every = {image for part in inputs.images.values() for image in part.column("image_id")}
     tasks = {split: SplitTask(part, automata[split]) for split, part in inputs.images.items()}
-    whole = {split: task for split, task in tasks.items() if len(task.images) == len(every)}
+    whole = {
+        split: task
+        for split, task in tasks.items()
+        if len(task.images) == len(every) and all(other == automata[split] for other in automata.values())
+    }
     chosen = dict([*whole.items()][:1]) or tasks
     captioned = caption_on_cluster(models, chosen, settings, with_values=not options.metrics)
     captions = {image: each for part in captioned.splits.values() for image, each in part.items()}

@@ -20,7 +20,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.comparison.systems import compare
 from raycap.pipeline.evaluation.confidence.confidence import SIGNALS
-from raycap.pipeline.evaluation.evaluate import keep_results
+from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report
 from raycap.pipeline.evaluation.reports.tables import format_scores
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 SERVER_IMAGES = {"test2014": 40_775, "val2014": 40_504}  # the images that COCO's evaluation server scores
 
 
-def write_captions(folder: Path, result: SplitScores, predictions: str) -> None:
+def write_captions(folder: Path, split: str, images: Mapping[int, ImageCaption], predictions: str) -> None:
     """Writes the captions of a split: `predictions`, a COCO result file, and all captions with their values."""
-    write_predictions(folder / predictions, result.captions)
-    ranked = {image: [one.to_json() for one in each.n_best] for image, each in result.images.items() if each.n_best}
-    write_n_best(folder / N_BEST.format(result.split), ranked)
+    write_predictions(folder / predictions, SplitScores(split, images).captions)
+    ranked = {image: [one.to_json() for one in each.n_best] for image, each in images.items() if each.n_best}
+    write_n_best(folder / N_BEST.format(split), ranked)
 
 
 def read_captions(path: Path) -> dict[int, ImageCaption]:
@@ -100,11 +100,11 @@ class ResultsFolder:
             elif self.place.is_remote:
                 shutil.rmtree(self.path.parent, ignore_errors=True)  # with the mirror's record
 
-    def write_captions(self, scores: Scores) -> None:
+    def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""
-        for result in scores.splits:
-            predictions = f"predictions-{result.split}.json"
-            write_captions(self.path, result, predictions)
+        for split, images in captions.items():
+            predictions = f"predictions-{split}.json"
+            write_captions(self.path, split, images, predictions)
             logger.info(f"predictions  {self.place / predictions}")
 
     def write_scores(self, content: Mapping[str, Any], missing: Mapping[str, str]) -> None:
@@ -143,12 +143,11 @@ def write_results(
     compared: Scores | None = None,
     server: str | None = None,
 ) -> None:
-    """Logs the scores of a model, and writes its captions, scores and pages. Stores its confidence in its bundle.
+    """Logs the scores of a model, and writes its scores and pages. Stores its confidence in its bundle.
 
     label: names the model. compared: the scores of another model on the same splits. server: see `write_server_files`.
     Raises JobFailedError if the two models have captioned other images.
     """
-    folder.write_captions(scores)
     content, decorations = scores.to_json(), Decorations()
     others: dict[str, SplitScores] = {}
     for each in scores.splits:

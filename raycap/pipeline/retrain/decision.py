@@ -58,7 +58,7 @@ class Trained(NamedTuple):
     bundle: Path
 
 
-FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.loading.find_data`
+FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.reading.find_data`
 
 
 class Work(Protocol):

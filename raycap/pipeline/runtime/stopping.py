@@ -74,7 +74,7 @@ def saving_first(ask: Callable[[], None]) -> Iterator[None]:
 def restoring_handlers() -> Iterator[None]:
     """Installs the handlers again after the block, in which Ray replaces them, also in its native code.
 
-    In the block a SIGTERM meets Ray's handler, which exits. Here this is a stop like any other.
+    Ray's handler turns SIGTERM into SystemExit, which is treated as a stop here.
     """
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -82,7 +82,7 @@ def restoring_handlers() -> Iterator[None]:
     except SystemExit as error:
         if error.code != signal.SIGTERM:
             raise
-        _Received.number = signal.SIGTERM
+        _Received.number, _Received.time_s = signal.SIGTERM, time.monotonic()
         raise KeyboardInterrupt from None
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -93,7 +93,7 @@ def restoring_handlers() -> Iterator[None]:
 def call_in_thread(function: Callable[[], Any]) -> Any:
     """The result of a function that would install handlers of its own, as Ray Train does in the main thread only.
 
-    The main thread waits and handles signals. When it raises an exception, the function goes on until the process ends.
+    The main thread waits and handles signals. After an exception there, the function continues until the process ends.
     """
     future, context = Future[Any](), contextvars.copy_context()
 

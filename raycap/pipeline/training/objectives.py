@@ -14,7 +14,7 @@ Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of
 
 With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. One pass of the
 backbone and the encoder serves both passes of the decoder, which have the same dropout masks
-(`models/decoding/masks.py`). So the gradient is that of the sampling itself. A greedy baseline has no dropout.
+(`models/dropout.py`). So the gradient is that of the sampling itself. A greedy baseline has no dropout.
 
 `scst_signature` describes these settings in the notation of SacreEOS.
 """
