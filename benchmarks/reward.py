@@ -50,7 +50,8 @@ def bench_reward(references: References = None) -> None:
     rate, plain_rate = CAPTIONS / seconds, PLAIN_CAPTIONS / plain_seconds
     difference = np.abs(np.array(expected) - rewards[:PLAIN_CAPTIONS].numpy()).max()
     print(f"references           {len(captions):,} images, {sum(map(len, captions)):,} captions")
-    print(f"index                {build_seconds:.2f} s from tokens")
+    size = scorer.num_bytes / sum(map(len, captions))
+    print(f"index                {build_seconds:.2f} s from tokens, {size:.0f} bytes per caption")
     print(f"reward               {rate:,.0f} captions/s on one core (median of {REPEATS}, {CAPTIONS:,} captions)")
     print(f"plain Python scorer  {plain_rate:,.0f} captions/s, index not counted")
     print(f"ratio                {rate / plain_rate:.1f}, largest difference {difference:.1e}")

@@ -405,8 +405,6 @@ class ScstSection(Section):
     eos_in_loss: bool = True  # whether the log-probability of EOS is part of the loss
     fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
     document_frequency: Literal["images", "captions"] = "images"
-    # images, drawn at random, whose references give the document frequencies; None: all training images
-    document_sample: Positive | None = None
     sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
     # {reward: weight} of the summands (`pipeline.training.rewards.stage_reward`); a weight of 0 only logs the summand
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}

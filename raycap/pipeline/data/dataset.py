@@ -24,7 +24,6 @@ from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.digests import is_whole
-from raycap.pipeline.storage.tables import TableSpill, spilled
 
 SCHEMA = pa.schema(
     [
@@ -50,9 +49,9 @@ FILTERED_ROWS = 2**16  # that are copied at a time
 class Dataset:
     """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
 
-    A data set may have many millions of rows. `load` memory-maps it, and columns that are computed are in memory-mapped
-    files, too, unless they are small. Only `column`, `references` and `uris` make Python objects of all rows at once:
-    call them for a split of validation or test.
+    A data set may have some million rows. `load` memory-maps it, and columns that are computed are in memory. Only
+    `column`, `references` and `uris` make Python objects of all rows at once: call them for a split of validation or
+    test.
     """
 
     table: pa.Table
@@ -104,12 +103,8 @@ class Dataset:
 
     def keyed_by_id(self) -> Dataset:
         """The data set with `id-<image id>` as content keys, for images whose files are not available."""
-        schema = pa.schema([SCHEMA.field("key")])
-        ids = (pc.cast(batch["image_id"], pa.string()) for batch in self.table.select(["image_id"]).to_batches())
-        keys = (
-            pa.RecordBatch.from_arrays([pc.binary_join_element_wise("id", each, "-")], schema=schema) for each in ids
-        )
-        return self.with_column("key", spilled(schema, keys)["key"])
+        ids = pc.cast(self.table["image_id"], pa.string())
+        return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
     def column(self, name: str) -> list[Any]:
         """A column of SCHEMA as a list."""
@@ -137,7 +132,7 @@ class Dataset:
         """
         names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
         parts: list[pa.Table | None] = []  # of each chunk its columns; None for one that has changed
-        changed = TableSpill(pa.schema([(name, TOKENS.type) for name in names]))
+        changed = list[pa.Table]()
         for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
             texts = [batch.column(name).to_pylist() for name in names]
             kept = [
@@ -162,11 +157,11 @@ class Dataset:
                 for column in texts
             ]
             parts.append(None)
-            changed.append(pa.RecordBatch.from_arrays(chosen, schema=changed.schema))
+            changed.append(pa.table(chosen, names))
         if None not in parts:
             return Dataset(self.table)
-        others = iter(changed.batches())
-        tables = [pa.Table.from_batches([next(others)]) if part is None else part for part in parts]
+        others = iter(changed)
+        tables = [next(others) if part is None else part for part in parts]
         dataset: Dataset = self
         for name in names:
             dataset = dataset.with_column(
@@ -241,7 +236,7 @@ class Dataset:
 
 
 class Selection(Dataset):
-    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows (`TableSpill`)."""
+    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows."""
 
     def __init__(self, whole: Dataset, rows: np.ndarray) -> None:
         self._whole, self._rows = whole, rows
@@ -269,7 +264,7 @@ class Selection(Dataset):
         return self._filtered(self._whole.table.select([name]))[name]
 
     def _filtered(self, table: pa.Table) -> pa.Table:
-        """These rows of a table of `whole`, memory-mapped unless they are few."""
+        """These rows of a table of `whole`."""
         is_chosen, start = np.zeros(len(table), bool), 0
         is_chosen[self._rows] = True
 
@@ -279,7 +274,7 @@ class Selection(Dataset):
                 yield batch.filter(pa.array(is_chosen[start : start + len(batch)]))
                 start += len(batch)
 
-        return spilled(table.schema, batches())
+        return pa.Table.from_batches(batches(), table.schema)
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
         for start in range(0, len(self), CHUNK_ROWS):

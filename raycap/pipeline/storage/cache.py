@@ -34,7 +34,6 @@ from raycap.pipeline.storage.s3 import StorageError
 
 # The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
-REWARD_INDEXES = "ciderd"  # the folder of the rewards' indexes, which `pipeline.training.rewards.cider_d` makes
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
 NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock

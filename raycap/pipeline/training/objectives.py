@@ -40,15 +40,8 @@ from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
-from raycap.pipeline.storage.path import cache_folder
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.rewards.cider_d import (
-    DOCUMENT_SEED,
-    CiderDReward,
-    Documents,
-    References,
-    sampled_documents,
-)
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
 
 DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
@@ -90,16 +83,12 @@ def make_objective(
         return cross_entropy_objective(stage), None
     section, device = stage.sampling, next(captioner.parameters()).device
     references = References.of(train, vocabulary.tokenizer)
-    documents = Documents(
-        section.document_frequency == "captions", sampled_documents(len(train), section.document_sample)
-    )
     cider_d = CiderDReward(
         references,
         vocabulary,
         eos=section.eos_in_reward,
-        documents=documents,
+        caption_documents=section.document_frequency == "captions",
         device=device,
-        cache=cache_folder(),
         language=language,
     )
     reward = WeightedReward(section.reward, cider_d, References.of(train), vocabulary, language)
@@ -239,8 +228,6 @@ def scst_signature(section: ScstSection) -> str:
     others += ["divide_by_deviation", "kl"]
     defaults = type(section)()
     values = {key: getattr(section, key) for key in others if getattr(section, key) != getattr(defaults, key)}
-    if section.document_sample is not None:
-        values |= {"document_sample": section.document_sample, "document_seed": DOCUMENT_SEED}
     if section.reward != defaults.reward:
         values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(section.reward.items()))
     return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])

@@ -23,10 +23,8 @@ from raycap.pipeline.storage.path import storage_path
 from tests.support.plain_data import plain_table
 
 
-@pytest.mark.parametrize("limit", [0, 200, 2**25])
-def test_rows_are_those_of_lists(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_rows_are_those_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captions are added to the newest rows and to rows that are no longer Python objects."""
-    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     monkeypatch.setattr(module, "BUFFERED_ROWS", 4)
     monkeypatch.setattr(module, "_JOINED_BATCHES", 3)
     rng = np.random.default_rng(0)
@@ -61,12 +59,9 @@ def test_a_table_with_a_row_per_caption_in_any_order(tmp_path: Path, monkeypatch
     ]
 
 
-@pytest.mark.parametrize("limit", [0, 2**25])
-def test_tables_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_tables_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in several spellings, rows in any order, splits that are missing, and sometimes ones that contradict."""
-    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     monkeypatch.setattr(module, "BUFFERED_ROWS", 5)
-    monkeypatch.setattr("raycap.pipeline.storage.tables.FIRST_SLOTS", 4)
     rng, outcomes = np.random.default_rng(0), set[str]()
     for _ in range(60):
         lines = []
@@ -119,9 +114,7 @@ def test_many_files_of_a_folder_are_in_the_order_of_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The names of images and texts, in any order, of which some are not ASCII and some have several texts."""
-    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", 0)
-    for name, value in (("_SORTED_NAMES", 7), ("_MERGED_NAMES", 2), ("_FILES_PER_SLICE", 5)):
-        monkeypatch.setattr(f"raycap.pipeline.data.formats.text_files.{name}", value)
+    monkeypatch.setattr("raycap.pipeline.data.formats.text_files._FILES_PER_SLICE", 5)
     rng, texts = np.random.default_rng(0), dict[str, str]()
     stems = [
         f"{folder}{number}{mark}" for folder in ("", "b/", "é/") for number in range(20) for mark in "-\U0001f600\ue000"

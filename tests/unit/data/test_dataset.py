@@ -300,11 +300,9 @@ def random_dataset(rng: np.random.Generator, size: int) -> Dataset:
     return Dataset(pa.concat_tables([table.slice(0, size // 3), table.slice(size // 3)]))
 
 
-@pytest.mark.parametrize("limit", [0, 2**25])
-def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains of selections against lists of the rows."""
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     rng = np.random.default_rng(0)
     excluded = [f"key{number}" for number in range(0, 40, 3)]
     for size in (0, 1, 7, 8, 100):
@@ -334,10 +332,8 @@ def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch, limit:
             assert part.table.equals(copy.table) and sent.table.equals(copy.table) and type(sent) is Dataset
 
 
-@pytest.mark.parametrize("limit", [0, 2**25])
-def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    monkeypatch.setattr("raycap.pipeline.storage.tables.SPILL_BYTES", limit)
     rng = np.random.default_rng(1)
     for size in (1, 8, 9, 100):
         dataset = random_dataset(rng, size)

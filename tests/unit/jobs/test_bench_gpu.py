@@ -98,7 +98,7 @@ def test_an_estimate_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) ->
 def test_its_settings_are_the_configurations_defaults() -> None:
     """The benchmark repeats them."""
     sampling = ScstSection(max_length=SAMPLING["max_length"])  # type: ignore[arg-type]
-    assert sampling.model_dump().keys() - SAMPLING.keys() == {"max_cider_drop", "document_sample"}
+    assert sampling.model_dump().keys() - SAMPLING.keys() == {"max_cider_drop"}
     assert {key: getattr(sampling, key) for key in SAMPLING} == SAMPLING
     assert OptimizerSection().model_dump() == vars(OPTIMIZER)
     assert StageSection.model_fields["label_smoothing"].default == LABEL_SMOOTHING

@@ -1,4 +1,4 @@
-"""The reward: CIDEr-D against its definition and recorded values, the EOS rule, and the cached index."""
+"""The reward: CIDEr-D against its definition and recorded values, and the EOS rule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from raycap.pipeline.evaluation.scores import cider
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards import cider_d
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, Documents, References, sampled_documents
+from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 from raycap.pipeline.training.rewards.cider_index import build_index
-from tests.support.damage import cut, empty, flip_any
 from tests.support.scripts import scene_texts
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
@@ -100,69 +98,21 @@ def test_ground_truth_scores_high_and_its_end_counts() -> None:
     assert CiderDReward(References.of_texts({1: ["a"], 2: ["b"]}), vocabulary, eos=True).ground_truth is None
 
 
-def test_the_index_is_built_once_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
-    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
-    tokens = torch.tensor([vocabulary.encode(list("acb"))])
-
-    def score(texts: dict[int, list[str]] = references, eos: bool = True, cache: Path | None = tmp_path / "c") -> float:
-        reward = CiderDReward(References.of_texts(texts), vocabulary, eos=eos, cache=cache)
-        assert reward.ground_truth is not None and reward.ground_truth[0] > 0.5
-        return float(reward(tokens, reward.indices_of([0])))
-
-    first = score()
-    assert first == score(cache=None) and first > 0
-    (file,) = (tmp_path / "c").rglob("*.safetensors")
-    with monkeypatch.context() as patch:
-        patch.setattr(cider_d, "_build", None)  # whoever builds now fails
-        assert score() == first
-    for damage in (cut, empty, flip_any, Path.unlink):
-        log_lines.clear()
-        damage(file)
-        assert score() == first
-        (line,) = log_lines
-        assert line.startswith(f"damaged   {file} is ") and line.endswith("; it is built again")
-    assert score(eos=False) != first and score({**references, 9: ["c h", "c h a"]}) != first
-    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 3
-    monkeypatch.setattr(cider_d, "MAX_CACHED", 2)
-    score({**references, 9: ["g h", "g h a"]})
-    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 2
-    (tmp_path / "file").write_text("")
-    assert score(cache=tmp_path / "file") == first  # no folder can be there
-
-
-def test_a_call_may_select_the_parts_of_its_images() -> None:
-    """As on a GPU, for an index above MAX_DEVICE_BYTES."""
-    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
-    references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
-    reward = CiderDReward(References.of_texts(references), vocabulary, eos=True)
-    tokens, images = torch.tensor([vocabulary.encode(list("acb"))] * 3), torch.tensor([4, 0, 4])
-    expected = reward(tokens, images)
-    reward._all, reward.scorer = reward.scorer, reward.scorer.select(images[:0])
-    assert torch.equal(reward(tokens, images), expected) and expected[1] > expected[0] == expected[2]
-
-
-def test_document_frequencies_may_be_those_of_a_sample() -> None:
-    assert sampled_documents(6, 6) is None and sampled_documents(6, None) is None
-    numbers = sampled_documents(1000, 3)
-    assert numbers is not None and len(set(numbers.tolist())) == 3 and np.array_equal(numbers, np.sort(numbers))
-    vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
-    texts = References.of_texts({n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")})
-    sampled, plain = (
-        CiderDReward(texts, vocabulary, eos=True, documents=Documents(images=sampled_documents(6, size)))
-        for size in (2, None)
+def test_captions_of_many_words_and_images_of_many_references() -> None:
+    """Numbers that one byte does not hold."""
+    references = [[[1] * 300, [1, 2]], [[2, 3, 4]] * 300, [[5, 1]]]
+    scores = build_index(references).score(
+        torch.tensor([[2, 3, 4] + [0] * 297, [1] * 300]), torch.tensor([3, 300]), torch.tensor([1, 0])
     )
-    tokens = torch.tensor([vocabulary.encode(list("acb"))])
-    assert sampled(tokens, torch.tensor([0])) != plain(tokens, torch.tensor([0]))
-    assert sampled.scorer.metadata["log_documents"] == np.log(2)
+    text = [[[str(word) for word in caption] for caption in image] for image in references]
+    plain = PlainCiderD(text)
+    assert scores.tolist() == pytest.approx([plain.score(["2", "3", "4"], text[1]), plain.score(["1"] * 300, text[0])])
 
 
 @pytest.mark.parametrize("language", ["en", "hi", "zh"])
 @pytest.mark.parametrize("eos", [False, True])
-def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool, tmp_path: Path) -> None:
-    """Also for words that no reference has, for repeated captions, and for an index from the cache."""
+def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool) -> None:
+    """Also for words that no reference has, and for repeated captions."""
     references = {index: scene_texts(5, index, language) for index in range(12)}
     texts = [caption for captions in references.values() for caption in captions]
     vocabulary = Vocabulary.train_subwords(texts, 400, 2)
@@ -175,22 +125,19 @@ def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool
     images = [index % 12 for index in range(len(captions))]
     rows = [torch.tensor(vocabulary.encode(vocabulary.tokenize(caption))) for caption in captions]
     tokens = pad_sequence(rows, batch_first=True, padding_value=vocabulary.pad)
+    reward = CiderDReward(References.of_texts(references), vocabulary, eos=eos, language=language)
+    found = reward(tokens, reward.indices_of(images)).tolist()
+    words = [[[*metric_words(c, language), *[EOS] * eos] for c in image] for image in references.values()]
+    plain = PlainCiderD(words)
+    slow = [
+        plain.score([*metric_words(caption, language), *[EOS] * eos], words[image])
+        for caption, image in zip(captions, images, strict=True)
+    ]
+    assert found == pytest.approx(slow, rel=1e-9, abs=1e-12)
     if not eos:
-        scores = score_captions(
-            references, {image: captions[image] for image in range(12)}, metrics=("CIDEr-D",), language=language
-        )
-    for cache in (None, tmp_path, tmp_path):
-        reward = CiderDReward(References.of_texts(references), vocabulary, eos=eos, language=language, cache=cache)
-        found = reward(tokens, reward.indices_of(images)).tolist()
-        words = [[[*metric_words(c, language), *[EOS] * eos] for c in image] for image in references.values()]
-        plain = PlainCiderD(words)
-        slow = [
-            plain.score([*metric_words(caption, language), *[EOS] * eos], words[image])
-            for caption, image in zip(captions, images, strict=True)
-        ]
-        assert found == pytest.approx(slow, rel=1e-9, abs=1e-12)
-        if not eos:
-            assert found[:12] == pytest.approx(scores.by_name["CIDEr-D"].per_image, rel=1e-9)
+        first = {image: captions[image] for image in range(12)}
+        scores = score_captions(references, first, metrics=("CIDEr-D",), language=language)
+        assert found[:12] == pytest.approx(scores.by_name["CIDEr-D"].per_image, rel=1e-9)
 
 
 def test_the_reward_of_words_does_not_depend_on_the_language() -> None:

@@ -69,7 +69,6 @@ def test_the_signature_names_the_setting() -> None:
             ("eos_in_loss", False),
             ("fixed_length", 20),
             ("document_frequency", "captions"),
-            ("document_sample", 500),
             ("sampling_dropout", True),
             ("reward", {"ciderd": 1.0, "length": -0.01}),
             ("divide_by_deviation", True),
@@ -81,8 +80,6 @@ def test_the_signature_names_the_setting() -> None:
     )
     assert scst_signature(ScstSection()) not in signatures
     assert scst_signature(ScstSection(eos_in_loss=False)).endswith("+1.0.0|eos_in_loss:false")
-    sampled = ScstSection(document_sample=500)
-    assert scst_signature(sampled).endswith("+1.0.0|document_sample:500|document_seed:0")
     mixed = ScstSection(reward={"length": -0.01, "ciderd": 1}, kl=0.05, divide_by_deviation=True)
     assert scst_signature(mixed).endswith("+1.0.0|divide_by_deviation:true|kl:0.05|reward:1*ciderd+-0.01*length")
 

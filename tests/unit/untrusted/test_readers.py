@@ -49,8 +49,6 @@ ALLOWED = {
     ("pipeline/features/store/store.py", "np.load"): OWN,
     ("pipeline/data/vocabulary.py", "np.load"): OWN,
     ("pipeline/runs/journal.py", "json.loads"): OWN,
-    ("pipeline/evaluation/scores/cider.py", "json.loads"): OWN,
-    ("pipeline/evaluation/scores/cider.py", "safe_open"): OWN,
     ("pipeline/evaluation/scores/java.py", "json.loads"): "the output of SPICE, which raycap runs",
     ("pipeline/evaluation/comparison/published.py", "yaml.safe_load"): "part of raycap",
     ("pipeline/storage/atomic.py", "json.loads"): OWN,

@@ -32,7 +32,6 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.storage.tables import TableSpill
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
 ID_BITS = 63
@@ -328,8 +327,7 @@ def _prefix(folder: str) -> str:
 class Rows:
     """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
 
-    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once. Many
-    images are in a memory-mapped file (`TableSpill`).
+    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once.
     """
 
     def __init__(self) -> None:
@@ -338,8 +336,8 @@ class Rows:
             tuple[int, str, str, list[str], list[str]]
         ] = []  # one tuple of the columns of IMAGES per row
         self._late: list[tuple[int, list[str]]] = []  # captions of rows that are no longer in the buffer
-        self._images, self._num_stored = TableSpill(IMAGES), 0
-        self._more = TableSpill(LATE)  # batches that are sorted by row
+        self._images, self._num_stored = list[pa.RecordBatch](), 0
+        self._more = list[pa.RecordBatch]()  # of LATE, sorted by row
 
     def __len__(self) -> int:
         return self._num_stored + len(self._buffer)
@@ -375,13 +373,11 @@ class Rows:
 
     def table(self, *, with_tokens: bool) -> pa.Table:
         """The images as a table of IMAGES, without the column tokens unless it is asked for."""
-        table = pa.Table.from_batches([*self._images.batches(), _batch(self._buffer, IMAGES)])
-        late = [*self._more.batches(), _late_batch(self._late)]
+        table = pa.Table.from_batches([*self._images, _batch(self._buffer, IMAGES)])
+        late = [*self._more, _late_batch(self._late)]
         if sum(map(len, late)):
-            joined = TableSpill(pa.schema([IMAGES.field("captions")]))
-            for captions in _joined(table["captions"], late):
-                joined.append(pa.RecordBatch.from_arrays([captions], schema=joined.schema))
-            table = table.set_column(IMAGES.get_field_index("captions"), "captions", joined.table()["captions"])
+            joined = pa.chunked_array(_joined(table["captions"], late), LISTS)
+            table = table.set_column(IMAGES.get_field_index("captions"), "captions", joined)
         return table if with_tokens else table.drop_columns(["tokens"])
 
 

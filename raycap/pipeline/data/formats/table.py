@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from array import array
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -12,7 +11,6 @@ from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts,
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
-from raycap.pipeline.storage.tables import NameIndex
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 from raycap.pipeline.storage.untrusted.parquet_pages import PageValue
@@ -100,8 +98,8 @@ def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> 
     Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.
     """
     path, begin = source.annotations, len(rows)
-    rows_of_names, stated_splits = NameIndex(), _Values()  # of image files
-    stored_names = NameIndex()
+    rows_of_names, stated_splits = dict[str, int](), list[Any]()  # of image files
+    stored_names = dict[str, int]()
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)
@@ -129,30 +127,11 @@ def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> 
         raise UserError(f"{path} has no rows")
 
 
-class _Values:
-    """A list of values of which few are distinct, with 4 bytes per value."""
-
-    def __init__(self) -> None:
-        self._codes, self._code_of, self._distinct = array("I"), dict[tuple[type, str], int](), list[Any]()
-
-    def __len__(self) -> int:
-        return len(self._codes)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._distinct[self._codes[index]]
-
-    def append(self, value: Any) -> None:
-        code = self._code_of.setdefault((type(value), repr(value)), len(self._distinct))
-        if code == len(self._distinct):
-            self._distinct.append(value)
-        self._codes.append(code)
-
-
 def _add_stored(
     source: Source,
     image: StoredImage,
     entry: dict[str, Any],
-    names: NameIndex,
+    names: dict[str, int],
     captions: list[str],
     rows: Rows,
     location: str,

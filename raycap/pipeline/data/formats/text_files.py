@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple
 
-import pyarrow as pa
-
 from raycap.pipeline.data.formats.source import Rows, Source, as_texts, errors_named, is_image, lines_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.tables import NameIndex, TableSpill
 
 MAX_TEXT_BYTES = 2**20  # of the captions of an image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
-_SORTED_NAMES, _MERGED_NAMES = 2**16, 1000  # names that are sorted at a time, and then read of each sorted part
 
 
 class Captioned(NamedTuple):
@@ -29,7 +24,7 @@ class Captioned(NamedTuple):
 def read_text_files(source: Source) -> Iterator[Captioned]:
     """The images of a folder and of those in it, in the order of their names. Raises UserError."""
     folder = source.annotations
-    texts: dict[str, NameIndex] = {}  # by ending, as .txt or .TXT, the names before it
+    texts: dict[str, set[str]] = {}  # by ending, as .txt or .TXT, the names before it
 
     def image_names() -> Iterator[str]:
         for name, _ in folder.walk():
@@ -38,10 +33,10 @@ def read_text_files(source: Source) -> Iterator[Captioned]:
             if is_image(name):
                 yield name
             elif name.lower().endswith(".txt"):
-                texts.setdefault(name[-4:], NameIndex()).setdefault(name[:-4], 0)
+                texts.setdefault(name[-4:], set()).add(name[:-4])
 
     with errors_named(folder):
-        images = _in_order(image_names())
+        images = iter(sorted(image_names()))
 
     def read(name: str) -> Captioned:
         stem = name.rpartition(".")[0]
@@ -54,21 +49,6 @@ def read_text_files(source: Source) -> Iterator[Captioned]:
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
         while part := list(islice(images, _FILES_PER_SLICE)):
             yield from pool.map(read, part)
-
-
-def _in_order(names: Iterator[str]) -> Iterator[str]:
-    """The names, sorted: parts of them at a time, which are then merged."""
-    spill = TableSpill(pa.schema([("name", pa.binary())]))  # a name that is not UTF-8 is no string of Arrow
-    while part := sorted(islice(names, _SORTED_NAMES)):
-        encoded = pa.array([name.encode(errors="surrogatepass") for name in part], pa.binary())
-        spill.append(pa.RecordBatch.from_arrays([encoded], schema=spill.schema))
-
-    def values(batch: pa.RecordBatch) -> Iterator[bytes]:
-        for start in range(0, len(batch), _MERGED_NAMES):
-            yield from batch["name"].slice(start, _MERGED_NAMES).to_pylist()
-
-    # the encoded names have the order of the names
-    return (name.decode(errors="surrogatepass") for name in heapq.merge(*map(values, spill.batches())))
 
 
 def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:
