@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain import decision as decision_module
 from raycap.pipeline.storage.lease import Lease
 from raycap.pipeline.storage.path import StoragePath
@@ -179,7 +180,7 @@ def test_a_process_suspended_between_check_and_write_is_fenced_out(
     world.section["lease_seconds"] = 0.05
 
     class Late(Colors):
-        def caption(self, *arguments: Any) -> dict[int, str]:
+        def evaluate(self, *arguments: Any) -> SplitScores:
             if world.section["lease_seconds"] < 1:
                 time.sleep(0.1)
                 world.section["lease_seconds"] = 30
@@ -187,7 +188,7 @@ def test_a_process_suspended_between_check_and_write_is_fenced_out(
                 code, said = world.call()
                 assert code == 1 and "bad data" in said
                 monkeypatch.setattr(Lease, "check", lambda self: None)  # it was checked before the suspension
-            return super().caption(*arguments)
+            return super().evaluate(*arguments)
 
     code, said = world.call(Late())
     assert code == 1 and "has been written since; nothing was changed" in said, said

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raycap.jobs.cli import main
 from tests.support.retrain_world import World
@@ -28,6 +29,7 @@ def test_a_retraining_lists_the_data_once_and_reads_each_new_image_once(
 ) -> None:
     """Images are read to check, extract, train and compare them, and to show them on both pages."""
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
+    ray.shutdown()  # the workers of a Ray that an earlier test has started lack the credentials
     world = Small(tmp_path, s3)
     prefix = world.data.uri.removeprefix("s3://data/")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.decision import rollback
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
@@ -41,10 +42,10 @@ def test_a_rollback_fences_out_a_running_retraining(world: World) -> None:
     world.add("train", 3, range(3))
 
     class Rolled(Colors):
-        def caption(self, *arguments: Any) -> dict[int, str]:
+        def evaluate(self, *arguments: Any) -> SplitScores:
             if world.store.read().number == 2:
                 assert rollback(world.config) == 0
-            return super().caption(*arguments)
+            return super().evaluate(*arguments)
 
     code, said = world.call(Rolled())
     assert code == 1 and "nothing was promoted" in said

@@ -174,5 +174,6 @@ def test_a_snapshot_of_s3_reads_only_new_objects(
     assert sorted(reads) == ["1.png", "manifest.parquet"] and list(troubles) == ["s3://data/set/images/2.png"]
     assert again.column("key")[1] == again.column("key")[0]
     monkeypatch.undo()
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))  # without the images that were read
     reasons = decode_batch(batch, ImageTransform(16), 10**6, options)["reason"]
     assert reasons[1].startswith(UNREADABLE) and "changed" in reasons[1] and reasons[2].startswith(UNREADABLE)

@@ -42,11 +42,11 @@ def test_a_step_of_cross_entropy_never_waits(tmp_path: Path, name: str) -> None:
 def test_a_step_of_scst_waits_only_for_samples_and_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "check_every", CHECK_EVERY)
     waits = step_of(tmp_path, STAGES[2]).waits
-    sampling = {place: times for place, times in waits.items() if place[1].startswith("decoding")}
+    sampling = {place: times for place, times in waits.items() if place[1].startswith("search")}
     # nine tokens at most: the ends after 4 and 8 of them, and the longest caption
-    assert sampling == {(ITEM, "decoding.drop_finished"): 2, (ITEM, "decoding._roll_out"): 1}
+    assert sampling == {(ITEM, "search.drop_finished"): 2, (ITEM, "search._roll_out"): 1}
     reward = waits.total() - sum(sampling.values())
-    assert {place.split(".")[0] for _, place in waits} == {"decoding", "ngram_keys", "cider"}
+    assert {place.split(".")[0] for _, place in waits} == {"search", "cider"}
     assert 5 <= reward <= 25, waits
 
 
@@ -66,11 +66,11 @@ def test_a_beam_search_waits_at_every_fourth_step(monkeypatch: pytest.MonkeyPatc
         found = beam_search(model, memory, beam_size=3, max_length=21, num_results=3)
     for name in ("tokens", "log_probs", "lengths", "scores"):
         assert torch.allclose(getattr(found, name), getattr(plain, name), rtol=1e-12, atol=1e-12), name
-    checks = operations.waits[ITEM, "decoding.drop_finished"]
+    checks = operations.waits[ITEM, "search.drop_finished"]
     assert checks <= 5
-    assert operations.waits[ITEM, "decoding.ranked"] == 1
+    assert operations.waits[ITEM, "search.ranked"] == 1
     # of the images that leave: their numbers, and those of the images that remain
-    leaving = {("nonzero", "decoding.search"), ("nonzero", "decoding.drop_finished"), ("index", "decoding.search")}
+    leaving = {("nonzero", "search.search"), ("nonzero", "search.drop_finished"), ("index", "search.search")}
     assert all(operations.waits[place] <= checks for place in leaving)
-    assert set(operations.waits) <= leaving | {(ITEM, "decoding.drop_finished"), (ITEM, "decoding.ranked")}
+    assert set(operations.waits) <= leaving | {(ITEM, "search.drop_finished"), (ITEM, "search.ranked")}
     assert operations.count <= 5000, operations.count

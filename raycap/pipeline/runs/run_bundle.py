@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raycap.models.captioner import Captioner
-from raycap.models.encoders.backbone import Backbone
-from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import read_confidences, save_bundle
@@ -64,6 +61,10 @@ def bundle_run(
 
     stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
     """
+    from raycap.models.captioner import Captioner
+    from raycap.models.encoders.backbone import Backbone
+    from raycap.models.registry import build_model
+
     config = folder.config
     backbone = Backbone(config.backbone, with_weights=False) if config.has_backbone else None
     captioner = Captioner(build_model(config.model, folder.sizes), backbone)

@@ -84,6 +84,7 @@ def test_forms_on_s3_are_read_by_range(tmp_path: Path, images: list[Captioned], 
         dataset, unreadable = take_snapshot(read_dataset(config, root.uri, options), tmp_path / f"{form}.m", options)
         assert not unreadable and all(map(is_remote_image, dataset.column("uri")))
         with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAYCAP_CACHE", str(tmp_path / f"{form}.cache"))  # the snapshot has cached the images
             patch.setattr(StoragePath, "read_range", lambda *each: (read.append(each[2]), original(*each))[1])
             found = pixels(dataset, options=options)
         if form == "karpathy":

@@ -18,12 +18,11 @@ import raycap.pipeline.serving.export.folder
 from raycap.models.base import Features
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.scores.java import Caption
 from raycap.pipeline.serving.export.comparison import Exported, compare_graphs
 from raycap.pipeline.serving.export.folder import ExportSettings, export_captioner
 from raycap.pipeline.serving.export.onnx_graphs import OnnxGraph
 from raycap.pipeline.serving.export.torch_graphs import TorchProgram
-from raycap_onnx import Captioner
+from raycap_onnx import Caption, Captioner
 from tests.conftest import ROOT
 from tests.support.exports import (
     SYSTEMS,

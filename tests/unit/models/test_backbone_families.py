@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import timm.data
 import torch
-import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.layers import DropPath
@@ -367,18 +366,6 @@ def test_the_demo_with_a_vit_has_the_costs_of_the_demo() -> None:
     sizes = [sum(parameter.numel() for parameter in backbone.parameters()) for backbone in (one, other)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.25)
     assert backbone_macs(vit) == pytest.approx(backbone_macs(swin), rel=0.25)
-
-
-def test_a_swins_bundle_has_the_keys_and_names_of_older_versions(tmp_path: Path) -> None:
-    save_bundle(tmp_path / "bundle", make_captioner(make(FAMILIES["swin"])), WORDS, name="tiny", info={})
-    config = yaml.safe_load((tmp_path / "bundle" / "config.yaml").read_text())
-    assert config["backbone"] == {
-        "name": "swin_tiny_patch4_window7_224", "weights": "none", "image_size": 32, "embed_dim": 8, "depths": [1, 1],
-        "num_heads": [1, 2], "window_size": 4, "drop_path": 0.0, "gradient_checkpointing": "auto",
-    }  # fmt: skip
-    names = load_file(tmp_path / "bundle" / "model.safetensors")
-    assert {name.split(".")[1] for name in names if name.startswith("backbone.")} == {"swin"}
-    assert json.loads((tmp_path / "bundle" / "preprocessing.json").read_text()) == ImageTransform(32).describe()
 
 
 def test_a_bundle_keeps_its_transform_when_timms_statistics_change(tmp_path: Path) -> None:
