@@ -14,7 +14,7 @@ SOURCES = sorted(path for package in ("raycap", "raycap_onnx") for path in (ROOT
 
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {
-    "AfterValidator",
+    "AfterValidator", "relative_name",  # in a lambda
     "ContextVar", "Discriminator", "Field", "Format", "Path", "Tag", "TypeVar", "dict.fromkeys", "frozenset", "len",
     "logging.getLogger", "np.array", "np.uint64", "package_folder", "range", "re.compile", "sorted", "tuple",
     "typer.Argument", "typer.Option", "typer.Typer",

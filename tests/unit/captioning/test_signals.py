@@ -53,7 +53,7 @@ def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
     found, _ = caption_split([captioner], [images], CaptionSearch(settings, WORDS), WHOLE)
     for row, ranked in enumerate(found.values()):
         memory = captioner.encode(Features(images.features[row : row + 1]))
-        caption = [token for token in ranked[0].tokens if token != WORDS.pad]
+        caption = [token for token in ranked[0].ids if token != WORDS.pad]
         logits = captioner.model.decode(memory, torch.tensor([caption[:-1]]))[0]
         assert len(caption) > 6, "the first tokens are not all tokens"
         assert ranked[0].signals[-1] == pytest.approx(-float(logits.logsumexp(-1)[:4].mean()), abs=1e-4)

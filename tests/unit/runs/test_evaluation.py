@@ -123,7 +123,7 @@ def test_stored_captions_are_those_of_the_same_bundle_and_images(tmp_path: Path,
     captions = captions_of({1: ["a dog", "dogs"], 2: ["a cat", "cats"]}, signals) | {3: ImageCaption(error="empty")}
     assert stored_captions(folder, images, digests) is None
     result = SplitScores("test", captions)
-    write_captions(tmp_path / "predictions", result, "test.json")
+    write_captions(tmp_path / "predictions", "test", result.images, "test.json")
     write_json(tmp_path / "scores.json", {"digests": digests, "splits": {"test": result.to_json()}})
     assert stored_captions(folder, images, digests) == {"test": captions}
     assert stored_captions(folder, images, {"model.safetensors": "b"}) is None
