@@ -1,1 +1,1 @@
-"""Ray clusters from outside: diagnosis, packaging and job submission."""
+"""Ray: start it or join a cluster, wait for its resources, submit a command as a job."""
