@@ -92,6 +92,13 @@ def log_lines() -> Iterator[list[str]]:
         yield lines
 
 
+@pytest.fixture(autouse=True)
+def clusters_can_start() -> Iterator[None]:
+    """A command in this process makes Ray listen on the loopback interface only, also a cluster of a later test."""
+    yield
+    os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One local Ray for all tests of this process that need one."""
