@@ -159,7 +159,7 @@ def lose_a_node(tmp_path: Path, s3: str) -> None:
             "/var/cache/raycap": f"{cluster.disk}/cache",
         }
         outputs = run_page(TUTORIALS / "private_disks.md", tmp_path, changes, **variables)
-    assert "run.yaml can run here" in outputs[0] and "writes     conditional write" in outputs[0]
+    assert "run.yaml can run here" in outputs[0] and "conditional write, read, list and delete work" in outputs[0]
     assert {"images", "shards", "workers"} <= set(outputs[2].split())
     assert "failure 1 within an hour" in outputs[3] and "continues from step" in outputs[3]
     assert "succeeded" in outputs[3].splitlines()[-1]
