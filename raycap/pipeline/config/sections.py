@@ -30,10 +30,7 @@ from raycap.pipeline.storage.lease import MAX_LEASE_S
 from raycap.pipeline.storage.s3 import RETRY_MINUTES, StorageOptions
 
 # A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
-_MAY_HOLD_PASSWORD = re.compile(
-    r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@",
-    re.DOTALL,
-)
+_MAY_HOLD_PASSWORD = re.compile(r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@", re.DOTALL)
 
 
 def _check_file_name(name: str) -> str:
