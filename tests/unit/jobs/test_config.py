@@ -28,12 +28,11 @@ def test_the_output_is_the_configuration(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_changes_name_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = small_config({"uri": "results", "region": "eu"}, distill={"model": "s3://bucket/teacher"})
+    values = small_config({"uri": "results", "region": "eu"})
     values["stages"][2]["scst"] = {}
     assert main(["config", write(tmp_path / "run.yaml", values), "--changes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "stages.xe_frozen.objective: cross_entropy  # no default" in lines
-    assert "distill.model: s3://bucket/teacher  # no default" in lines
     assert "storage.region: eu  # default: null" in lines
     assert "data.train_splits: [train]  # default: [train, restval]" in lines
     assert "stages.scst_frozen.scst: {}  # default: null" in lines
