@@ -37,7 +37,6 @@ class Identity(Enum):
     FILE = "by the content of the file that it names"
     LARGE_FILE = "by the size and both ends of the file that it names"
     BUNDLE = "by the weights and the vocabulary of the bundle that it names"
-    TEACHER = "by what decides the captions of the bundle that it names: also its image transform and its search"
     TEXT_ENCODER = "by the contents of a text encoder's files in the folder that it names"
 
 

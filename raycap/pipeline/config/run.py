@@ -15,7 +15,6 @@ from raycap.models.config import BackboneConfig, Identity
 from raycap.pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
-    DistillSection,
     EvaluationSection,
     FeatureSection,
     FileName,
@@ -49,7 +48,6 @@ class RunConfig(Section):
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     init_from: Annotated[Place | None, Identity.BUNDLE] = None
     """A model bundle whose weights training starts from, with a fresh optimizer."""
-    distill: DistillSection | None = None
     deliver: Literal["best", "last"] = "best"
     """The stage whose weights the run delivers: the one with the best validation CIDEr-D, or the last one."""
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
@@ -101,11 +99,6 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
-        if self.distill is not None and all(stage.objective != "cross_entropy" for stage in self.stages):
-            raise ValueError(
-                "distill is set, and a teacher's captions are learned by stages of cross entropy, of which there is "
-                "none; leave distill out"
-            )
         self._check_regions()
         self.evaluation.require_words(self.data.language, self.data.tokenizer)
         if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:
@@ -129,6 +122,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
                 "give the path of an HDF5 file"
+            )
+        if not self.has_backbone and any(not source.rewarded for source in self.data.sources):
+            raise ValueError(
+                "data.sources has a source with rewarded: false, whose images have ids of their own, under which "
+                "features.hdf5 has no regions; leave it out"
             )
         self.model.check_inputs(regions=not self.has_backbone)
         if self.features.views and not self.has_backbone:

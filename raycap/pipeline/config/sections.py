@@ -188,6 +188,9 @@ class SourceSection(Section):
     """The folder of its images, relative to data.root, or an s3:// prefix."""
     split: Name | None = None
     """For images that neither the file nor a split list mentions."""
+    rewarded: bool = True
+    """false: captions of a model for images of the other sources, which cross entropy learns and SCST does not reward.
+    """
 
 
 class ColumnSection(Section):
@@ -263,7 +266,7 @@ class DataSection(Section):
     subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
     """The words of a vocabulary of subwords, with the 256 bytes and the special tokens."""
     vocabulary_splits: tuple[Name, ...] | None = None
-    """None: train_splits."""
+    """None: train_splits, without those of a model's captions."""
     train_splits: tuple[Name, ...] = ("train", "restval")
     val_split: Name = "val"
     test_splits: tuple[Name, ...] = ("test",)
@@ -278,6 +281,12 @@ class DataSection(Section):
     def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
+        taught = {source.split for source in self.sources if not source.rewarded}
+        if not taught <= {*self.train_splits} or not self.rewarded_splits:
+            raise ValueError(
+                "data.sources: a source with rewarded: false needs a split of its own, which data.train_splits lists "
+                "besides the split of people's captions"
+            )
         if self.split_fractions and abs(sum(self.split_fractions.values()) - 1) > 1e-6:
             total = sum(self.split_fractions.values())
             raise ValueError(f"data.split_fractions add up to {total:g}; change them so that their sum is 1")
@@ -287,6 +296,12 @@ class DataSection(Section):
             )
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
+
+    @property
+    def rewarded_splits(self) -> tuple[str, ...]:
+        """The training splits with people's captions: without those of sources with `rewarded: false`."""
+        taught = {source.split for source in self.sources if not source.rewarded}
+        return tuple(name for name in self.train_splits if name not in taught)
 
     def _check_synthetic(self, scenes: SceneConfig) -> None:
         """Raises ValueError for keys that do not go with the synthetic data set."""
@@ -515,18 +530,6 @@ class StageSection(Section):
     @property
     def sampling(self) -> ScstSection:
         return self.scst or ScstSection()
-
-
-class DistillSection(Section):
-    """A teacher, whose captions of the training images are learned in stages of cross entropy besides those of people.
-
-    `pipeline.runs.distillation` has the rules.
-    """
-
-    model: Annotated[Place, Identity.TEACHER]
-    """A bundle."""
-    captions_per_image: Beams = 1
-    """The best of the teacher's search, at most its beam."""
 
 
 class WorkersSection(Section):

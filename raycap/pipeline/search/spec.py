@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -71,10 +71,9 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
     "backbone": "features are extracted once, before the first trial",
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
-    "distill": "the teacher captions the images once, before the first trial",
 }
-# Keys of these sections that may be searched, because no feature and no stored caption depends on them
-SEARCHABLE_EXCEPTIONS = {"data.min_count", "distill.captions_per_image"}
+# Keys of these sections that may be searched, because no feature depends on them
+SEARCHABLE_EXCEPTIONS = {"data.min_count"}
 # Population based training may search these model keys, because they change no weight's shape.
 WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
@@ -390,8 +389,11 @@ class Search:
                 f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
                 "search extracts them once; end with the stage that trains it"
             )
-        for name, point in self._end_points():
-            self._check_point(point, name, model=True)
+        first = self.space.first()
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():  # with the first choices of the other dimensions
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
+                self._check_point({**first, dimension.key: choice}, name, model=True)
         settings = self.config.scheduler
         if settings is not None and settings.grace_epochs > self.total_epochs():
             raise UserError(
@@ -403,30 +405,9 @@ class Search:
                 self._check_point(point, shown(self.space.describe(point)), model=False)
         for key in flatten(self.config.trial.set):
             section = key.split(".")[0]
-            # the trials read what the search has extracted and captioned
-            if section in ("features", "distill") and key not in SEARCHABLE_EXCEPTIONS:
+            if section == "features":  # the trials read what the search has extracted
                 raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS[section]}")
         self._check_score_split()
-
-    def check_teacher(self) -> None:
-        """Raises UserError for a choice of `distill` that the teacher's search cannot give. A remote one is fetched."""
-        from raycap.pipeline.runs.preflight import check_distill
-
-        for name, point in self._end_points():
-            config = self.trial_config(point, self.config.seeds[0])
-            if config.distill != self.base.distill:
-                try:
-                    check_distill(config)
-                except UserError as error:
-                    raise UserError(f"{name} is refused: {error}") from error
-
-    def _end_points(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each choice, or both ends of a range, with the first choices of the other dimensions: its name and point."""
-        first = self.space.first()
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():
-                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
-                yield name, {**first, dimension.key: choice}
 
     def _check_score_split(self) -> None:
         """UserError for a split that is not evaluated, or whose captions would need constraints."""

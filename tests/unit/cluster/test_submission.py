@@ -369,9 +369,6 @@ def test_paths_of_this_machine(tmp_path: Path) -> None:
     assert parsed(storage="s3://bucket/prefix", init_from="s3://bucket/models/a") == []
     with pytest.raises(UserError, match="init_from = results/models/a"):
         parsed(storage="s3://bucket/prefix", init_from="results/models/a")
-    assert parsed(**{"storage": "s3://bucket/prefix", "distill.model": "s3://bucket/models/a"}) == []
-    with pytest.raises(UserError, match=r"distill.model = results/models/a is relative .* --set distill.model=s3://"):
-        parsed(**{"storage": "s3://bucket/prefix", "distill.model": "results/models/a"})
     (warning,) = parsed(storage="/shared/results")
     assert "every node" in warning
 
