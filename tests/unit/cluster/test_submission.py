@@ -274,7 +274,12 @@ def test_secrets_go_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
             "SIGNING_KEY=x",
             "SECRETS=x",
         ),
-        *("TOKENS=x", "ORIGIN=https://ghp_x@host", "ORIGIN=https://h/?password=longer-word", "ORIGIN=https://h/a?b=c&token=longer-word"),
+        *(
+            "TOKENS=x",
+            "ORIGIN=https://ghp_x@host",
+            "ORIGIN=https://h/?password=longer-word",
+            "ORIGIN=https://h/a?b=c&token=longer-word",
+        ),
         *("DB=postgresql://u:a/b@host", "DB=postgresql://u:a b@host", "STORE=AccountName=a;access_key=longer-word"),
     ],
 )
