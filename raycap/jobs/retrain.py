@@ -18,8 +18,8 @@ from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, f
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, rollback
-from raycap.pipeline.retrain.decision import retrain as retrain_once
+from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, rollback
+from raycap.pipeline.retrain.retraining import retrain as retrain_once
 from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
 from raycap.pipeline.runtime.log import indented
@@ -28,7 +28,7 @@ from raycap.pipeline.storage.path import StoragePath
 
 @dataclass(frozen=True)
 class RayWork:
-    """Trains and captions on a Ray cluster, for `pipeline.retrain.decision`."""
+    """Trains and captions on a Ray cluster, for `pipeline.retrain.retraining`."""
 
     address: str | None
 
