@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support import encoders
 from tests.support import fuzz_documents as documents
 from tests.support import fuzz_models as models
 from tests.support.fuzzing import Target
@@ -21,7 +20,6 @@ TARGETS: dict[str, Target] = {
     "constraint_files": Target(models.nothing, documents.constraint_files, 800),
     "word_vectors": Target(models.nothing, documents.word_vectors, 1_000),
     "checkpoints": Target(models.upstream, models.checkpoint, 600),
-    "encoders": Target(encoders.encoder_folders, encoders.encoder, 1_000),
     "bundles": Target(models.bundle_folder, models.bundle, 600),
     "requests": Target(models.service, models.request, 800, (ValueError,)),
     "regions": Target(models.region_data, models.regions, 800, writes=("storage",)),

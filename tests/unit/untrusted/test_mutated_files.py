@@ -28,8 +28,6 @@ from raycap.pipeline.evaluation.captioning.constraints import (
     read_hierarchy,
 )
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from tests.support.encoders import use_text_encoder
-from tests.support.golden import GOLDEN
 
 NUM_MUTANTS = 60  # of each form
 Reader = Callable[[Path], Any]
@@ -61,8 +59,6 @@ CONSTRAINTS = [
     {"image_id": 1, "constraints": ["horse", ["cart", "red wagon"]], "at_least": 1},
     {"image_id": 2, "constraints": []},
 ]
-ENCODER = GOLDEN / "bert_score" / "bert"
-ENCODER_CONFIG, TOKENIZER = (json.loads((ENCODER / name).read_text()) for name in ("config.json", "tokenizer.json"))
 VOCABULARY = {"tokenizer": "spacy", "words": ["PAD", "SOS", "EOS", "UNK", "cat"]}
 GLOVE = b"3 2\ncat 0.5 -1\ndog 1e-3 2\n"
 CSV = b'image,id,captions,split\n1.png,1,"[""a cat"", ""cats""]",train\n2.png,2,a dog,val\n'
@@ -80,14 +76,6 @@ def read_and_score(path: Path) -> None:
 def read_and_choose(path: Path) -> None:
     for boxes in read_detections(path).values():
         choose_constraints(boxes, {"animal": 1, "dog": 0})
-
-
-def read_text_encoder(path: Path) -> None:
-    """Uses a text encoder of which this is one file."""
-    for file in ENCODER.iterdir():
-        if file.name != path.name and not (path.parent / file.name).exists():
-            (path.parent / file.name).symlink_to(file)
-    use_text_encoder(path.parent)
 
 
 def document(value: Any) -> bytes:
@@ -117,8 +105,6 @@ STRUCTURES: dict[str, tuple[Any, Callable[[Any], bytes], Reader]] = {
     "tree.json": (TREE, document, read_hierarchy),
     "constraints.jsonl": (CONSTRAINTS, lines, read_constraints),
     "vocabulary.json": (VOCABULARY, document, Vocabulary.load),
-    "config.json": (ENCODER_CONFIG, document, read_text_encoder),
-    "tokenizer.json": (TOKENIZER, document, read_text_encoder),
 }
 BYTES: dict[str, tuple[bytes, Reader]] = {
     name: (write(value), read) for name, (value, write, read) in STRUCTURES.items()
@@ -126,7 +112,6 @@ BYTES: dict[str, tuple[bytes, Reader]] = {
 BYTES |= {
     "rows.csv": (CSV, read_annotation_file),
     "rows.parquet": (table(ROWS), read_annotation_file),
-    "model.safetensors": ((ENCODER / "model.safetensors").read_bytes(), read_text_encoder),
     "glove.txt": (GLOVE, lambda path: read_word_vectors(path, ["cat", "dog"], 2)),
 }
 
