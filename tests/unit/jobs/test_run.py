@@ -73,7 +73,7 @@ def test_a_damaged_summary_is_written_again(
 ) -> None:
     calls: list[str] = []
     driver = SimpleNamespace(train=lambda: calls.append("train"), evaluate=lambda: calls.append("evaluate"))
-    monkeypatch.setattr("raycap.pipeline.runs.prepare.prepare", lambda *_: empty_run(tmp_path))
+    monkeypatch.setattr("raycap.jobs.run.prepare", lambda *_: empty_run(tmp_path))
     monkeypatch.setattr("raycap.jobs.run.RunDriver", lambda *_: driver)
     (tmp_path / "COMPLETE.json").write_text(content)
     run(cast(RunConfig, None), data=cast(Any, "data"))

@@ -14,8 +14,9 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
-from raycap.pipeline.runs import prepare as module
-from raycap.pipeline.runs.prepare import initial_backbone, prepare
+from raycap.pipeline.runs import initial_weights as module
+from raycap.pipeline.runs.initial_weights import initial_backbone
+from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.training.loop import stage_captioner
 from tests.conftest import small_config
