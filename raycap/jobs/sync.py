@@ -18,8 +18,7 @@ from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, t
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runtime.names import expanded_path, shown
 from raycap.pipeline.tracking.mlflow_client import public_uri
-from raycap.pipeline.tracking.run_sync import SentRecord, stored_records
-from raycap.pipeline.tracking.run_tracker import Tracker, register_run
+from raycap.pipeline.tracking.run_tracker import SentRecord, Tracker, register_run, stored_records
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_run, stored_confidences
 from raycap.pipeline.storage.s3 import StorageError
-from raycap.pipeline.tracking.run_sync import stored_records
+from raycap.pipeline.tracking.run_tracker import stored_records
 from tests.conftest import small_config
 from tests.support.confidence import make_confidence
 from tests.support.runs import empty_run
