@@ -18,9 +18,16 @@ from raycap.pipeline.data.reading import find_data, longest_caption
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
-from raycap.pipeline.runs.folder import TOKENS, RunFolder, RunMetadata, open_folder, stored_config
+from raycap.pipeline.runs.folder import (
+    DECISIONS,
+    TOKENS,
+    RunFolder,
+    RunMetadata,
+    open_folder,
+    stored_config,
+    with_decisions_of,
+)
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
-from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import file_digest, write_digests
 from raycap.pipeline.storage.weights import save_weights
@@ -84,7 +91,7 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     The configuration gets the decisions of an earlier attempt at the run, if there was one.
     """
     name = f"runs/{run_identity(config, fingerprint)}"
-    folder = open_folder(config.working_path / name, config.home(name), config)
+    folder = replace(open_folder(config.working_path / name, config.home(name), config), written=config)
     if not (folder.path / "config.yaml").is_file():
         return folder
     try:
@@ -137,7 +144,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
-    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
+    folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
     folder.write_tokens(vocabulary)
     write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
     folder.push("run.json")
