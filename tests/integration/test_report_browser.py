@@ -39,11 +39,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Pa
         # The first picture has maps: the attention of word k is to cell k, its attribution to cell 15 - k.
         maps = np.full((words, 16), 0.05) + 0.5 * np.eye(words, 16) if index == 0 else None
         shares = None if maps is None else maps[:, ::-1]
-        layers = (
-            []
-            if maps is None
-            else [LayerColors("layer 1: 2 patch clusters, 2 phrases", np.eye(4, dtype=int), np.arange(words) // 3)]
-        )
+        phrases = "".join(str(number // 3) for number in range(words))
+        layer = LayerColors("layer 1: 2 patch clusters, 2 phrases", 4, "1000010000100001", phrases)
+        layers = [] if maps is None else [layer]
         others = {"xe_frozen": "a zebra"}
         images.append(
             ReportImage(index, picture, captions[0], captions[1:], score, split, others, maps, shares, layers)
