@@ -13,7 +13,7 @@ import pytest
 
 from raycap.jobs.cli import main
 from raycap.jobs.run import RunDriver
-from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.training.dry_run import DryRunResult
 from tests.conftest import small_config, write_karpathy
@@ -44,6 +44,8 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     later._decide_precisions()
     assert later.folder.run_id == folder.run_id and not list((tmp_path / "precision").glob("*.json"))
     assert (later.config.features.compute_dtype, later.config.evaluation.precision) == decided
+    again = prepare(load_config(folder.path / "config.yaml"))
+    assert again.run_id == folder.run_id and again.config == later.config
 
     # a configuration in which workers have GPUs, on a device that is simulated
     stages = [stage.name for stage in config.stages if stage.train_backbone]

@@ -35,7 +35,7 @@ def runs_of(storage: Path) -> dict[int, Path]:
 
 @pytest.mark.ray
 def test_each_seed_has_a_run_and_complete_ones_are_skipped(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
+    tmp_path: Path, ray_session: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     storage = tmp_path / "storage"
     stages = [stage | {"epochs": 0.3} for stage in small_config(storage)["stages"] if not stage.get("train_backbone")]
@@ -43,8 +43,8 @@ def test_each_seed_has_a_run_and_complete_ones_are_skipped(
     command = ["run", str(write_config(tmp_path / "run.yaml", values)), "--seeds", "2", "--ensemble"]
     assert main(command) == 0
     (group,), runs = (storage / "seeds").iterdir(), runs_of(storage)
-    output = "\n".join(log_lines)
-    assert log_lines[-1] == f"seeds        {group}" and output.count("finished in") == 2
+    output = "".join(capfd.readouterr())
+    assert f"seeds        {group}\n" in output and output.count("finished in") == 2
     assert "images (2 seeds)" in output and " ± " in output and "ensemble of 2" in output
     summary = json.loads((group / "scores.json").read_text())
     assert summary["runs"] == {f"seed {seed}": runs[seed].name for seed in (0, 1)}
@@ -61,7 +61,8 @@ def test_each_seed_has_a_run_and_complete_ones_are_skipped(
     kept = [group / "ensemble" / "scores.json", *storage.glob("runs/*/stages/*/DONE.json")]
     written = [path.stat().st_mtime_ns for path in kept]
     assert main(command) == 0
-    assert all(any(f"{run.name} is complete" in line for line in log_lines) for run in runs.values())
+    output = "".join(capfd.readouterr())
+    assert all(f"{run.name} is complete" in output for run in runs.values())
     assert [path.stat().st_mtime_ns for path in kept] == written, "stages are trained, and the ensemble is scored, once"
 
 

@@ -15,7 +15,6 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from raycap.jobs import train
 from raycap.jobs.train import FailureBudget, fit
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.training.loop import StageJob
 from tests.support.runs import empty_run
@@ -62,7 +61,8 @@ def fit_with(monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None], 
     monkeypatch.setattr(train, "_attempt", attempt)
     monkeypatch.setattr("ray.shutdown", lambda: calls.append("leave"))
     config = SimpleNamespace(workers=SimpleNamespace(max_failures_per_hour=2))
-    fit(cast(StageJob, None), cast(RunConfig, config), (lambda: calls.append("wait")) if can_start else None)
+    job = SimpleNamespace(folder=SimpleNamespace(config=config))
+    fit(cast(StageJob, job), (lambda: calls.append("wait")) if can_start else None)
     return calls
 
 
