@@ -458,6 +458,25 @@ class ScstSection(Section):
                 "set baseline to leave_one_out or mean"
             )
 
+    @property
+    def signature(self) -> str:
+        """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
+
+        Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2.
+        The notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
+        """
+        mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
+        baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
+        sampler = "nspi" if self.sampler == "multinomial" else "beam"
+        notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{self.num_samples}]+1.0.0"
+        others = ["max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout"]
+        others += ["divide_by_deviation", "kl"]
+        defaults = type(self)()
+        values = {key: getattr(self, key) for key in others if getattr(self, key) != getattr(defaults, key)}
+        if self.reward != defaults.reward:
+            values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(self.reward.items()))
+        return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])
+
 
 class StageSection(Section):
     """One training stage."""
