@@ -34,14 +34,13 @@ def check(
     """
     from raycap.jobs.image_tasks import image_reader
     from raycap.pipeline.runs.check import check_data
-    from raycap.pipeline.runs.preflight import check_distill, check_storage
+    from raycap.pipeline.runs.preflight import check_storage
 
     run_config = load_config(config, set_ or ())
     if json_file is not None:
         check_output_file("--json", json_file)
     check_address(address)
     check_storage(run_config)
-    check_distill(run_config)
     planned_data(run_config)
     result = check_data(run_config, reader=image_reader(run_config, address))
     if "captions" in result.statistics:  # not if a sample ended the check

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.evaluate import evaluate_ensemble
 from raycap.jobs.extract import initial_weights
 from raycap.jobs.image_tasks import image_reader
@@ -39,7 +38,6 @@ from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
-from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.resolution import with_checkpointing, with_precisions
@@ -225,7 +223,6 @@ class RunDriver:
         ):
             self._dry_run()
         self.folder.write_config()  # before any worker starts
-        self._distill()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
@@ -311,8 +308,6 @@ class RunDriver:
         logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
-        if metadata.distilled is not None:
-            logger.info(f"teacher   {metadata.distilled}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
         if metadata.unreadable:
@@ -337,24 +332,11 @@ class RunDriver:
             what += f", without training {', '.join(stage.freeze)}"
         if self.folder.result(stage.name):
             return f"{what}, done"
-        is_open = not has_distilled_captions(self.folder)
-        more = " or more" if is_open and stage.samples_are_pairs else ""
         return (
-            f"{what}, {total_steps(stage, num_samples(stage, self.folder))}{more} steps "
+            f"{what}, {total_steps(stage, num_samples(stage, self.folder))} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )
-
-    def _distill(self) -> None:
-        """Gives the run the captions of its teacher, if it has one. Missing captions are computed on the cluster.
-
-        This follows the dry run, which shows a lack of memory before a teacher captions for hours.
-        """
-        is_learned = any(stage.objective == "cross_entropy" for stage in self._pending)
-        if is_learned and not has_distilled_captions(self.folder):
-            with self._timed("teacher"):
-                caption_training_images(self.config, self.folder.dataset, self.address)
-                self.folder = with_distilled_captions(self.folder)
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""

@@ -5,7 +5,7 @@ with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a s
 journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
-                scores.json report.html COMPLETE.json tokens/, and with a teacher distilled.arrow distilled-tokens/
+                scores.json report.html COMPLETE.json tokens/
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from pydantic import TypeAdapter
 
 from raycap.models.config import ModelSizes
@@ -31,7 +30,6 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
 from raycap.pipeline.errors import DamagedError, OtherVersionError, UserError
-from raycap.pipeline.runs.distillation.taken_captions import Distilled, captions_of, read_taken
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
@@ -41,8 +39,7 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns
-TOKENS, DISTILLED_TOKENS = "tokens", "distilled-tokens"  # the ids of the captions in data.arrow and distilled.arrow
+TOKENS = "tokens"  # the ids of the captions in data.arrow
 
 
 @contextmanager
@@ -101,7 +98,6 @@ class RunMetadata:
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
     vocabulary: str  # the SHA-256 of vocabulary.json
-    distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
 
     def __post_init__(self) -> None:
         if missing := {"model", "backbone"} - self.parameters.keys():
@@ -248,52 +244,29 @@ class RunFolder:
         with self._reading(self.path / "data.arrow"):
             return Dataset.load(self.path / "data.arrow")
 
-    def learns_of_teacher(self, stage: StageSection) -> bool:
-        """Whether a stage learns captions of the teacher of the section `distill`, besides those of people."""
-        return self.config.distill is not None and stage.objective == "cross_entropy"
+    def training_images(self, stage: StageSection) -> Dataset:
+        """The images whose captions a stage learns; for SCST only those whose captions can reward samples."""
+        data = self.config.data
+        return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
 
-    def taught(self) -> pa.Table:
-        """The captions of the teacher, a table of `caption_store.CHUNK`, memory-mapped. Raises DamagedError."""
-        path = self.path / DISTILLED
-        with self._reading(path):
-            record = self.metadata.distilled
-            if record is None or not has_digest(path, record.sha256):
-                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
-            return read_taken(path)
-
-    def tokens(self, name: str) -> TokenFiles:
-        """The tokens of the captions of people (TOKENS) or of the teacher (DISTILLED_TOKENS), memory-mapped.
-
-        Their images are the rows of the data set. Raises DamagedError.
-        """
-        path = self.path / name
+    def tokens(self) -> TokenFiles:
+        """The tokens of the captions of the data set's images, memory-mapped. Raises DamagedError."""
+        path = self.path / TOKENS
         with _reading(path, "`raycap run` writes it again"):
             files = TokenFiles.open(path)
             if files.num_images != len(self.dataset):
                 raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
             return files
 
-    def tokens_of(self, stage: StageSection) -> list[TokenFiles]:
-        """The tokens that a stage learns: those of people, and those of the teacher if it has one. As `tokens`.
-
-        Before the teacher has captioned the images, as in a dry run, these are only those of people.
-        """
-        has_teacher = self.learns_of_teacher(stage) and self.metadata.distilled is not None
-        names = (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,)
-        return [self.tokens(name) for name in names]
-
-    def write_tokens(self, name: str, vocabulary: Vocabulary | None = None) -> None:
-        """Writes the files that `tokens` opens, and uploads them. vocabulary: of a run without run.json.
+    def write_tokens(self, vocabulary: Vocabulary) -> None:
+        """Writes the files that `tokens` opens, and uploads them.
 
         One process tokenizes some thousand images at a time, in about 10 s per million captions.
         """
-        vocabulary = vocabulary or self.vocabulary
         lists = self.dataset.texts_by_image(vocabulary.tokenizer)
-        if name == DISTILLED_TOKENS:
-            lists = captions_of(self.dataset, self.taught())
         encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
-        write_tokens(self.path / name, encoded)
-        self.push(name)
+        write_tokens(self.path / TOKENS, encoded)
+        self.push(TOKENS)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

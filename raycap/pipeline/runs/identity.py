@@ -20,7 +20,6 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC, TextEncoderSection
 from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
 from raycap.pipeline.features.regions import ends_digest
-from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import weights_file_digest
 
@@ -85,6 +84,4 @@ def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> An
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
         return bundle_digests(fetched(storage_path(value, config.storage.options)), CONTENT_FILES)
-    if mark is Identity.TEACHER and (teacher := find_teacher(config)) is not None:
-        return teacher.digest
     return value

@@ -29,7 +29,6 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.evaluate import caption_scores
-from raycap.pipeline.runs.distilled import with_distilled_captions
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
@@ -128,7 +127,6 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     prepared = prepare(config, _cached_data(config))
     if plan.weights is not None and prepared.home is None:
         share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
-    prepared = with_distilled_captions(prepared)
     if task.handover is not None:
         take_over(prepared, task.handover)
     token = prepared.new_driver_token()

@@ -8,7 +8,7 @@ A sample is an image with `captions_per_image` captions. For cross entropy with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,11 +34,8 @@ _CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
 
 def num_samples(stage: StageSection, folder: RunFolder) -> int:
     """Samples per epoch of a stage: (image, caption) pairs, or images."""
-    train = folder.dataset.split(*folder.config.data.train_splits)
-    if not stage.samples_are_pairs:
-        return len(train)
-    taught = folder.metadata.distilled if folder.learns_of_teacher(stage) else None
-    return train.num_captions + (0 if taught is None else taught.captions)
+    train = folder.training_images(stage)
+    return train.num_captions if stage.samples_are_pairs else len(train)
 
 
 def share(size: int, index: int, count: int) -> slice:
@@ -49,26 +46,19 @@ def share(size: int, index: int, count: int) -> slice:
 class CaptionTokens:
     """Token ids (SOS words EOS) of the captions of images, which remain in memory-mapped files.
 
-    Image i has the captions first[i] to first[i + 1] - 1: those of the first files, then those of the second, and so
-    on. It needs 8 bytes of memory per image.
+    Image i has the captions first[i] to first[i + 1] - 1. It needs 8 bytes of memory per image.
     """
 
-    def __init__(self, files: Sequence[TokenFiles], rows: np.ndarray, pad: int) -> None:
-        """rows: the images of all files whose captions these are. pad: the id of PAD."""
+    def __init__(self, files: TokenFiles, rows: np.ndarray, pad: int) -> None:
+        """rows: the images of the files whose captions these are. pad: the id of PAD."""
         self.files, self.rows, self.pad = files, rows, pad
         self.first = np.zeros(len(rows) + 1, np.int64)
-        for each in files:
-            self.first[1:] += each.first[rows + 1] - each.first[rows]
-        np.cumsum(self.first, out=self.first)
+        np.cumsum(files.first[rows + 1] - files.first[rows], out=self.first[1:])
 
     @classmethod
-    def of_stage(cls, folder: RunFolder, stage: StageSection, train: Dataset) -> CaptionTokens:
-        """The captions that a stage learns of training images, which are rows of the run's data set.
-
-        These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
-        rewards of SCST count people's only. Raises DamagedError.
-        """
-        return cls(folder.tokens_of(stage), train.rows, folder.vocabulary.pad)
+    def of_images(cls, folder: RunFolder, images: Dataset) -> CaptionTokens:
+        """The captions of images, which are rows of the run's data set. Raises DamagedError."""
+        return cls(folder.tokens(), images.rows, folder.vocabulary.pad)
 
     def __len__(self) -> int:
         """The number of captions."""
@@ -80,15 +70,15 @@ class CaptionTokens:
 
     def padded(self, captions: np.ndarray) -> Tensor:
         """Token ids (len(captions), T), int64, of the captions with these numbers, padded with PAD to the longest."""
-        sources, starts, ends = self._spans(captions)
+        starts, ends = self._spans(captions)
         tokens = np.full((len(captions), int((ends - starts).max())), self.pad, np.int64)
-        for row, source, start, end in zip(tokens, sources, starts, ends, strict=True):
-            row[: end - start] = self.files[source].ids[start:end]
+        for row, start, end in zip(tokens, starts, ends, strict=True):
+            row[: end - start] = self.files.ids[start:end]
         return torch.from_numpy(tokens)
 
     def target_counts(self, captions: np.ndarray) -> np.ndarray:
         """Number of target tokens (words and EOS) of each caption."""
-        _, starts, ends = self._spans(captions)
+        starts, ends = self._spans(captions)
         return ends - starts - 1
 
     def longest(self, count: int) -> np.ndarray:
@@ -100,18 +90,11 @@ class CaptionTokens:
             longest = captions[np.argsort(-self.target_counts(captions), kind="stable")[:count]]
         return longest
 
-    def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where the tokens of captions are: the number in `files`, and the bounds in its `ids`."""
+    def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens of captions begin and end in `files.ids`."""
         images = self.images_of(captions)
-        rows, numbers = self.rows[images], captions - self.first[images]  # numbers: 0 for an image's first caption
-        sources, starts, ends = (np.zeros_like(captions) for _ in range(3))
-        for source, files in enumerate(self.files):
-            begin = files.first[rows]
-            is_here = (numbers >= 0) & (numbers < files.first[rows + 1] - begin)
-            here = (begin + numbers)[is_here]
-            sources[is_here], starts[is_here], ends[is_here] = source, files.offsets[here], files.offsets[here + 1]
-            numbers = numbers - (files.first[rows + 1] - begin)
-        return sources, starts, ends
+        places = self.files.first[self.rows[images]] + captions - self.first[images]
+        return self.files.offsets[places], self.files.offsets[places + 1]
 
 
 @dataclass(frozen=True)

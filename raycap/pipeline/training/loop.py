@@ -191,8 +191,8 @@ class StageRun:
         self.context, self.folder, self.stage, self.vocabulary = context, folder, stage, folder.vocabulary
         self.number = list(config.stages).index(stage)
         prepare_processor(config.workers.threads_per_worker)
-        dataset = folder.dataset.without(job.excluded)
-        train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
+        train = folder.training_images(stage).without(job.excluded)
+        validation = folder.dataset.split(config.data.val_split).without(job.excluded)
         self.captioner = stage_captioner(folder, stage, context.device)
         store = None
         if not stage.train_backbone:
@@ -200,7 +200,7 @@ class StageRun:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
-        captions = CaptionTokens.of_stage(folder, stage, train)
+        captions = CaptionTokens.of_images(folder, train)
         rank, world_size = context.world_rank, context.world_size
         self.computer = feature_computer(folder, stage, context.device)
         computes = self.computer is not None

@@ -28,7 +28,7 @@ VALUES = {
     "T_SPLIT": "val",
     "T_SEED": "7",
     "T_TRACKER": "http://me:marked/pass word@host:1",
-    "T_PW": "pw-5",
+    "T_PW": "pw-word-5",
     "T_SHORT": "qz",
 }
 

@@ -69,7 +69,7 @@ def caption_tokens() -> CaptionTokens:
 
     captions = [[caption(image, number) for number in range(1 + image % 4)] for image in range(NUM_IMAGES)]
     ids = [[[SOS, *map(WORDS.index, text.split()), EOS] for text in texts] for texts in captions]
-    return CaptionTokens([open_tokens(ids)], np.arange(NUM_IMAGES), PAD)
+    return CaptionTokens(open_tokens(ids), np.arange(NUM_IMAGES), PAD)
 
 
 def fake_reward(tokens: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
