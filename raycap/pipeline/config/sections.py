@@ -123,6 +123,7 @@ FurtherMetrics = Annotated[
 ]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
 RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
+TEXT_ENCODER_FILES = ("model.safetensors", "config.json", "tokenizer.json")
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # The splits of 30 consecutive synthetic images; the next 30 repeat them.
@@ -457,6 +458,25 @@ class ScstSection(Section):
                 "set baseline to leave_one_out or mean"
             )
 
+    @property
+    def signature(self) -> str:
+        """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
+
+        Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2.
+        The notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
+        """
+        mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
+        baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
+        sampler = "nspi" if self.sampler == "multinomial" else "beam"
+        notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{self.num_samples}]+1.0.0"
+        others = ["max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout"]
+        others += ["divide_by_deviation", "kl"]
+        defaults = type(self)()
+        values = {key: getattr(self, key) for key in others if getattr(self, key) != getattr(defaults, key)}
+        if self.reward != defaults.reward:
+            values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(self.reward.items()))
+        return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])
+
 
 class StageSection(Section):
     """One training stage."""
@@ -589,22 +609,20 @@ class WorkersSection(Section):
 
 
 class EncoderSection(Section):
-    """The files of a CLIP model (`models.encoders.dual_encoder`)."""
+    """A CLIP of the package open_clip."""
 
+    model: Text
+    """The package's name of the architecture, such as ViT-B-32-quickgelu for OpenAI's ViT-B/32."""
     weights: Annotated[Text, Identity.FILE]
-    merges: Annotated[Text, Identity.FILE]
-    """Of its tokenizer."""
-    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"
-    """OpenAI's; most models of open_clip have gelu."""
 
 
 class TextEncoderSection(Section):
-    """The files of a BERT or RoBERTa (`models.encoders.text_encoder`), and how BERTScore uses it."""
+    """A BERT or RoBERTa of the package transformers, and how BERTScore uses it."""
 
     folder: Annotated[Text, Identity.TEXT_ENCODER]
-    """With model.safetensors or pytorch_model.bin, config.json and tokenizer.json."""
-    layer: Annotated[int, Field(ge=0, le=200), NUMBER] | None = None
-    """None: the published one of a known model."""
+    """With model.safetensors, config.json and tokenizer.json."""
+    layer: Annotated[int, Field(ge=0, le=200), NUMBER]
+    """Whose hidden states are compared."""
     idf: bool = False
     """Whether rare tokens of the references count more."""
     baseline: Annotated[Text | None, Identity.FILE] = None
@@ -613,9 +631,7 @@ class TextEncoderSection(Section):
     def model_files(self) -> dict[str, str]:
         """The weights, the sizes and the tokenizer, by key."""
         folder = Path(self.folder).expanduser()
-        has_pickle = (folder / "pytorch_model.bin").is_file() and not (folder / "model.safetensors").is_file()
-        names = ("pytorch_model.bin" if has_pickle else "model.safetensors", "config.json", "tokenizer.json")
-        return {f"folder/{name}": str(folder / name) for name in names}
+        return {f"folder/{name}": str(folder / name) for name in TEXT_ENCODER_FILES}
 
 
 class ScoreInputsSection(Section):
@@ -641,7 +657,7 @@ class ScoreInputsSection(Section):
         files: dict[str, str | None] = {"objects": self.objects, "instances": self.instances}
         for key, encoder in (("clip", self.clip), ("pac", self.pac)):
             if encoder is not None:
-                files |= {f"{key}.weights": encoder.weights, f"{key}.merges": encoder.merges}
+                files[f"{key}.weights"] = encoder.weights
         if self.bert is not None:
             named = self.bert.model_files() | {"baseline": self.bert.baseline}
             files |= {f"bert.{key}": file for key, file in named.items()}

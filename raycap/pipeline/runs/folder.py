@@ -4,7 +4,7 @@ The original folder of a run (`RunFolder.home`) is on S3 when the configured sto
 with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
 journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
-runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
+runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json tokens/
 """
 
@@ -40,6 +40,8 @@ from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapp
 
 JOURNAL = "log/journal"
 TOKENS = "tokens"  # the ids of the captions in data.arrow
+# The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
+DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
 @contextmanager
@@ -68,14 +70,27 @@ def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig |
 
 
 def stored_config(path: Path) -> RunConfig:
-    """The configuration in config.yaml of a run's folder. Raises UserError."""
-    file = path / "config.yaml"
+    """The configuration of a run's folder: config.yaml with what was decided in place of `auto`. Raises UserError."""
+    file, decided = path / "config.yaml", path / DECISIONS
     with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
         values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
+    if decided.is_file():
+        with _reading(decided, "remove it, and `raycap run` decides again"):
+            for section, precisions in require_mapping(read_json(decided), str(decided)).items():
+                values[section] |= precisions
     try:
         return parse_stored_config(values)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
+
+
+def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
+    """The configuration with the precisions of an earlier attempt at the same run, where they are `auto`."""
+    for section, key in DECIDED:
+        own, kept = getattr(config, section), getattr(getattr(earlier, section), key)
+        if getattr(own, key) == "auto":
+            config = config.model_copy(update={section: own.model_copy(update={key: kept})})
+    return config
 
 
 @dataclass(frozen=True)
@@ -154,25 +169,37 @@ class StageResult:
 class RunFolder:
     """The folder of one run.
 
-    path: the local folder. config: the configuration of this attempt, with the decisions of `runs.resolution`. home:
-    the original on S3, of which `path` is a copy; None for a local storage. A worker gets a pickle of this object,
-    reads no config.yaml, and must open the folder with `on_worker`.
+    path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
+    original on S3, of which `path` is a copy; None for a local storage. written: the configuration as the user wrote
+    it; None if it is `config`. A worker gets a pickle of this object, reads no config.yaml, and must open the folder
+    with `on_worker`.
     """
 
     path: Path
     config: RunConfig = field(repr=False, compare=False)
     home: StoragePath | None = None
+    written: RunConfig | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves the cached properties and the tracker, whose address may be secret, out of the pickle."""
         return RunFolder, (self.path, self.config.without_tracker(), self.home)
 
     def write_config(self) -> None:
-        """Writes config.yaml, unless it has this content already."""
-        path, text = self.path / "config.yaml", dump_config(self.config)
-        if not path.is_file() or path.read_bytes() != text.encode():
-            write_text(path, text)
-            self.push("config.yaml")
+        """Writes config.yaml as the user wrote it, and the decisions of `auto`, unless they have this content already.
+
+        `raycap run` with this config.yaml is therefore the same run.
+        """
+        written = self.written or self.config
+        decided = {
+            section: {key: getattr(getattr(self.config, section), key)}
+            for section, key in DECIDED
+            if getattr(getattr(written, section), key) == "auto"
+        }
+        for name, text in ((DECISIONS, json.dumps(decided)), ("config.yaml", dump_config(written))):
+            path = self.path / name
+            if not path.is_file() or path.read_bytes() != text.encode():
+                write_text(path, text)
+                self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
         """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.

@@ -28,9 +28,16 @@ from raycap.pipeline.data.word_vectors import describe_missing, read_word_vector
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.features.regions import feature_width
-from raycap.pipeline.runs.folder import TOKENS, RunFolder, RunMetadata, open_folder, stored_config
+from raycap.pipeline.runs.folder import (
+    DECISIONS,
+    TOKENS,
+    RunFolder,
+    RunMetadata,
+    open_folder,
+    stored_config,
+    with_decisions_of,
+)
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
-from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import file_digest, write_digests
@@ -96,7 +103,7 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     The configuration gets the decisions of an earlier attempt at the run, if there was one.
     """
     name = f"runs/{run_identity(config, fingerprint)}"
-    folder = open_folder(config.working_path / name, config.home(name), config)
+    folder = replace(open_folder(config.working_path / name, config.home(name), config), written=config)
     if not (folder.path / "config.yaml").is_file():
         return folder
     try:
@@ -187,7 +194,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
-    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
+    folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
     folder.write_tokens(vocabulary)
     write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
     folder.push("run.json")

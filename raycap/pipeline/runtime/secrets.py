@@ -60,7 +60,8 @@ def split_userinfo(address: str) -> tuple[str, str]:
     scheme, separator, rest = address.strip().partition("://")
     userinfo, _, place = rest.rpartition("@")
     user, _, password = userinfo.partition(":")
-    if not separator or not userinfo or "/" in user or re.match(r"\d{1,5}/", password):
+    is_address = separator and re.fullmatch(r"[\w+.-]+", scheme)
+    if not is_address or not userinfo or "/" in user or re.match(r"\d{1,5}/", password):
         return "", address
     return userinfo, f"{scheme}://{place}"
 

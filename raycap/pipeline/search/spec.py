@@ -38,6 +38,7 @@ from raycap.pipeline.config.variables import remember_secrets
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import METRICS
 from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runs.preflight import require_possible_model
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
 
@@ -448,8 +449,6 @@ class Search:
 
     def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
-        from raycap.pipeline.runs.preflight import require_possible_model
-
         try:
             config = self.trial_config(point, self.config.seeds[0])
             parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's

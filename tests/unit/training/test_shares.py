@@ -19,9 +19,8 @@ from raycap.models.decoding import search as decoding
 from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training import objectives
-from raycap.pipeline.training.batches import Batches, CaptionTokens, share
+from raycap.pipeline.training.batches import Batches, CaptionTokens, samples_at, share
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
-from raycap.pipeline.training.sample_order import samples_at
 from tests.support.caption_tokens import open_tokens
 
 NUM_IMAGES = 17
