@@ -18,7 +18,7 @@ import yaml
 from raycap.jobs.serve import deployments, proxy
 from raycap.jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
 from raycap.jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
-from raycap.pipeline.cluster.submission import STOP_WAIT_S
+from raycap.jobs.submit import STOP_WAIT_S
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
 from raycap.pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
