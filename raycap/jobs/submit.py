@@ -226,7 +226,7 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
     num_printed, pending, unreachable_since = 0, "", None
     while True:
         try:
-            info = client.get_job_info(job_id)
+            info, unreachable_since = client.get_job_info(job_id), None
             if info.status.value == "PENDING":
                 if pending != (pending := " ".join((info.message or "waiting for the cluster").split())):
                     logger.info(f"pending   {pending}")
@@ -239,7 +239,6 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
                 info = client.get_job_info(job_id)
                 if info.status.is_terminal():
                     return info
-            unreachable_since = None
         except (OSError, RuntimeError, aiohttp.ClientError) as error:
             if unreachable_since is None:
                 unreachable_since = time.monotonic()

@@ -63,7 +63,7 @@ class Stub:
     async def submit(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.submitted.append(body)
-        return web.json_response({"submission_id": body["submission_id"]})
+        return web.json_response({"job_id": "01000000", "submission_id": body["submission_id"]})
 
     async def job(self, request: web.Request) -> web.Response:
         if self.pending > 0:
