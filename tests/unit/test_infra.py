@@ -22,7 +22,6 @@ from raycap.jobs.submit import STOP_WAIT_S
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
 from raycap.pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
-from raycap.pipeline.storage.mirror import COPIES_SHARE
 from tests.conftest import ROOT
 from tests.support.checkout import own
 from tests.support.command_line import parse
@@ -301,7 +300,7 @@ def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: p
 
 
 def test_volumes_hold_the_caches_and_the_object_store() -> None:
-    """The caches of shards and of images and the copies of runs may grow to their shares of RAYCAP_CACHE_GIB.
+    """The caches of shards and of images may grow to their shares of RAYCAP_CACHE_GIB.
 
     The size of a volume cannot be seen from inside. Ray's store is 30 % of the memory.
     """
@@ -314,7 +313,7 @@ def test_volumes_hold_the_caches_and_the_object_store() -> None:
             sizes = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in pod["volumes"]}
             (cache_gib,) = [float(item["value"]) for item in container["env"] if item["name"] == SIZE_VARIABLE]
             assert CACHE_SHARE * cache_gib >= 52, "the features of COCO"
-            assert gibibytes(sizes[names["/cache"]]) >= (2 * CACHE_SHARE + COPIES_SHARE) * cache_gib
+            assert gibibytes(sizes[names["/cache"]]) >= 2 * CACHE_SHARE * cache_gib
             limits = container["resources"]["limits"]
             on_disk = [gibibytes(sizes[names[path]]) for path in ("/cache", "/tmp", "/home/raycap")]
             assert gibibytes(limits["ephemeral-storage"]) >= sum(on_disk)
