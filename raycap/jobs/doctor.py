@@ -40,6 +40,7 @@ from raycap.pipeline.runtime.log import configure_logging, unchanged_level
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path, try_rights
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
@@ -129,8 +130,6 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
     """The run in a YAML file, or the one from which a search starts, and what its stages ask for."""
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
-        from raycap.pipeline.search.spec import load_search
-
         search = load_search(path, overrides)
         trial = [search.bundle] * search.config.resources.workers
         return search.base, {"features": stage_bundles(search.base, "features"), "a trial": trial}

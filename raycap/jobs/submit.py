@@ -36,6 +36,7 @@ from raycap.pipeline.config.shipped import is_shipped
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.log import unchanged_level
 from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.version import commit
 
 if TYPE_CHECKING:
@@ -150,8 +151,6 @@ def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
     if path is not None:
         with _placeholders(job.secrets):
             if job.command == "tune":
-                from raycap.pipeline.search.spec import load_search
-
                 configs.append(load_search(path, list(values["set_"] or ())).base)
             else:
                 configs.append(load_config(path, values.get("set_") or ()))

@@ -13,7 +13,7 @@ from raycap.pipeline.config.load import read_values
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.mirror import Mirror, remove_copy
+from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
@@ -124,24 +124,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
         assert_same_weights(best_weights(folder.stage(stage)), best_weights(local.stage(stage)))
 
 
-def test_a_worker_keeps_its_copy_while_it_trains(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process could remove it, because a long stage may push and pull nothing."""
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
-    folder, store = prepare_run({"uri": "s3://data/keeps-its-copy", "endpoint_url": url})
-    copies = list[Path]()
-
-    def run(self: StageRun) -> bool:
-        copies.append(self.folder.path)
-        remove_copy(copies[0], unused_for_s=0)
-        assert copies[0].is_dir()
-        return False
-
-    monkeypatch.setattr(StageRun, "run", run)
-    train_stages(LocalContext("cpu"), StageJob(folder, STAGES[:1], store))
-    remove_copy(copies[0], unused_for_s=0)
-    assert not copies[0].is_dir()
-
-
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path) -> None:
     """Two workers, all stages, every twentieth request refused or cut; then the same command on another machine."""
