@@ -43,7 +43,6 @@ from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.s3 import OutageError
 from raycap.pipeline.storage.weights import load_weights, weights_file_digest
-from raycap.pipeline.training.batches import num_samples
 from raycap.pipeline.training.loop import StageJob, train_stages
 
 # sends the run's folder, or a validation, to the search; raises SystemExit to stop the trial
@@ -268,7 +267,7 @@ def share_file(path: Path, source: Path) -> None:
 def epochs_of(run: RunFolder, steps: Sequence[tuple[str, int]]) -> list[tuple[float, bool]]:
     """For each (stage, step): the epochs of all stages that are trained by then, and whether the run ends there."""
     stages = run.config.stages
-    totals = {stage.name: total_steps(stage, num_samples(stage, run)) for stage in stages}
+    totals = {stage.name: total_steps(stage, run.num_samples(stage)) for stage in stages}
     before = dict(zip(totals, itertools.accumulate((stage.epochs for stage in stages), initial=0.0), strict=False))
     return [
         (
