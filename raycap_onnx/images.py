@@ -6,7 +6,7 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -43,7 +43,7 @@ class Transform:
     std: tuple[float, ...]
 
     @classmethod
-    def parse(cls, values: Any, name: str) -> Transform:
+    def parse(cls, values: object, name: str) -> Transform:
         """The transform in captioner.json. Raises CaptionerError for values that no transform has."""
         read = Values(values, name)
         size = read.number("image_size", 1, MAX_SIZE)

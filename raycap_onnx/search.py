@@ -40,7 +40,7 @@ class Search:
     no_open_endings: bool
 
     @classmethod
-    def parse(cls, values: Any, name: str) -> Search:
+    def parse(cls, values: object, name: str) -> Search:
         """The search in captioner.json. Raises CaptionerError for values that no search has."""
         read = Values(values, name)
         if read.flag("sampling") or read.number("beam_groups", 1, MAX_BEAMS) > 1:

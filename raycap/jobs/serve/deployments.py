@@ -21,6 +21,7 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
 from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
+from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
@@ -71,7 +72,7 @@ class CaptionerDeployment:
             self.watcher.start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+    async def describe(self) -> tuple[Values, ImageTransform]:
         """`ModelHost.describe`, and for a followed champion whether a newer one could not be loaded."""
         description, transform = self.host.describe()
         if self.watcher is not None:
@@ -93,8 +94,8 @@ class RayCaptioners:
     def __init__(self, handle: DeploymentHandle) -> None:
         self.handle = handle
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
-        found: tuple[dict[str, Any], ImageTransform] = await self._call("describe")
+    async def describe(self) -> tuple[Values, ImageTransform]:
+        found: tuple[Values, ImageTransform] = await self._call("describe")
         return found
 
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
@@ -105,7 +106,7 @@ class RayCaptioners:
         answer: Answer = await self._call("explain", job)
         return answer
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: object) -> Any:
         """The result of a method. RefusedError if its process has died, or none has room."""
         try:
             return await getattr(self.handle, method).remote(*arguments)
@@ -149,7 +150,7 @@ class Ingress:
         return self.app_of_requests
 
 
-def application(args: dict[str, Any]) -> Any:
+def application(args: Values) -> Any:
     """The application of a RayService (`import_path: raycap.jobs.serve.deployments:application`).
 
     args: the values of `ServeArguments`. Raises ValueError for others, and UserError.
@@ -188,7 +189,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
 
 def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> Any:
     """The deployment of one model's processes with a name, their number and resources."""
-    scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
+    scaling: Values = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
         target = 2 * arguments.batch_size  # one batch is captioned, and the next one waits

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from raycap.models.config import Values
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.language.subwords import piece_bytes
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
@@ -28,7 +29,7 @@ FORMAT = 1
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
 
 
-def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, Any]:
+def describe(bundle: Bundle, encoder: EncoderGraph) -> Values:
     """The content of captioner.json that does not depend on the format of the graphs, as JSON values."""
     from raycap.pipeline.evaluation.captioning.search import score_rules
 
@@ -62,7 +63,7 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, Any]:
     }
 
 
-def describe_words(vocabulary: Vocabulary) -> dict[str, Any]:
+def describe_words(vocabulary: Vocabulary) -> Values:
     """The content of vocabulary.json."""
     words = list(vocabulary.words)
     if vocabulary.subwords is not None:
@@ -75,5 +76,5 @@ def describe_words(vocabulary: Vocabulary) -> dict[str, Any]:
     return {"joining": "spaces", "words": words}
 
 
-def dump(content: Mapping[str, Any]) -> str:
+def dump(content: Mapping[str, object]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
