@@ -12,7 +12,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import read_confidences, save_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import BUNDLE_FILES, require_intact
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
-from raycap.pipeline.evaluation.confidence.confidence import Confidence
+from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
