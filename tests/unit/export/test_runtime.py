@@ -29,7 +29,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.search import score_rules
-from raycap.pipeline.serving.export.description import describe_words
+from raycap.pipeline.serving.export import describe_words
 from raycap_onnx import Captioner, CaptionerError
 from raycap_onnx.__main__ import main
 from raycap_onnx.description import Values, Words
