@@ -29,7 +29,8 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
-from raycap.pipeline.evaluation.confidence.confidence import Confidence
+from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
+from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
@@ -38,9 +39,10 @@ from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.runs.resolution import with_checkpointing, with_precisions
+from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
 from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
 from raycap.pipeline.runtime.log import Decorations, log_file
@@ -64,8 +66,6 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
-    from raycap.pipeline.runs.prepare import prepare
-
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
     try:
@@ -142,8 +142,6 @@ def run_log(folder: RunFolder) -> Iterator[None]:
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
-    from raycap.pipeline.runs.prepare import prepare
-
     folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
@@ -209,7 +207,15 @@ class RunDriver:
             self.tracker.config = config  # served models compute in this precision
 
     def _decide_precisions(self) -> None:
-        self._decide(with_precisions(self.config, self.address))
+        """Decides the precisions that are `auto`. The first command of a storage measures them on its workers."""
+        config = self.config
+        if config.has_backbone and config.features.compute_dtype == "auto":
+            backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
+            start = partial(start_extraction, config, self.address)
+            precision = extraction_precision(backbone, config.features, place, start)
+            features = config.features.model_copy(update={"compute_dtype": precision})
+            config = config.model_copy(update={"features": features})
+        self._decide(with_precision(config, self.address))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
@@ -353,7 +359,8 @@ class RunDriver:
                 text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
                 logger.info(text + (", with activations computed again" if result.checkpointing else ""))
         if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
-            self._decide(with_checkpointing(self.config, checkpointing))
+            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
+            self._decide(self.config.model_copy(update={"backbone": backbone}))
 
     @property
     def _decides_checkpointing(self) -> bool:
@@ -430,7 +437,7 @@ class RunDriver:
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         watch = StallWatch("training", self.config.workers)
         with self._timed(" + ".join(names)), watch, JournalPrinter(self.folder, watch.progressed):
-            fit(job, self.config, lambda: self._start_ray("training"))
+            fit(job, lambda: self._start_ray("training"))
         self.folder.pull("stages")
 
     def _complete(

@@ -7,7 +7,6 @@ ones.
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -162,23 +161,6 @@ def test_a_run_stopped_at_each_moment(tmp_path: Path, undisturbed: Path, moment:
     assert_same_weights(weights_of_stages(tmp_path / "results", STAGES), weights_of_stages(undisturbed, STAGES))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_run_stopped_at_random_moments(tmp_path: Path, undisturbed: Path, seed: int) -> None:
-    """Three times each, with a random signal, and in two of three cases before training begins."""
-    generator, config = random.Random(seed), run_config(tmp_path)
-    for longest in (6, 20, 40):
-        command = Command(tmp_path, "run", str(config))
-        try:
-            command.wait_for("run       |data ")  # the handlers are there
-            time.sleep(generator.uniform(0, longest))
-            if command.process.poll() is None:
-                command.stop(generator.choice([signal.SIGTERM, signal.SIGINT]), may_meet_ray=True)
-        finally:
-            command.close()
-    finish(tmp_path, "run", str(config))
-    assert_same_weights(weights_of_stages(tmp_path / "results", STAGES), weights_of_stages(undisturbed, STAGES))
-
-
 def words_of(name: str, folder: Path) -> tuple[list[str], str]:
     """The words of a command, and the output after which it is stopped."""
     if name == "tune":
@@ -243,7 +225,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
         command.close()
 
 
-@pytest.mark.parametrize("how", ["submit stop", "SIGTERM"])
+@pytest.mark.parametrize("how", ["job stop", "SIGTERM"])
 def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
     """Two workers on nodes without a common disk; the storage is on S3; stopped as a job, and by a signal."""
     values = small_config({"uri": f"s3://data/{how.replace(' ', '-')}", "endpoint_url": s3}, workers__dry_run=False)
@@ -262,7 +244,7 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
             assert program.wait(90) == 143 and log.read_text().rstrip().endswith(STOPPED), log.read_text()[-3000:]
         else:
             job = re.findall(r"job       (\S+):", log.read_text())[0]
-            stop = [sys.executable, "-m", "raycap", "submit", "stop", job, "--address", cluster.dashboard]
+            stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", job, "--address", cluster.dashboard]
             assert cluster.start("laptop", stop, cluster.folder / "stop.txt").wait(TIMEOUT_S) == 0
             assert program.wait(90) == 1 and STOPPED in log.read_text(), log.read_text()[-3000:]
         assert STOPPING in log.read_text()

@@ -285,20 +285,3 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     assert sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
         assert [each.caption for each in found[image].n_best] == [vocabularies[0].decode(ids) for ids in sequences]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"splits": ["none"]}, "--split none: no image.*test, train, val"),
-        ({"models": ["/nowhere"]}, "--model /nowhere: no such folder"),
-        ({"stage": "none"}, "--stage none: the configuration has the stages xe_frozen"),
-        ({"stage": "xe_frozen"}, "stage xe_frozen of run .* is not finished"),
-        ({"stage": "xe_frozen", "models": ["x"]}, "leave --model out"),
-        ({"server": "../x"}, "--server"),
-    ],
-)
-def test_wrong_input_is_refused_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), **options, out=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()

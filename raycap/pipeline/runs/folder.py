@@ -4,7 +4,7 @@ The original folder of a run (`RunFolder.home`) is on S3 when the configured sto
 with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
 journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
-runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
+runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json tokens/
 """
 
@@ -15,7 +15,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,12 +34,14 @@ from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
 from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
-from raycap.pipeline.storage.mirror import Mirror, no_pruning, prune_copies, remove_copy
+from raycap.pipeline.storage.mirror import Mirror, prune_copies, remove_copy
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
 TOKENS = "tokens"  # the ids of the captions in data.arrow
+# The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
+DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
 @contextmanager
@@ -48,9 +50,7 @@ def try_lock(folder: Path) -> Iterator[bool]:
 
     The operating system releases the lock even if the process is killed.
     """
-    with ExitStack() as stack:
-        with no_pruning(folder):  # removing a copy also locks it for a moment
-            has_lock = stack.enter_context(try_file_lock(folder / ".lock"))
+    with try_file_lock(folder / ".lock") as has_lock:
         yield has_lock
 
 
@@ -68,14 +68,27 @@ def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig |
 
 
 def stored_config(path: Path) -> RunConfig:
-    """The configuration in config.yaml of a run's folder. Raises UserError."""
-    file = path / "config.yaml"
+    """The configuration of a run's folder: config.yaml with what was decided in place of `auto`. Raises UserError."""
+    file, decided = path / "config.yaml", path / DECISIONS
     with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
         values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
+    if decided.is_file():
+        with _reading(decided, "remove it, and `raycap run` decides again"):
+            for section, precisions in require_mapping(read_json(decided), str(decided)).items():
+                values[section] |= precisions
     try:
         return parse_stored_config(values)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
+
+
+def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
+    """The configuration with the precisions of an earlier attempt at the same run, where they are `auto`."""
+    for section, key in DECIDED:
+        own, kept = getattr(config, section), getattr(getattr(earlier, section), key)
+        if getattr(own, key) == "auto":
+            config = config.model_copy(update={section: own.model_copy(update={key: kept})})
+    return config
 
 
 @dataclass(frozen=True)
@@ -154,25 +167,37 @@ class StageResult:
 class RunFolder:
     """The folder of one run.
 
-    path: the local folder. config: the configuration of this attempt, with the decisions of `runs.resolution`. home:
-    the original on S3, of which `path` is a copy; None for a local storage. A worker gets a pickle of this object,
-    reads no config.yaml, and must open the folder with `on_worker`.
+    path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
+    original on S3, of which `path` is a copy; None for a local storage. written: the configuration as the user wrote
+    it; None if it is `config`. A worker gets a pickle of this object, reads no config.yaml, and must open the folder
+    with `on_worker`.
     """
 
     path: Path
     config: RunConfig = field(repr=False, compare=False)
     home: StoragePath | None = None
+    written: RunConfig | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves the cached properties and the tracker, whose address may be secret, out of the pickle."""
         return RunFolder, (self.path, self.config.without_tracker(), self.home)
 
     def write_config(self) -> None:
-        """Writes config.yaml, unless it has this content already."""
-        path, text = self.path / "config.yaml", dump_config(self.config)
-        if not path.is_file() or path.read_bytes() != text.encode():
-            write_text(path, text)
-            self.push("config.yaml")
+        """Writes config.yaml as the user wrote it, and the decisions of `auto`, unless they have this content already.
+
+        `raycap run` with this config.yaml is therefore the same run.
+        """
+        written = self.written or self.config
+        decided = {
+            section: {key: getattr(getattr(self.config, section), key)}
+            for section, key in DECIDED
+            if getattr(getattr(written, section), key) == "auto"
+        }
+        for name, text in ((DECISIONS, json.dumps(decided)), ("config.yaml", dump_config(written))):
+            path = self.path / name
+            if not path.is_file() or path.read_bytes() != text.encode():
+                write_text(path, text)
+                self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
         """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
@@ -197,9 +222,9 @@ class RunFolder:
         return folder
 
     def remove_copy(self, unused_for_s: float = 0.0) -> None:
-        """Removes this copy of a run on S3, except in the cases in which `Mirror.remove_copy` keeps it."""
+        """Removes this copy of a run on S3, unless another process uses it."""
         if self.home is not None:
-            remove_copy(Mirror(self.home, self.path), unused_for_s)
+            remove_copy(self.path, unused_for_s)
 
     def remove_worker_copy(self, *, is_abandoned: bool) -> None:
         """Removes the copy of a worker that ends. Without effect on a run on local storage.

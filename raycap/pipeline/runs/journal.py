@@ -9,14 +9,12 @@ Every entry has the keys stage, kind, step and time (seconds since the epoch); i
     resume      none; the stage's earlier entries after this step do not count, because training repeats these steps
 
 The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part, so that a
-run on S3 uploads and downloads at most about PART_BYTES at a time, however long it trains. Runs of earlier versions
-have one file, metrics.jsonl, beside the folder.
+run on S3 uploads and downloads at most about PART_BYTES at a time, however long it trains.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +25,6 @@ from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
 PART_BYTES = 2**18  # about 1,000 entries
-OLD_FILE = "metrics.jsonl"
 
 Entry = dict[str, Any]
 
@@ -122,31 +119,18 @@ class Follower:
 
 def _parts(folder: Path) -> list[Path]:
     """The files of a journal in order."""
-    old = folder.with_name(OLD_FILE)
-    return [*([old] if old.is_file() else []), *sorted(folder.glob("*.jsonl"))]
+    return sorted(folder.glob("*.jsonl"))
 
 
 def _parse(lines: bytes) -> list[Entry]:
     """The entries in complete lines. A line that is not an entry is skipped."""
     entries = []
     for line in lines.splitlines():
-        with suppress(ValueError, RecursionError, OverflowError):  # the last: a time beyond all floats
+        with suppress(ValueError):
             entry = json.loads(line)
-            if _is_entry(entry):
+            if isinstance(entry, dict) and entry.keys() >= {"stage", "kind", "step", "time"}:
                 entries.append(entry)
     return entries
-
-
-def _is_entry(value: Any) -> bool:
-    """Whether a line's value has the keys of every entry, with values of their types."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("stage"), str)
-        and isinstance(value.get("kind"), str)
-        and isinstance(value.get("step"), int)
-        and isinstance(value.get("time"), int | float)
-        and math.isfinite(value["time"])
-    )
 
 
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from raycap.pipeline.runs import journal as journals
-from raycap.pipeline.runs.journal import Follower, Journal, journal_bytes, read_journal
+from raycap.pipeline.runs.journal import Follower, Journal, read_journal
 from raycap.pipeline.storage.path import StoragePath
 
 
@@ -89,14 +87,6 @@ def test_a_resumed_stage_repeats_steps_and_changes_no_line(tmp_path: Path) -> No
     assert steps(folder, "b") == [] and len(steps(folder, "a")) == 12
 
 
-def test_the_journal_of_an_earlier_version_is_read_first(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"stage": "a", "kind": "train", "step": 1, "time": 1.0}) + "\n")
-    folder = tmp_path / "journal"
-    assert steps(folder) == [1] and Follower(folder).new() == [] and journal_bytes(folder) > 0
-    Journal(folder, "a", 1).write("train", 2, {})
-    assert steps(folder) == [1, 2]
-
-
 def test_a_follower_reads_across_parts_and_waits_for_whole_lines(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     follower, journal = Follower(folder), Journal(folder, "a", 0)
@@ -128,34 +118,3 @@ def test_a_new_follower_returns_steps_that_an_earlier_attempt_lost(tmp_path: Pat
     for step in (3, 4):
         third.write("train", step, {})
     assert [entry["step"] for entry in follower.new()] == [3, 4]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": None},
-        {"step": "1"},
-        {"stage": []},
-        {"kind": {}},
-        {"time": "1"},
-        {"time": None},
-        {"time": float("nan")},
-        {"time": 10**400},
-    ],
-)
-def test_a_line_with_other_types_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
-    for kind in ("train", "resume"):
-        entry = {"stage": "a", "kind": kind, "step": 1, "time": 1.0}
-        lines = [entry, entry | change, entry | {"kind": "train", "step": 2}]
-        (tmp_path / "00001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert [entry["step"] for entry in read_journal(tmp_path)] == ([1, 2] if kind == "train" else [2])
-        follower = Follower(tmp_path)
-        with (tmp_path / "00001.jsonl").open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in (entry | change, entry | {"kind": "train", "step": 3}))
-        assert [entry["step"] for entry in follower.new()] == [3]
-
-
-def test_a_pipe_in_place_of_a_part_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "00001.jsonl")
-    with pytest.raises(OSError, match="not a regular file"):
-        read_journal(tmp_path)
