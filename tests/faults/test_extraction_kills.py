@@ -19,8 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from raycap.pipeline.features.store.index import read_manifests
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore, read_manifests
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config

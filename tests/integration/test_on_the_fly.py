@@ -14,7 +14,7 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, with_views
-from raycap.pipeline.features.store.store import FeatureStore, feature_key
+from raycap.pipeline.features.store import FeatureStore, feature_key
 from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext

@@ -22,7 +22,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.images import decode_image, read_image_file
 from raycap.pipeline.features.extraction import Extractor, with_views
 from raycap.pipeline.features.regions import import_regions
-from raycap.pipeline.features.store.store import feature_key, write_shard
+from raycap.pipeline.features.store import feature_key, write_shard
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.storage.path import StoragePath

@@ -15,7 +15,7 @@ from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.features.model_inputs import model_inputs
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.context import Context
 from raycap.pipeline.runtime.processor import prepare_processor

@@ -24,7 +24,7 @@ from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, save_bund
 from raycap.pipeline.evaluation.captioning.on_cluster import caption_on_cluster
 from raycap.pipeline.evaluation.reports.gallery import add_maps, compute_maps
 from raycap.pipeline.evaluation.reports.page import ReportImage
-from raycap.pipeline.features.store.store import mark_complete, write_shard
+from raycap.pipeline.features.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
 from tests.support.bundles import WORDS, make_bundle, write_images

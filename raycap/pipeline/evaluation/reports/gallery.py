@@ -15,7 +15,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, ReportImage, choose_images
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 

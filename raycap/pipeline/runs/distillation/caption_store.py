@@ -22,10 +22,10 @@ import pyarrow.compute as pc
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.features.regions import describe_regions
-from raycap.pipeline.features.store.store import feature_key, shard_name
+from raycap.pipeline.features.store import feature_key, shard_name
 from raycap.pipeline.runs.distillation.teacher import Teacher
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.tables import read_cache, read_table, write_table
+from raycap.pipeline.storage.tables import from_bytes, read_cache, write_table
 
 # a caption that the teacher did not finish, or that contains UNK, is null
 CHUNK = pa.schema([("key", pa.string()), ("captions", pa.list_(pa.string()))])
@@ -86,7 +86,7 @@ class CaptionStore:
     def read(self) -> Iterator[pa.Table]:
         """The tables of all chunks, one at a time. Raises DamagedError for a damaged one."""
         for name in self.chunks():
-            yield read_table(self.folder / name, CHUNK)
+            yield from_bytes((self.folder / name).read_bytes(), CHUNK, name)
 
     def _path(self, keys: Sequence[str]) -> StoragePath:
         return self.folder / f"{shard_name(keys)}.parquet"

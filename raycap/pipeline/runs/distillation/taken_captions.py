@@ -121,7 +121,7 @@ def read_taken(path: Path) -> pa.Table:
 def count_taken(table: pa.Table, images: Dataset) -> tuple[int, int]:
     """How many of the images have a caption in a table of CHUNK, and how many captions these are."""
     lengths = pc.list_value_length(table["captions"])
-    counts = lengths.take(pc.index_in(images.values("key"), value_set=table["key"]).drop_null())
+    counts = lengths.take(pc.index_in(images.table["key"], value_set=table["key"]).drop_null())
     return pc.sum(pc.greater(counts, 0)).as_py() or 0, pc.sum(counts).as_py() or 0
 
 
@@ -130,7 +130,7 @@ def captions_of(images: Dataset, table: pa.Table) -> Iterator[list[str]]:
 
     Needs memory for a hash table of the keys, and for the captions of some thousand images.
     """
-    rows = pc.index_in(images.values("key"), value_set=table["key"])
+    rows = pc.index_in(images.table["key"], value_set=table["key"])
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         for captions in table["captions"].take(rows.slice(start, ROWS_AT_A_TIME)).to_pylist():
             yield captions or []
