@@ -33,7 +33,8 @@ from raycap.pipeline.config.load import (
     referenced_files,
 )
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.images import forget_pages, read_image_file
+from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import forget_pages
 from raycap.pipeline.data.reading import build_vocabulary, read_annotations, read_dataset
 from raycap.pipeline.data.survey.survey import survey
 from raycap.pipeline.data.word_vectors import read_word_vectors

@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import UNREADABLE, ImageLocation, forget_pages, hash_batch, is_part, reason_of
+from raycap.pipeline.data.image_locations import UNREADABLE, ImageLocation, forget_row_groups, is_part, reason_of
+from raycap.pipeline.data.images import hash_batch
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageOptions, is_remote
@@ -85,7 +86,7 @@ def take_snapshot(
     caller has listed, with the columns of ENTRIES. Folders on S3 are listed only for images that are not among them.
     Raises StorageError when the storage is out of order.
     """
-    forget_pages()
+    forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
     files = [ImageLocation.parse(uri).file.uri if is_part(uri) else uri for uri in uris.to_pylist()]
     entries, reasons = _find_entries(

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import UNREADABLE
+from raycap.pipeline.data.image_locations import UNREADABLE
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.features.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
 from raycap.pipeline.storage.cache import shard_cache

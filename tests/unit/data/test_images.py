@@ -17,16 +17,8 @@ from PIL import EpsImagePlugin, Image, ImageFile, features
 
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data import images
-from raycap.pipeline.data.images import (
-    FORMATS,
-    MAX_SIDE,
-    MAX_WEBP_SHARE,
-    UNREADABLE,
-    BadImage,
-    decode_batch,
-    decode_image,
-    read_image_file,
-)
+from raycap.pipeline.data.image_locations import UNREADABLE, read_image_file
+from raycap.pipeline.data.images import FORMATS, MAX_SIDE, MAX_WEBP_SHARE, BadImage, decode_batch, decode_image
 from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 

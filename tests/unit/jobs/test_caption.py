@@ -158,7 +158,7 @@ def test_a_file_above_the_limit_has_a_reason(
     small, large = write_images(tmp_path, 2)
     with Path(large).open("ab") as file:
         file.truncate(100_000)
-    monkeypatch.setattr("raycap.pipeline.data.images.MAX_BYTES", 99_999)
+    monkeypatch.setattr("raycap.pipeline.data.image_locations.MAX_BYTES", 99_999)
     assert main(["caption", small, large, "--model", str(bundle), "--json"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "caption" in rows[0] and rows[1]["error"] == "cannot be read: larger than 99999 bytes"

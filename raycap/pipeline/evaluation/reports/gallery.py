@@ -12,7 +12,8 @@ import numpy as np
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, ReportImage, choose_images
 from raycap.pipeline.features.store import open_store

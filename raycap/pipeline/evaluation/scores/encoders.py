@@ -21,7 +21,8 @@ from raycap.models.encoders.dual_encoder import DualEncoder
 from raycap.models.encoders.text_encoder import TextEncoder, TextEncoderSizes
 from raycap.pipeline.config.sections import EncoderSection, TextEncoderSection
 from raycap.pipeline.data.caption_files import read_content
-from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.data.language.bert_tokenizer import BertTokenizer
 from raycap.pipeline.data.language.subwords import ClipTokenizer
 from raycap.pipeline.errors import UserError
