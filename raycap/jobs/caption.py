@@ -372,16 +372,17 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
-    from raycap.pipeline.evaluation.reports.pictures import caption_picture, cluster_picture
+    from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
 
     image = load_image(name)
     pixels = service.transform(image)
     explanation = service.explain(pixels, caption, None if head is None else head - 1)
     assert explanation.attribution is not None
-    caption_picture(image, explanation.words, explanation.attention, explanation.attribution).save(path)
+    maps = {"attention": explanation.attention, "attribution": explanation.attribution}
+    draw_word_maps(path, image, explanation.words, maps, explanation.grid)
     clusters = service.clusters(pixels, caption)
     if clusters is not None:
-        cluster_picture(image, explanation.words, clusters).save(path.with_name(f"{path.stem}-clusters.png"))
+        draw_clusters(path.with_name(f"{path.stem}-clusters.png"), image, explanation.words, clusters)
     return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
 
 

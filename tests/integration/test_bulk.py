@@ -6,7 +6,6 @@ import errno
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +18,8 @@ from raycap.jobs.cli import main
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import StalledError
 from raycap.pipeline.evaluation.captioning import ray_data
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
-from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, caption_stream
-from raycap.pipeline.features import interruptions
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
+from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import make_bundle, write_images
 
@@ -77,24 +74,6 @@ def test_a_cluster_that_captions_nothing_ends_the_command(
     assert ray.data.DataContext.get_current().execution_no_progress_timeout_s == -1, "Ray Data would end it first"
     assert main(words) == 0
     assert len(out.read_text().splitlines()) == 3
-
-
-@pytest.mark.ray
-def test_an_outage_of_the_storage_ends_the_captioning_with_its_own_message(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No image gets an error, because the images are not at fault."""
-    names, bundle = [f"s3://data/images/{number}.png" for number in range(3)], make_bundle(tmp_path / "bundle")
-    monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
-    monkeypatch.setattr(ray_data, "_decode", failing_decode)
-    rows = caption_stream(names, StoredBundle(storage_path(bundle)), ImageTransform(32), {}, 1)
-    with pytest.raises(OutageError, match=r"^s3://data/images/0.png: storage failed for 600 s: 503$") as raised:
-        next(rows)
-    assert "\n" not in str(raised.value)
-
-
-def failing_decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
-    raise OutageError(f"{batch['name'][0].decode()}: storage failed for 600 s: 503")
 
 
 def test_a_task_raises_a_failure_of_the_storage_and_records_a_missing_image(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,14 @@ from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
-from raycap.pipeline.evaluation.reports.gallery import compute_maps
 from raycap.pipeline.evaluation.reports.page import report_html
-from raycap.pipeline.evaluation.reports.report import report, score_table
+from raycap.pipeline.evaluation.reports.report import compute_maps, report, score_table
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from raycap.pipeline.training.split_captions import caption_split
+from raycap.pipeline.training.loop import StageJob, StageRun, caption_split, train_stages
 from raycap.pipeline.training.stage_output import StageOutput
 from tests.support.captioning import captions_of
 from tests.support.runs import FROZEN_STAGES, prepare_run

@@ -9,25 +9,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
-import torch
 import yaml
-from PIL import Image
 from ray import cloudpickle
 
-from raycap.models.captioner import Captioner
-from raycap.models.config import ClustFormerConfig, ModelSizes
-from raycap.models.registry import build_model
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, save_bundle
-from raycap.pipeline.evaluation.captioning.on_cluster import caption_on_cluster
-from raycap.pipeline.evaluation.reports.gallery import add_maps, compute_maps
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
+from raycap.pipeline.evaluation.captioning.on_cluster import TaskModel, caption_on_cluster
 from raycap.pipeline.evaluation.reports.page import ReportImage
-from raycap.pipeline.features.store import mark_complete, write_shard
+from raycap.pipeline.evaluation.reports.report import add_maps, compute_maps
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
-from tests.support.bundles import WORDS, make_bundle, write_images
+from tests.support.bundles import make_bundle, write_images
 
 
 def captioned(number: int, path: str, caption: str) -> ReportImage:
@@ -43,9 +37,9 @@ def test_maps_of_image_files(tmp_path: Path) -> None:
     names = write_images(tmp_path / "images", 2)
     captions = {1: (names[0], "a red cat"), 2: (names[1], "the mat"), 3: ("none.png", "a")}
     images = [captioned(number, *values) for number, values in captions.items()]
-    model = StoredBundle(storage_path(make_bundle(tmp_path / "b")))
+    model = TaskModel(StoredBundle(storage_path(make_bundle(tmp_path / "b"))))
     dataset = dataset_of([1, 2, 3], [*names, "none.png"], ["a", "b", "c"])
-    found = dict(compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)), None, dataset))
+    found = dict(compute_maps(images, {("test", 2)}, model, parse_config(small_config(tmp_path)), dataset))
     assert found.keys() == {("test", 1), ("test", 2)}
     assert found["test", 1].keys() == {"attention"} and found["test", 1]["attention"].shape == (3, 16)
     assert found["test", 2]["attribution"].shape == (2, 16)
@@ -71,47 +65,8 @@ def test_rays_workers_get_no_password_of_the_tracker(tmp_path: Path, monkeypatch
     monkeypatch.setattr(ray, "remote", lambda function: Task())
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(StallWatch, "results", lambda *_: iter([]))
-    add_maps([], StoredBundle(storage_path(tmp_path)), config, None, dataset_of([], [], []), seed="")
+    add_maps([], TaskModel(StoredBundle(storage_path(tmp_path))), config, dataset_of([], [], []), seed="")
     caption_on_cluster([], {}, config)
     assert len(sent) == 2 and not any(b"secret-word" in data for data in sent)
     assert b"secret-word" in cloudpickle.dumps(config)
     assert config.without_tracker().stored_values()["storage"] == config.stored_values()["storage"]
-
-
-def test_maps_of_regions_are_painted_by_their_boxes(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    names = write_images(tmp_path / "images", 2)  # of 40 x 30 pixels
-    config = ClustFormerConfig(
-        d_model=8,
-        d_ff=8,
-        num_heads=2,
-        num_encoder_layers=2,
-        num_decoder_layers=2,
-        sampling=1,
-        inputs="regions",
-        region_rows=2,
-    )
-    model = build_model(config, ModelSizes(6, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad))
-    save_bundle(tmp_path / "bundle", Captioner(model), WORDS, name="r", info={})
-    keys = [f"{number:064d}" for number in range(2)]
-    boxes = np.array(
-        [[[0, 0, 20, 30], [20, 0, 40, 30], [0, 0, 0, 0]], [[0, 0, 40, 15], [0, 15, 40, 30], [20, 0, 40, 30]]]
-    )
-    write_shard(
-        tmp_path / "store", keys, np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32), [2, 3], boxes
-    )
-    mark_complete(tmp_path / "store", {}, 2)
-    part = dataset_of([0, 1], names, keys)
-    images = [captioned(number, names[number], "a red cat") for number in (1, 0)]
-    attributed = {("test", 0), ("test", 1)}
-    model, run = StoredBundle(storage_path(tmp_path / "bundle")), parse_config(small_config(tmp_path))
-    store = storage_path(tmp_path / "store")
-    found = dict(compute_maps(images, attributed, model, run, store, part))
-    for kind in ("attention", "attribution"):
-        grid = found["test", 0][kind].reshape(3, 24, 24)
-        assert all(len(np.unique(half)) == 1 for word in grid for half in (word[:, :12], word[:, 12:]))
-        assert (grid[:, 0, 0] != grid[:, 0, -1]).all(), "two regions, two values: padding is not painted"
-    assert found["test", 1]["clusters"][0].title.startswith("layer 1: ")
-    Image.new("RGB", (4, 4)).save(names[1])
-    Path(names[0]).unlink()
-    assert dict(compute_maps(images, attributed, model, run, store, part)).keys() == {("test", 1)}

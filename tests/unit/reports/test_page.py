@@ -9,19 +9,27 @@ import json
 import math
 import random
 import re
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from raycap.pipeline.evaluation.confidence.confidence import measure_quality
-from raycap.pipeline.evaluation.reports import charts
 from raycap.pipeline.evaluation.reports import page as report
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, Table, choose_images, write_report
-from raycap.pipeline.evaluation.reports.pictures import LayerColors, drawable
+from raycap.pipeline.evaluation.reports.page import (
+    Report,
+    ReportImage,
+    ReportStage,
+    Table,
+    choose_images,
+    curve,
+    write_report,
+)
+from raycap.pipeline.evaluation.reports.pictures import LayerColors
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\" 'single' {{ 7 * 7 }} SCRIPT_DIGEST"
@@ -220,15 +228,6 @@ def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path, m
     assert "300 pictures, mean 1.495" in text  # the distribution is that of all
 
 
-def test_pictures_without_scores_are_only_drawn_at_random() -> None:
-    images = [_image(index, None if index % 2 else float(index)) for index in range(10)]
-    chosen, counts = choose_images(images, 6, seed="a")
-    assert counts == {"worst": 2, "best": 2, "random": 2}
-    assert {image.image_id for image in chosen} >= {0, 2, 6, 8}
-    chosen, counts = choose_images([_image(index, None) for index in range(10)], 6, seed="a")
-    assert counts == {"worst": 0, "best": 0, "random": 6} and len(chosen) == 6
-
-
 def test_unavailable_scores_are_explained_and_never_zero(tmp_path: Path) -> None:
     rows = [("test", ["unavailable: java not found", "1.0"]), ("novel", ["unavailable: java not found", "unavailable"])]
     _, reader = _written(tmp_path, _report(score_rows=rows))
@@ -252,173 +251,49 @@ def test_row_of_another_length_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.html"
-    path.write_text("the old page")
-
-    def full(self: Path, target: Path) -> Path:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        write_report(path, _report())
-    assert path.read_text() == "the old page" and list(tmp_path.iterdir()) == [path]
-
-
-def test_page_is_the_same_for_the_same_report(tmp_path: Path) -> None:
-    write_report(tmp_path / "a.html", _report())
-    write_report(tmp_path / "deeper" / "b.html", _report())
-    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "deeper" / "b.html").read_bytes()
-
-
-def test_overview_is_drawn_where_several_stages_validate(tmp_path: Path) -> None:
-    stages = [
-        ReportStage("xe", {"val CIDEr-D": [(10, 0.2), (20, 0.5)]}),
-        ReportStage("scst", {"val CIDEr-D": [(30, 0.6)]}),
-    ]
-    _, reader = _written(tmp_path, _report(stages=stages))
-    assert len(reader.all("figure", "wide")) == 1 and len(reader.all("span", "band")) == 2
-    _, reader = _written(tmp_path, _report(stages=stages[:1]))
-    assert reader.all("figure", "wide") == []
-
-
-# The geometry of the charts.
-
-
-def test_curve_lies_in_its_box_and_reads_back() -> None:
-    series = [(step, 5.0 / (1 + step)) for step in range(20)]
-    plot = charts.make_plot("loss", [("", series)])
-    assert plot is not None
-    assert [(point[2], point[3]) for point in plot.points][:2] == [("step 0", "5"), ("step 1", "2.5")]
-    assert [point[0] for point in plot.points] == pytest.approx([100 * step / 19 for step in range(20)], abs=0.01)
-    heights = [point[1] for point in plot.points]
-    assert heights == sorted(heights) and 0 < heights[0] < heights[-1] < 100
-    # The scale starts at zero here, so heights are in proportion to values.
-    assert (100 - heights[1]) / (100 - heights[0]) == pytest.approx(0.5, abs=0.001)
-    assert all(0 <= position <= 100 for position, _ in plot.x_ticks + plot.y_ticks) and len(plot.y_ticks) >= 3
-
-
-def test_values_that_are_not_finite_are_counted_not_drawn() -> None:
-    plot = charts.make_plot("loss", [("", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])])
-    assert plot is not None and len(plot.points) == 2 and plot.note == "2 of 4 values not finite"
-    assert charts.make_plot("loss", [("", [(0, math.nan)])]) is None
-    assert all(math.isfinite(y) for _, y in plot.lines[0])
-
-
-@pytest.mark.parametrize("series", [[(5, 1.0)], [(5, 0.0), (9, 0.0)], [(0, -3.0), (1, -3.0)], [(0, 1e-12), (1, 1e12)]])
-def test_odd_curves_have_a_scale(series: list[tuple[int, float]]) -> None:
-    plot = charts.make_plot("x", [("", series)])
-    assert plot is not None and plot.y_ticks and plot.lines[0] and len(plot.y_ticks) < 10
-    assert all(0 <= y <= 100 for _, y, _, _ in plot.points)
-
-
-def test_log_scale_only_where_values_span_orders_of_magnitude() -> None:
-    wide = charts.make_plot("grad_norm", [("", [(0, 1000.0), (1, 10.0), (2, 0.1)])])
-    assert wide is not None and wide.note == "log scale"
-    heights = [point[1] for point in wide.points]
-    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.02)
-    narrow = charts.make_plot("loss", [("", [(0, 9.0), (1, 1.0)])])
-    assert narrow is not None and narrow.note == ""
-
-
-def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
-    rng = random.Random(0)
-    noisy = [(step, 2 + rng.gauss(0, 0.3)) for step in range(400)]
-    plot = charts.make_plot("loss", [("", noisy)])
-    assert plot is not None and plot.raw_lines and plot.note == "line: mean of 25 values"
-    assert len(plot.points) <= charts.MAX_POINTS
-    steps = charts.make_plot("lr", [("", [(step, 2e-4 * 0.8 ** (step // 50)) for step in range(400)])])
-    assert steps is not None and steps.raw_lines == [] and steps.note == ""
-
-
-def test_running_mean_and_thinning_keep_what_matters() -> None:
-    series = [(step, float(step)) for step in range(11)]
-    assert charts.running_mean(series, 3)[5] == (5, 5.0) and charts.running_mean(series, 3)[0] == (0, 0.5)
-    assert charts.running_mean(series, 1) == series
-    spiky = [(step, 100.0 if step == 777 else 1.0) for step in range(2000)]
-    thinned = charts.thin(spiky, 50)
-    assert len(thinned) <= 50 and (777, 100.0) in thinned and thinned[0][0] == 0 and thinned[-1][0] == 1999
-
-
-def test_overview_gives_stages_equal_width_in_order() -> None:
-    plot = charts.make_plot("cider", [("a", [(0, 0.1), (1000, 0.5)]), ("b", [(1010, 0.6), (1020, 0.7)])])
-    assert plot is not None and [band[:2] for band in plot.bands] == [(0, 50), (50, 50)]
-    across = [point[0] for point in plot.points]
-    assert across == sorted(across) and across[1] < 50 < across[2]
-    assert len(plot.lines) == 2  # no line from stage to stage
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.00002, "2e-5"),
-        (0.0015, "0.0015"),
-        (1.23456, "1.235"),
-        (12345.6, "12,346"),
-        (2e7, "2e7"),
-        (-3, "-3"),
-    ],
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.floats(-1e12, 1e12)), min_size=1, max_size=500, unique_by=lambda p: p[0]
+    )
 )
-def test_numbers_read_well(value: float, text: str) -> None:
-    assert charts.format_number(value) == text
+def test_curves_lie_in_their_box_and_read_back(series: list[tuple[int, float]]) -> None:
+    plot = curve("loss", series)
+    assert plot is not None and len(plot.points) == min(len(series), 240) and len(plot.y_ticks) < 10
+    positions = [*(place[:2] for place in plot.points), *((x, 0.0) for x, _ in plot.x_ticks)]
+    assert all(-0.01 <= x <= 100.01 and -0.01 <= y <= 100.01 for x, y in positions)
+    assert plot.readings[0][0] == f"step {min(series)[0]:,}" and plot.readings[-1][0] == f"step {max(series)[0]:,}"
+    heights = [y for _, y, _, _ in plot.points]
+    if len(series) <= 240:
+        values = [value for _, value in sorted(series)]
+        assert heights[values.index(max(values))] == min(heights)
 
 
-def test_histogram_counts_every_score_once() -> None:
-    scores = [0.0, 0.1, 0.3, 0.30000000000000004, 1.0, 2.0]
-    chart = charts.make_histogram("test", scores, 2.0)
-    assert sum(chart.counts) == 6 and chart.median == "0.300"
-    for count, low, high in zip(chart.counts, chart.edges, [*chart.edges[1:-1], math.inf], strict=False):
-        assert count == sum(low - 1e-9 <= score < high - 1e-9 for score in scores)
-    assert len(charts.make_histogram("test", [0.01, 10.0], 10.0).counts) <= 24
-    assert sum(charts.make_histogram("test", [0.0], 0.01).counts) == 1
+def test_values_that_are_not_finite_are_not_drawn() -> None:
+    plot = curve("loss", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])
+    assert plot is not None and [text for _, text in plot.readings] == ["1", "2"]
+    assert curve("loss", [(0, math.nan)]) is None
 
 
-def test_template_is_packaged() -> None:
-    assert report.TEMPLATE.is_file() and report.TEMPLATE.suffix == ".jinja"
+@given(st.lists(st.floats(0, 30), min_size=1, max_size=60))
+def test_histograms_count_every_score_once(scores: list[float]) -> None:
+    (found,) = report._histograms([_image(number, score) for number, score in enumerate(scores)])
+    assert sum(found.counts) == len(scores) and len(found.counts) <= 25
+    for number, (count, low, high) in enumerate(zip(found.counts, found.edges, found.edges[1:], strict=False)):
+        is_last = number == len(found.counts) - 1  # the page's script compares in this way
+        assert count == sum(low <= score and (score < high or is_last) for score in scores)
 
 
-def test_attributions_and_clusters_reach_the_page(tmp_path: Path) -> None:
-    maps = np.arange(8.0).reshape(2, 4)
-    layers = [
-        LayerColors("layer 1: 3 patch clusters, 1 phrase", np.array([[0, 11], [11, 2]]), np.array([3, 3])),
-        LayerColors("layer 2: 2 phrases", None, np.array([1, 0])),
-    ]
-    shown = ReportImage(1, _picture(), "a cat", [], 0.5, "test", {}, maps, -maps, layers)
-    write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [shown], {}))
-    page = (tmp_path / "r.html").read_text()
-    assert page.count("data-attribution=") == page.count("data-attention=") == 1
-    match = re.search(r'data-clusters="([^"]*)"', page)
-    assert match
-    assert json.loads(unescape(match.group(1))) == [
-        {"title": "layer 1: 3 patch clusters, 1 phrase", "rows": 2, "cells": "0bb2", "words": "33"},
-        {"title": "layer 2: 2 phrases", "rows": 0, "cells": "", "words": "10"},
-    ]
-    plain = ReportImage(1, _picture(), "a cat", [], 0.5, "test")
-    write_report(tmp_path / "r.html", Report("t", "r", "p", [], [], [], [plain], {}))
-    assert "data-clusters=" not in (tmp_path / "r.html").read_text()
-
-
-def test_captions_of_other_scripts_have_their_language_and_tokens(tmp_path: Path) -> None:
-    """Maps are shown for tokens that are no words, and each text has the direction of its script."""
-    maps = np.arange(12.0).reshape(3, 4)
-    parts = ["一", "个<", " t"]
+def test_tokens_maps_and_clusters_reach_the_page(tmp_path: Path) -> None:
+    """Maps are shown for tokens that are no words, and each text has its language and the direction of its script."""
+    maps, parts = np.arange(12.0).reshape(3, 4), ["一", "个<", " t"]
+    layers = [LayerColors("layer 1: 3 patch clusters", 2, "0bb2", ""), LayerColors("layer 2: 2 phrases", 0, "", "10")]
     images = [
-        _image(1, caption="一个< t", parts=parts, attention=maps),
-        _image(2, caption="دائرة حمراء كبيرة", attention=maps),
+        _image(1, caption="一个< t", parts=parts, attention=maps, attribution=-maps, clusters=layers),
+        _image(2, caption="دائرة حمراء كبيرة"),
     ]
-    _, page = _written(tmp_path, _report(images=images, language="zh"))
+    html, page = _written(tmp_path, _report(images=images, language="zh"))
     captions = [attributes for attributes in page.all("p") if "data-caption" in attributes]
     assert {(each["lang"], each["dir"]) for each in captions} == {("zh", "auto")}
-    assert sorted(str(each.get("data-parts")) for each in captions) == sorted(
-        [json.dumps(parts).replace("<", "\\u003c"), "None"]
-    )
-    cards = [attributes for attributes in page.all("li") if attributes.get("class") == "card"]
-    assert all(card.get("data-attention") for card in cards) and len(cards) == 2
-    assert all(each["dir"] == "auto" for each in page.all("li") if "data-reference" in each)
-
-
-def test_words_without_a_font_are_numbered() -> None:
-    words, font = drawable(["ein", "grüner", "Stern"], 18)
-    assert words == ["ein", "grüner", "Stern"] and font.getbbox("ü") != font.getbbox("\uffff")
-    assert drawable(["a\U00017000", "b"], 18)[0] == ["word 1", "word 2"]  # none of the fonts has Tangut
+    assert [each.get("data-parts") for each in captions] == [json.dumps(parts).replace("<", "\\u003c"), None]
+    assert html.count("data-attribution=") == html.count("data-attention=") == html.count("data-clusters=") == 1
+    assert json.loads(page.all("li", "card")[0]["data-clusters"] or "") == [layer._asdict() for layer in layers]

@@ -21,15 +21,7 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.image_locations import read_image_file
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.evaluation.confidence.confidence import Quality
-from raycap.pipeline.evaluation.reports.charts import (
-    Histogram,
-    Plot,
-    make_histogram,
-    make_plot,
-    reliability_plot,
-    risk_plot,
-)
-from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors, text_color
+from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.storage.atomic import write_text
@@ -41,7 +33,11 @@ JPEG_QUALITY = 82
 THUMBNAIL = 256  # the longer side of a picture on the page, in pixels
 SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
 MAX_IMAGES = 200  # a page shows at most this many pictures
+MAX_POINTS = 240  # a line of a chart has at most this many points
+NUM_BINS = 20  # about as many has a histogram
 SCORE_NAME = "CIDEr-D"
+
+Ticks = list[tuple[float, str]]  # positions on an axis in percent, with their labels
 
 
 @dataclass(frozen=True)
@@ -148,20 +144,17 @@ def report_html(report: Report) -> str:
         score_name=SCORE_NAME,
         reason_of=_reason,
         reasons=list(dict.fromkeys(filter(None, reasons))),  # each once, in the order of the table
-        overviews=_overviews(report.stages),
         stages=[
-            (stage, [plot for name, series in stage.curves.items() if (plot := make_plot(name, [("", series)]))])
+            (stage, [plot for name, series in stage.curves.items() if (plot := curve(name, series))])
             for stage in report.stages
         ],
         # Pictures that were chosen by their contrast are no sample of the scores.
         histograms=_histograms([image for image in report.images if image.contrast is None]),
-        confidence=[
-            (split, each, risk_plot(each), reliability_plot(each)) for split, each in report.confidence.items()
-        ],
+        confidence=[(split, each, *_confidence_charts(each)) for split, each in report.confidence.items()],
         cards=cards,
         shape=_aspect_ratio(cards),
         counts=counts,
-        cluster_colors=[(color, text_color(color)) for color in COLORS],
+        cluster_colors=COLORS,
     )
     # The digest of the page's script in its security policy permits this script and no other one.
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
@@ -210,21 +203,126 @@ def _reason(cell: str) -> str:
     return cell.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
 
 
-def _overviews(stages: Sequence[ReportStage]) -> list[Plot]:
-    """A chart over the whole run for each CIDEr metric that several stages have, to compare stages."""
-    names = dict.fromkeys(name for stage in stages for name in stage.curves if "cider" in name.lower())
-    plots = [make_plot(name, [(s.name, s.curves[name]) for s in stages if name in s.curves]) for name in names]
-    return [plot for plot in plots if plot is not None and plot.bands]
+@dataclass(frozen=True)
+class Chart:
+    """A line chart for the template. Positions are percentages of the plot's width, and of its height from the top.
+
+    lines: of (x, y); the reader selects a point of the first one by pointer or keys, the others are thin. readings:
+    ("step 1,200", value) of each point of the first line.
+    """
+
+    name: str
+    lines: list[list[tuple[float, float]]]
+    readings: list[tuple[str, str]]
+    x_ticks: Ticks
+    y_ticks: Ticks
+
+    @property
+    def points(self) -> list[tuple[float, float, str, str]]:
+        """(x, y, where, value) of each point that can be selected."""
+        return [(*position, *texts) for position, texts in zip(self.lines[0], self.readings, strict=True)]
+
+
+def make_chart(
+    name: str, lines: Sequence[Sequence[tuple[float, float]]], readings: Sequence[tuple[str, str]], unit: str = ""
+) -> Chart:
+    """A chart of lines of (x, y), of which the first is not empty. unit: of both axes. See `Chart`."""
+    points = np.array([point for line in lines for point in line], float)
+    (left, bottom), (right, top) = points.min(0).tolist(), points.max(0).tolist()
+    margin = (top - bottom) * 0.06 or abs(bottom) * 0.1 or 1.0  # equal values get an axis around them
+    bottom = 0.0 if 0 <= bottom <= 0.25 * top else bottom - margin
+    top += margin
+
+    def across(value: float) -> float:
+        return round(100 * (value - left) / (right - left), 2) if right > left else 50.0
+
+    def down(value: float) -> float:
+        return round(100 * (top - value) / (top - bottom), 2)
+
+    steps = [value for value in round_values(left, right, 3) if value == int(value)] if right > left else [left]
+    return Chart(
+        name=name,
+        lines=[[(across(x), down(y)) for x, y in line] for line in lines],
+        readings=list(readings),
+        x_ticks=[(across(value), f"{value:,.0f}{unit}") for value in steps],
+        y_ticks=[(down(value), format_number(value) + unit) for value in round_values(bottom, top, 4)],
+    )
+
+
+def curve(name: str, series: Sequence[tuple[int, float]]) -> Chart | None:
+    """The chart of (step, value); None when no value is finite. Of a long series, every k-th value is shown."""
+    finite = sorted(point for point in series if math.isfinite(point[1]))
+    if not finite:
+        return None
+    shown = [finite[index] for index in np.linspace(0, len(finite) - 1, min(len(finite), MAX_POINTS)).astype(int)]
+    return make_chart(name, [shown], [(f"step {step:,}", format_number(value)) for step, value in shown])
+
+
+def _confidence_charts(quality: Quality) -> tuple[Chart, Chart]:
+    """The share of captions that are not good over the coverage, and that of good ones over the confidence.
+
+    The thin lines are the ends of the interval, and the diagonal.
+    """
+    risks = [
+        [(100 * each.coverage, 100 * value) for each, value in zip(quality.risks, values, strict=True)]
+        for values in zip(*((each.risk, each.low, each.high) for each in quality.risks), strict=True)
+    ]
+    readings = [
+        (f"coverage {each.coverage:.0%}", f"{each.risk:.1%} ({each.low:.1%} to {each.high:.1%})")
+        for each in quality.risks
+    ]
+    risk = make_chart("not good, by coverage", risks, readings, " %")
+    bins = [(100 * each.confidence, 100 * each.good) for each in quality.bins]
+    texts = [
+        (f"confidence {each.confidence:.1%}", f"{each.good:.1%} good of {each.num_images}") for each in quality.bins
+    ]
+    return risk, make_chart("good, by confidence", [bins, [(0.0, 0.0), (100.0, 100.0)]], texts, " %")
+
+
+def format_number(value: float) -> str:
+    """Three or four significant digits, with an exponent for very small and large values: 0.0015, 12,345, 2e-05."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:z.4g}"  # z: negative zero is 0
+
+
+def round_values(low: float, high: float, about: int) -> list[float]:
+    """About `about` round values in [low, high], at distances of 1, 2, 2.5 or 5 times a power of ten."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    distance = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
+    # 1e-9 keeps a value at an end of the range in spite of rounding errors.
+    first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
+    return [float(f"{index * distance:.12g}") for index in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Bin i counts the scores in [edges[i], edges[i + 1]), and the last one those at its upper edge, too."""
+
+    name: str
+    scores: list[float]
+    counts: list[int]
+    edges: list[float]
+
+    @property
+    def summary(self) -> str:
+        """The statistics of the scores as text."""
+        mean, median = statistics.fmean(self.scores), statistics.median(self.scores)
+        return f"{len(self.scores)} pictures, mean {mean:.3f}, median {median:.3f}"
 
 
 def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
-    """One histogram per split, all on the same scale."""
+    """One histogram per split, all with the same bins."""
     by_split: dict[str, list[float]] = {}
     for image in images:
         if (score := image.finite_score) is not None:
             by_split.setdefault(image.split, []).append(score)
     highest = max((score for scores in by_split.values() for score in scores), default=0.0)
-    return [make_histogram(split, scores, max(highest, 0.01)) for split, scores in by_split.items()]
+    edges = round_values(0.0, max(highest, 0.01), NUM_BINS)
+    if edges[-1] < highest:
+        edges.append(float(f"{2 * edges[-1] - edges[-2]:.12g}"))
+    return [
+        Histogram(split, scores, np.histogram(scores, edges)[0].tolist(), edges) for split, scores in by_split.items()
+    ]
 
 
 def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[dict[str, Any]]:
@@ -248,7 +346,7 @@ def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[d
                 "position": position,
                 "attention": _encode_maps(image, image.attention),
                 "attribution": _encode_maps(image, image.attribution),
-                "clusters": [layer.for_page() for layer in image.clusters],
+                "clusters": [layer._asdict() for layer in image.clusters],
             }
         )
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
