@@ -51,7 +51,6 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     try:
         with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
             for member in archive:
-                archive.members = []  # tarfile would keep all of them
                 if not member.isreg():
                     continue
                 if member.issparse():
