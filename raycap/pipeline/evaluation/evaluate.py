@@ -42,7 +42,7 @@ from raycap.pipeline.evaluation.comparison.protocol import (
     searched,
 )
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.evaluation.confidence.confidence import Confidence, find_fit, fit_split, judged_quality
+from raycap.pipeline.evaluation.confidence import Confidence, find_fit, fit_split, judged_quality
 from raycap.pipeline.evaluation.inputs import Inputs, find_inputs
 from raycap.pipeline.evaluation.results import ConstraintCounts, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.inputs import score_inputs

@@ -19,7 +19,7 @@ from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predi
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.comparison.systems import compare
-from raycap.pipeline.evaluation.confidence.confidence import SIGNALS
+from raycap.pipeline.evaluation.confidence import SIGNALS
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report

@@ -21,7 +21,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import seal
-from raycap.pipeline.evaluation.confidence.confidence import dump_confidences
+from raycap.pipeline.evaluation.confidence import dump_confidences
 from raycap.pipeline.runtime.secrets import without_secrets
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
