@@ -24,9 +24,8 @@ from raycap.pipeline.data.reading import data_root, find_data, planned_data, rea
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, summarize_systems
-from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata
+from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
-from raycap.pipeline.evaluation.inputs import images_by_split
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_results
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable

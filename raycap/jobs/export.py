@@ -10,7 +10,7 @@ import typer
 
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.serving.export.folder import ExportSettings, export_captioner
 from raycap.pipeline.serving.export.onnx_graphs import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
 

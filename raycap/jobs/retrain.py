@@ -14,7 +14,7 @@ from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores

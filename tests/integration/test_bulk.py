@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import ray.data
 
@@ -22,8 +20,8 @@ from raycap.pipeline.evaluation.captioning import ray_data
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, caption_stream
 from raycap.pipeline.features import interruptions
-from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import OutageError, StorageError
+from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.s3 import OutageError
 from tests.support.bundles import make_bundle, write_images
 
 
@@ -31,13 +29,10 @@ from tests.support.bundles import make_bundle, write_images
 def test_ray_data_gives_what_one_process_gives(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two executions of Ray Data. A name need not be UTF-8."""
+    """A name need not be UTF-8."""
     names, bundle = write_images(tmp_path / "images", 70), str(make_bundle(tmp_path / "bundle"))
     Path(names[5]).write_bytes(b"")
     names[7] = str(Path(names[7]).rename(tmp_path / "images" / "\udcff.png"))
-    monkeypatch.setattr(ray_data, "NAMES_AT_A_TIME", 65)
-    executions, from_blocks = list[list[int]](), ray.data.from_blocks
-    monkeypatch.setattr(ray.data, "from_blocks", lambda blocks: recorded(executions, blocks) or from_blocks(blocks))
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     assert caption(names, bundle, out=str(here), num_results=2) == 1
     monkeypatch.setattr(raycap.jobs.caption, "MIN_IMAGES_FOR_RAY", 70)
@@ -49,11 +44,6 @@ def test_ray_data_gives_what_one_process_gives(
         if "log_prob" in one:
             assert other["log_prob"] == pytest.approx(one["log_prob"], abs=1e-4)
             assert [each["caption"] for each in one["n_best"]] == [each["caption"] for each in other["n_best"]]
-    assert executions == [[33, 32], [5]], "the rows of the blocks"
-
-
-def recorded(executions: list[list[int]], blocks: list[pa.Table]) -> None:
-    executions.append([len(block) for block in blocks])
 
 
 @pytest.mark.ray
@@ -95,25 +85,3 @@ def test_an_outage_of_the_storage_ends_the_captioning_with_its_own_message(
 
 def failing_decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
     raise OutageError(f"{batch['name'][0].decode()}: storage failed for 600 s: 503")
-
-
-def test_a_task_raises_a_failure_of_the_storage_and_records_a_missing_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = {"name": np.array([b"s3://data/1.png"])}
-    monkeypatch.setattr(StoragePath, "read_bytes", missing)
-    assert ray_data._decode(batch, ImageTransform(8))["reason"][0] == "cannot be read: no such object"
-    for method, error in ((refused, StorageError), (out_of_order, OutageError)):
-        monkeypatch.setattr(StoragePath, "read_bytes", method)
-        with pytest.raises(error):
-            ray_data._decode(batch, ImageTransform(8))
-
-
-def missing(path: StoragePath, max_bytes: int | None = None) -> bytes:
-    raise FileNotFoundError(errno.ENOENT, "no such object", path.uri)
-
-
-def refused(path: StoragePath, max_bytes: int | None = None) -> bytes:
-    raise StorageError(f"{path}: storage failed: 403")
-
-
-def out_of_order(path: StoragePath, max_bytes: int | None = None) -> bytes:
-    raise OutageError(f"{path}: storage failed for 600 s: 503")

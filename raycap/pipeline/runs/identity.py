@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from raycap.models.config import Identity
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC, TextEncoderSection
-from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests, fetched
 from raycap.pipeline.features.regions import ends_digest
 from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.storage.path import storage_path

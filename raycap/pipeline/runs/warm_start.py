@@ -12,8 +12,7 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_bundle
 from raycap.pipeline.storage.path import storage_path
 
 MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's

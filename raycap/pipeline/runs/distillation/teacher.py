@@ -17,8 +17,15 @@ from raycap.models.config import ModelConfig
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DistillSection, EvaluationSection
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, read_bundle_config, read_parts
-from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched, require_intact
+from raycap.pipeline.evaluation.captioning.bundle import (
+    CONTENT_FILES,
+    bundle_digests,
+    bundle_protocol,
+    fetched,
+    read_bundle_config,
+    read_parts,
+    require_intact,
+)
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS, USUAL, WORDS, Protocol, search_settings
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
