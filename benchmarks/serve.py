@@ -17,9 +17,10 @@ import urllib3
 from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import ServeArguments
-from raycap.jobs.serve.command import require_free, start_or_join
+from raycap.jobs.serve.command import require_free
+from raycap.pipeline.cluster.start import connect
 from raycap.pipeline.runtime.processor import prepare_processor
-from raycap.pipeline.serving.loading import load_address
+from raycap.pipeline.serving.host import load_address
 
 PERCENTILES = (50, 95, 99)
 
@@ -56,7 +57,7 @@ def bench_serve(
     torch.set_num_threads(1)
     require_free("127.0.0.1", port)
     arguments = ServeArguments(models=(f"model={model}",), storage=storage, loopback_only=True, threads=threads)
-    is_local = start_or_join(None, deployments.needed_cpus(arguments))
+    is_local = not connect(None, deployments.needed_cpus(arguments))
     try:
         deployments.start(arguments, "127.0.0.1", port, is_local=is_local)
         address = f"http://127.0.0.1:{port}"

@@ -44,7 +44,7 @@ def bench_train(
     for case in CPU_CASES:
         seconds, memory = _measure(case, repeats)
         per_caption[case] = seconds / (
-            case.images * (case.captions if case.objective == "cross_entropy" else SAMPLING["num_samples"])
+            case.images * (case.captions if case.objective == "cross_entropy" else SAMPLING.num_samples)
         )
         print(f"{case.name:<48}{seconds:>9.2f}{per_caption[case]:>11.4f}{memory:>10.0f}  {case.reference}", flush=True)
     pairs, five_captions = CPU_CASES[3], CPU_CASES[5]  # both with factorized dropout

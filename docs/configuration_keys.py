@@ -1,32 +1,22 @@
 """The reference of all configuration keys, made from the schema.
 
 Type, limits and default come from pydantic. The meaning is the key's row in a table of docs/configuration.md or
-docs/search.md; without one it is the comment at the field in the source.
+docs/search.md; without one it is the field's docstring in the source.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raycap.models import config
-from raycap.models.encoders import views
-from raycap.pipeline.config import run, sections
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.search import space, spec
 from raycap.pipeline.search.spec import SearchConfig
 
 MARK = "<!-- keys -->"
 DOCS = Path(__file__).resolve().parent
-# Later modules have the sections of searches, some of which have the names of sections of runs.
-RUN_MODULES = (config, views, sections, run)
-SEARCH_MODULES = (spec, space)
 # Keys in the tables below these headings are relative to a section.
 TABLE_SECTIONS = {
     "Learning rates and frozen parameters": "stages[].",
@@ -58,29 +48,26 @@ class Group(NamedTuple):
         return f"`{self.path}`" + (f" with the name {systems.replace(', ', ' or ')}" if systems else "")
 
 
-def groups(root: type[Any], modules: tuple[Any, ...]) -> list[Group]:
+def groups(root: type[Any]) -> list[Group]:
     """All sections of a configuration, depth first, and their keys."""
     schema = root.model_json_schema()
     found: list[Group] = []
 
-    def visit(node: dict[str, Any], source: type[Any], path: str) -> None:
-        comments, prefix = comments_of(source), f"{path}." if path else ""
-        group = Group(path, "" if source is root else section_text(source), [])
+    def visit(node: dict[str, Any], path: str) -> None:
+        prefix = f"{path}." if path else ""
+        group = Group(path, section_text(node.get("description", "")) if path else "", [])
         found.append(group)
         for name, value in node["properties"].items():
             sections = list(sections_of(value))
             if not sections:
                 default = yaml_text(value["default"]) if "default" in value else None
-                group.keys.append(Key(prefix + name, kind_of(value), default, comments.get(name, "")))
+                comment = " ".join(value.get("description", "").split())
+                group.keys.append(Key(prefix + name, kind_of(value), default, comment))
             for suffix, section in sections:
-                visit(schema["$defs"][section], class_named(section, modules), prefix + name + suffix)
+                visit(schema["$defs"][section], prefix + name + suffix)
 
-    visit(schema, root, "")
+    visit(schema, "")
     return found
-
-
-def class_named(name: str, modules: tuple[Any, ...]) -> type[Any]:
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def sections_of(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -136,31 +123,9 @@ def yaml_text(value: Any) -> str:
     return str(value)
 
 
-def comments_of(source: type[Any]) -> dict[str, str]:
-    """The comments of the fields of a class and its bases: those in a field's lines, else those directly above."""
-    found: dict[str, str] = {}
-    for each in reversed(source.__mro__):
-        if not each.__module__.startswith("raycap."):
-            continue
-        text = inspect.getsource(each)
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        comments = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
-        lines = text.splitlines()
-        for node in ast.parse(text).body[0].body:  # type: ignore[attr-defined]
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                inside = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
-                above, line = [], node.lineno - 1
-                while line in comments and lines[line - 1].lstrip().startswith("#"):
-                    above.insert(0, comments[line])
-                    line -= 1
-                if inside or above:
-                    found[node.target.id] = " ".join(inside or above)
-    return found
-
-
-def section_text(source: type[Any]) -> str:
-    """What a class says of its section. Lines that each explain a key become a list."""
-    text = inspect.cleandoc(source.__doc__ or "")
+def section_text(description: str) -> str:
+    """A class's docstring as what the page says of its section. Lines that each explain a key become a list."""
+    text = inspect.cleandoc(description)
     if len(re.findall(r"^\w+: ", text, re.MULTILINE)) > 3:
         text = re.sub(r"^(\w+|\w+ to \w+): ", r"- \1: ", text, flags=re.MULTILINE)
     return re.sub(r"\bNone\b", "`null`", re.sub(r"(?<!\*)\*(?!\*)", r"\\*", text))
@@ -191,8 +156,8 @@ def table_rows(document: str) -> Iterator[tuple[str, str]]:
 
 def reference() -> str:
     """The reference as Markdown."""
-    runs = groups(RunConfig, RUN_MODULES)
-    searches = groups(SearchConfig, SEARCH_MODULES + RUN_MODULES)
+    runs = groups(RunConfig)
+    searches = groups(SearchConfig)
     parts = ["## Runs\n", *rendered(runs, dict(table_rows("configuration.md")))]
     return "\n".join([*parts, "## Searches\n", *rendered(searches, dict(table_rows("search.md")))])
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
+from raycap.pipeline.serving.host import load_address
 
 if TYPE_CHECKING:
     from raycap.pipeline.data.image_sources import ImageSource
-    from raycap.pipeline.serving.loading import LoadedModel
+    from raycap.pipeline.serving.host import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,4 @@ def load(
     prefix in which champions are looked up. endpoint_url: of an S3-compatible server; credentials come from the
     environment. Raises UserError if this is no model that captions images.
     """
-    from raycap.pipeline.serving.loading import load_address
-
     return Captioner(load_address(str(model), str(storage), endpoint_url, device=device, precision=precision))

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Address, Config, Set
 from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.reading import planned_data
+from raycap.pipeline.runs.check import check_data
+from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.runtime.secrets import without_secrets
 
@@ -32,16 +35,11 @@ def check(
 
     Example: raycap check coco_subset --set data.root=/path/to/folder
     """
-    from raycap.jobs.image_tasks import image_reader
-    from raycap.pipeline.runs.check import check_data
-    from raycap.pipeline.runs.preflight import check_distill, check_storage
-
     run_config = load_config(config, set_ or ())
     if json_file is not None:
         check_output_file("--json", json_file)
     check_address(address)
     check_storage(run_config)
-    check_distill(run_config)
     planned_data(run_config)
     result = check_data(run_config, reader=image_reader(run_config, address))
     if "captions" in result.statistics:  # not if a sample ended the check

@@ -29,9 +29,8 @@ from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_results
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
-from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.folder import RunFolder, with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
-from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json

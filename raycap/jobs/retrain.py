@@ -10,6 +10,7 @@ import typer
 
 from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.options import Address, Config, Set
+from raycap.jobs.run import run
 from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
@@ -18,17 +19,18 @@ from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, rollback
-from raycap.pipeline.retrain.decision import retrain as retrain_once
+from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, rollback
+from raycap.pipeline.retrain.retraining import retrain as retrain_once
 from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
+from raycap.pipeline.runs.run_bundle import local_bundle
 from raycap.pipeline.runtime.log import indented
 from raycap.pipeline.storage.path import StoragePath
 
 
 @dataclass(frozen=True)
 class RayWork:
-    """Trains and captions on a Ray cluster, for `pipeline.retrain.decision`."""
+    """Trains and captions on a Ray cluster, for `pipeline.retrain.retraining`."""
 
     address: str | None
 
@@ -38,9 +40,6 @@ class RayWork:
 
     def train(self, config: RunConfig, data: FoundData) -> Trained:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
-        from raycap.jobs.run import run
-        from raycap.pipeline.runs.run_bundle import local_bundle
-
         with indented():
             folder = run(config, self.address, data)
         return Trained(folder.run_id, local_bundle(folder))

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.evaluate import evaluate_ensemble
 from raycap.jobs.extract import initial_weights
 from raycap.jobs.image_tasks import image_reader
@@ -30,6 +29,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
+from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.confidence.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
@@ -39,10 +39,9 @@ from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
-from raycap.pipeline.runs.distilled import has_distilled_captions, with_distilled_captions
+from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.runs.resolution import with_checkpointing, with_precisions
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
 from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
 from raycap.pipeline.runtime.log import Decorations, log_file
@@ -211,7 +210,15 @@ class RunDriver:
             self.tracker.config = config  # served models compute in this precision
 
     def _decide_precisions(self) -> None:
-        self._decide(with_precisions(self.config, self.address))
+        """Decides the precisions that are `auto`. The first command of a storage measures them on its workers."""
+        config = self.config
+        if config.has_backbone and config.features.compute_dtype == "auto":
+            backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
+            start = partial(start_extraction, config, self.address)
+            precision = extraction_precision(backbone, config.features, place, start)
+            features = config.features.model_copy(update={"compute_dtype": precision})
+            config = config.model_copy(update={"features": features})
+        self._decide(with_precision(config, self.address))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
@@ -225,7 +232,6 @@ class RunDriver:
         ):
             self._dry_run()
         self.folder.write_config()  # before any worker starts
-        self._distill()
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
@@ -311,8 +317,6 @@ class RunDriver:
         logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
-        if metadata.distilled is not None:
-            logger.info(f"teacher   {metadata.distilled}")
         for number, stage in enumerate(config.stages, 1):
             logger.info(f"stage {number}   {self._describe(stage)}")
         if metadata.unreadable:
@@ -337,24 +341,11 @@ class RunDriver:
             what += f", without training {', '.join(stage.freeze)}"
         if self.folder.result(stage.name):
             return f"{what}, done"
-        is_open = not has_distilled_captions(self.folder)
-        more = " or more" if is_open and stage.samples_are_pairs else ""
         return (
-            f"{what}, {total_steps(stage, num_samples(stage, self.folder))}{more} steps "
+            f"{what}, {total_steps(stage, num_samples(stage, self.folder))} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )
-
-    def _distill(self) -> None:
-        """Gives the run the captions of its teacher, if it has one. Missing captions are computed on the cluster.
-
-        This follows the dry run, which shows a lack of memory before a teacher captions for hours.
-        """
-        is_learned = any(stage.objective == "cross_entropy" for stage in self._pending)
-        if is_learned and not has_distilled_captions(self.folder):
-            with self._timed("teacher"):
-                caption_training_images(self.config, self.folder.dataset, self.address)
-                self.folder = with_distilled_captions(self.folder)
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
@@ -371,7 +362,8 @@ class RunDriver:
                 text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
                 logger.info(text + (", with activations computed again" if result.checkpointing else ""))
         if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
-            self._decide(with_checkpointing(self.config, checkpointing))
+            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
+            self._decide(self.config.model_copy(update={"backbone": backbone}))
 
     @property
     def _decides_checkpointing(self) -> bool:
@@ -448,7 +440,7 @@ class RunDriver:
         job = StageJob(self.folder, names, store, tuple(sorted(self.excluded)), self.driver_token)
         watch = StallWatch("training", self.config.workers)
         with self._timed(" + ".join(names)), watch, JournalPrinter(self.folder, watch.progressed):
-            fit(job, self.config, lambda: self._start_ray("training"))
+            fit(job, lambda: self._start_ray("training"))
         self.folder.pull("stages")
 
     def _complete(

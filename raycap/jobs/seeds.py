@@ -22,7 +22,7 @@ from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import BoundedClient, tracking_client
-from raycap.pipeline.tracking.run_sync import tag_run
+from raycap.pipeline.tracking.run_tracker import tag_run
 
 logger = logging.getLogger(__name__)
 

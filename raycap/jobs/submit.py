@@ -44,6 +44,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.log import unchanged_level
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.runtime.stopping import handle_signals
+from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.version import commit, package_folder
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ def _read(job: Job) -> _Content:
 def _load(command: str, config: Path, overrides: Sequence[str]) -> RunConfig:
     """The configuration of a run, or the base of a search."""
     if command == "tune":
-        from raycap.pipeline.search.spec import load_search
-
         return load_search(config, list(overrides)).base
     return load_config(config, overrides)
 

@@ -14,12 +14,11 @@ from raycap.pipeline.config.load import load_config, parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_place
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
+from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, try_lock, with_decisions_of
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runtime.names import expanded_path, shown
 from raycap.pipeline.tracking.mlflow_client import public_uri
-from raycap.pipeline.tracking.run_sync import SentRecord, stored_records
-from raycap.pipeline.tracking.run_tracker import Tracker, register_run
+from raycap.pipeline.tracking.run_tracker import SentRecord, Tracker, register_run, stored_records
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
     for folder in folders:
         try:
             values = read_values(folder / "config.yaml", overrides, is_stored=True)
-            config = parse_config(values)
+            config, stored = parse_config(values), stored_config(folder)
         except UserError as error:
             if is_run:
                 raise
@@ -129,4 +128,4 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
         # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
         if other_trackers and config.tracking.uri is None:
             values["tracking"]["uri"] = other_trackers[-1]
-        yield opened, parse_config(values)
+        yield opened, with_decisions_of(parse_config(values), stored)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runtime.context import RayContext
 from raycap.pipeline.runtime.processor import computes_on_cpus
@@ -55,7 +54,7 @@ class FailureBudget:
         logger.warning(f"{reason}; training resumes from the last checkpoint ({count}, at most {self.per_hour})")
 
 
-def fit(job: StageJob, config: RunConfig, start_ray: Callable[[], None] | None = None) -> None:
+def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
     """Runs the job's stages on the cluster. After a failure, new workers resume the stage.
 
     start_ray: joins or starts Ray if that is necessary, and may wait until it has resources for new workers. It is
@@ -68,10 +67,10 @@ def fit(job: StageJob, config: RunConfig, start_ray: Callable[[], None] | None =
     from ray.exceptions import RayActorError
     from ray.train import TrainingFailedError
 
-    budget = FailureBudget(config.workers.max_failures_per_hour)
+    budget = FailureBudget(job.folder.config.workers.max_failures_per_hour)
     while True:
         try:
-            _attempt(job, config)
+            _attempt(job)
             return
         except (TrainingFailedError, RayActorError) as error:
             logger.debug("training failed", exc_info=error)
@@ -84,14 +83,14 @@ def fit(job: StageJob, config: RunConfig, start_ray: Callable[[], None] | None =
             start_ray()
 
 
-def _attempt(job: StageJob, config: RunConfig) -> None:
+def _attempt(job: StageJob) -> None:
     """Runs the job's stages until they are finished or a worker fails.
 
     After Ctrl-C or SIGTERM the workers save a checkpoint and end, and KeyboardInterrupt is raised.
     """
     try:
         with saving_first(lambda: _ask_to_stop(job)):
-            call_in_thread(_trainer(job, config).fit)
+            call_in_thread(_trainer(job).fit)
     finally:
         shutil.rmtree(_scratch(job), ignore_errors=True)
         if failure_file(job).exists():
@@ -128,14 +127,14 @@ def _scratch(job: StageJob) -> Path:
     return job.folder.path / "log" / ".ray"
 
 
-def _trainer(job: StageJob, config: RunConfig) -> Any:
+def _trainer(job: StageJob) -> Any:
     """Ray Train's trainer for the job's stages."""
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
-    workers = config.workers
+    workers = job.folder.config.workers
     uses_nccl = workers.gpus_per_worker > 0 and not computes_on_cpus()
     num_workers = (workers.min_workers, workers.num_workers) if workers.min_workers else workers.num_workers
     return TorchTrainer(

@@ -37,7 +37,6 @@ class Identity(Enum):
     FILE = "by the content of the file that it names"
     LARGE_FILE = "by the size and both ends of the file that it names"
     BUNDLE = "by the weights and the vocabulary of the bundle that it names"
-    TEACHER = "by what decides the captions of the bundle that it names: also its image transform and its search"
     TEXT_ENCODER = "by the contents of a text encoder's files in the folder that it names"
 
 
@@ -50,7 +49,7 @@ class ModelConfig:
     the vectors, so that a bundle's configuration has a width but needs no file.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     name: str = ""
     d_model: Width = 512
@@ -58,7 +57,8 @@ class ModelConfig:
     num_heads: Count = 8
     num_encoder_layers: Layers = 3
     num_decoder_layers: Layers = 3
-    max_positions: Count | None = None  # None: the longest training caption with SOS and EOS
+    max_positions: Count | None = None
+    """None: the longest training caption with SOS and EOS."""
     dropout: Decimal = 0.1
     word_vectors: Annotated[Text | None, Identity.FILE] = None
     word_vector_width: Width | None = None
@@ -156,10 +156,13 @@ class MeshedMemoryConfig(ModelConfig):
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
-    num_memory_slots: Count = 40  # learned keys and values in addition to those of the regions; 0 for none
+    num_memory_slots: Count = 40
+    """Learned keys and values in addition to those of the regions; 0 for none."""
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
-    gates: Literal["sigmoid", "softmax"] = "sigmoid"  # how meshed levels are weighted; softmax is over the levels
-    attention: Literal["dot_product", "on_attention"] = "dot_product"  # of every attention in encoder and decoder
+    gates: Literal["sigmoid", "softmax"] = "sigmoid"
+    """How meshed levels are weighted; softmax is over the levels."""
+    attention: Literal["dot_product", "on_attention"] = "dot_product"
+    """Of every attention in encoder and decoder."""
     attended_regions: Count | None = None
 
     def __post_init__(self) -> None:
@@ -194,22 +197,33 @@ class ClustFormerConfig(ModelConfig):
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: Layers = 6
     num_decoder_layers: Layers = 6
-    encoder_clusters: Literal["2d", "1d", "none"] = "2d"  # C of the image tokens; 1d: of their rows joined to one
-    decoder_clusters: Literal["1d", "none"] = "1d"  # C of the words
-    clustered_encoder_layers: tuple[Layers, ...] | None = None  # numbers, from 1, of the layers that have C; None: all
+    encoder_clusters: Literal["2d", "1d", "none"] = "2d"
+    """C of the image tokens; 1d: of their rows joined to one."""
+    decoder_clusters: Literal["1d", "none"] = "1d"
+    """C of the words."""
+    clustered_encoder_layers: tuple[Layers, ...] | None = None
+    """Numbers, from 1, of the layers that have C; None: all."""
     clustered_decoder_layers: tuple[Layers, ...] | None = None
-    stacking: Literal["matrix", "conditional", "none"] = "matrix"  # what equation 6 stacks (`models/clustformer.py`)
-    sampling: Count = 2  # down-up sampling rate of the encoder
-    window: Count | None = None  # size of a fixed window that replaces C everywhere
+    stacking: Literal["matrix", "conditional", "none"] = "matrix"
+    """What equation 6 stacks (`models/clustformer.py`)."""
+    sampling: Count = 2
+    """Down-up sampling rate of the encoder."""
+    window: Count | None = None
+    """Size of a fixed window that replaces C everywhere."""
     attention: Literal["product", "renormalized", "literal"] = "product"
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
-    grid: tuple[Count, Count] | None = None  # [rows, columns]; None: a square
-    region_rows: Count = 6  # rows of the grid into which regions are arranged by their boxes
+    grid: tuple[Count, Count] | None = None
+    """[rows, columns]; None: a square."""
+    region_rows: Count = 6
+    """Rows of the grid into which regions are arranged by their boxes."""
     decoder: Literal["causal", "mask_token"] = "causal"
-    activation: Literal["relu", "gelu"] = "relu"  # of the feed-forward sublayers
-    input_dropout: Decimal | None = None  # of the image tokens, also where a stage sets dropout; None: as dropout
-    cross_attention_dropout: bool = False  # whether dropout reaches the weights of cross-attention too
+    activation: Literal["relu", "gelu"] = "relu"
+    """Of the feed-forward sublayers."""
+    input_dropout: Decimal | None = None
+    """Of the image tokens, also where a stage sets dropout; None: as dropout."""
+    cross_attention_dropout: bool = False
+    """Whether dropout reaches the weights of cross-attention too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,7 +282,7 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 class ModelSizes:
     """The sizes that the data decide, and the ids of the special tokens. Raises ValueError for impossible values."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     feature_width: Width
     vocabulary_size: Words
@@ -313,7 +327,7 @@ class BackboneConfig:
     statistics, without cropping) or "reference" (bilinear without cropping, ImageNet's statistics).
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     name: Annotated[str, max_length(100), TEXT] = "swin_large_patch4_window12_384"
     weights: Annotated[Text, Identity.FILE] = "none"
@@ -323,8 +337,8 @@ class BackboneConfig:
     num_heads: Annotated[tuple[Count, ...], max_length(MAX_STAGES)] | None = None
     window_size: Count | None = None
     drop_path: Decimal = 0.0
-    # compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
+    """Compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice."""
     patch_size: Pixels | None = None
     prefix_tokens: Literal["drop", "keep"] = "drop"
     pool: Count = 1
@@ -407,7 +421,7 @@ class Decoding:
     arXiv 1904.09751). The draws depend on `seed` and the image only.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     suppress_unk: bool = True
     min_length: Count = 2

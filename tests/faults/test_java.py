@@ -1,4 +1,7 @@
-"""METEOR and SPICE with a Java that is missing, hangs, dies or prints garbage: reported, within the deadline."""
+"""METEOR and SPICE with a Java that is missing, hangs, dies or prints garbage: reported, within the deadline.
+
+What hangs or dies is in `make proof`.
+"""
 
 from __future__ import annotations
 
@@ -108,12 +111,14 @@ def test_a_working_stand_in_scores(java, tmp_path: Path) -> None:
     assert score.value == 0.25 and score.per_image == [0.25] * 20 and starts(tmp_path) == 1
 
 
+@pytest.mark.proof
 def test_hangs(java, tmp_path: Path) -> None:
     java("import time; time.sleep(1000)")
     reason = meteor().unavailable or ""
     assert "no answer within the deadline" in reason and "after one restart" in reason and starts(tmp_path) == 2
 
 
+@pytest.mark.proof
 def test_hangs_in_a_child_of_a_wrapper_script(java, tmp_path: Path) -> None:
     children = tmp_path / "children"
     java(f"""
@@ -131,35 +136,7 @@ def test_hangs_in_a_child_of_a_wrapper_script(java, tmp_path: Path) -> None:
     assert not alive, "a child outlives the deadline"
 
 
-def test_hangs_in_the_middle(java) -> None:
-    java(WORKING.replace("count =", "import time; time.sleep(1000); count ="))
-    assert "deadline" in (meteor().unavailable or "")
-
-
-def test_silence_ends_before_a_long_deadline(java, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java_module, "SILENCE_S", 0.5)
-    java("import time; time.sleep(1000)")
-    start = time.monotonic()
-    assert "deadline" in (meteor(300).unavailable or "")
-    assert time.monotonic() - start < 1 + SLACK_S
-
-
-def test_does_not_read(java) -> None:
-    """A write of more text than a pipe holds must not block, even when part of it was read."""
-    java("import sys, time; sys.stdin.buffer.raw.read(8192); time.sleep(1000)")
-    long = {n: [text * 1000 for text in texts] for n, texts in REFERENCES.items()}
-    start = time.monotonic()
-    scores = score_captions(long, PREDICTIONS, metrics=["METEOR"], java_deadline_s=DEADLINE_S)
-    assert scores.by_name["METEOR"].unavailable is not None
-    assert time.monotonic() - start < DEADLINE_S + SLACK_S + 2  # tokenization of the long captions
-
-
-def test_dies_at_once(java, tmp_path: Path) -> None:
-    java("import sys; print('x\\nError: no such heap', file=sys.stderr); sys.exit(3)")
-    reason = meteor(60).unavailable or ""  # a bound, not a wait: two processes must start, also on a busy machine
-    assert "ended early with exit code 3" in reason and "Error: no such heap" in reason and starts(tmp_path) == 2
-
-
+@pytest.mark.proof
 def test_dies_in_the_middle_once(java, tmp_path: Path) -> None:
     """Answers from before the failure are kept; the restarted process gives the others."""
     dying = "if start == 0 and number == 7: sys.exit(1)"
@@ -177,20 +154,20 @@ def test_dies_in_the_middle_once(java, tmp_path: Path) -> None:
     assert [int(part.split()[0]) for part in evaluation.split("|||")[1:]] == list(range(20))
 
 
+@pytest.mark.proof
 def test_dies_in_the_middle_again(java, tmp_path: Path) -> None:
     java(WORKING.replace("for line in sys.stdin:", "for n, line in enumerate(sys.stdin):\n    if n == 3: sys.exit(1)"))
     assert "ended early with exit code 1" in (meteor(10).unavailable or "") and starts(tmp_path) == 2
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "program",
     [
         "print('Hello, world')",
-        "print('1.0 2.0')",
         "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) + b'\\n')",
         "print('nan ' * 23)",
         "import sys\nwhile True: sys.stdout.write('1' * 4096)",
-        "while True: print('x')",
         WORKING.replace('"0.25"', '"zero"'),
     ],
 )
@@ -200,28 +177,10 @@ def test_prints_garbage(java, tmp_path: Path, program: str) -> None:
     assert "what is not a score" in reason and starts(tmp_path) == 2
 
 
-def test_a_flood_on_stderr_does_not_block(java) -> None:
-    java("import sys; sys.stderr.write('noise\\n' * 200_000)\n" + WORKING)
-    assert meteor(10).value == 0.25
-
-
-def test_cannot_be_started(java, tmp_path: Path) -> None:
-    java("")
-    (tmp_path / "bin" / "java").write_text("#!/no/such/interpreter\n")
-    assert "could not be started" in (meteor().unavailable or "")
-
-
 def test_too_little_memory(java, monkeypatch: pytest.MonkeyPatch) -> None:
     java(WORKING)
     monkeypatch.setattr(java_module, "free_memory_mb", lambda: 300.0)
     assert "only 300 MB of memory are free" in (meteor().unavailable or "")
-
-
-@pytest.mark.parametrize(("free", "heap"), [(900, "-Xmx640m"), (2000, "-Xmx1000m"), (64_000, "-Xmx2048m")])
-def test_heap_follows_the_free_memory(java, monkeypatch: pytest.MonkeyPatch, free: float, heap: str) -> None:
-    java(WORKING)
-    monkeypatch.setattr(java_module, "free_memory_mb", lambda: free)
-    assert heap in java_module.java_command((640, 2048))
 
 
 # SPICE ------------------------------------------------------------------------------------------------------------
@@ -244,14 +203,7 @@ def spice(deadline_s: float = DEADLINE_S):
     return scores.by_name["SPICE"], scores.extras.get("spice_categories")
 
 
-def test_spice_without_models(java, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    java("")
-    monkeypatch.setenv(java_module.SPICE_MODELS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(java_module, "free_memory_mb", lambda: 16_000.0)
-    score, categories = spice()
-    assert score.value is None and "make spice" in (score.unavailable or "") and categories is None
-
-
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
@@ -288,7 +240,8 @@ def test_spice_reads_scores_and_categories(java, models: None) -> None:
 # The whole process ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", [None, "import time; time.sleep(1000)", "raise SystemExit(1)", "print('?')"])
+@pytest.mark.proof
+@pytest.mark.parametrize("program", [None, "import time; time.sleep(1000)"])
 def test_the_process_of_raycap_score_ends(java, tmp_path: Path, program: str | None) -> None:
     """Exit code 0; METEOR and SPICE are unavailable with a reason, all other scores are present."""
     if program:

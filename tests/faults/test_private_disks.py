@@ -96,15 +96,6 @@ def test_jobs_start_a_cluster_without_workers(growing: Cluster, s3: str) -> None
         assert command == "tune" or "waiting   " in output, "the first stage reports the nodes that are missing"
 
 
-def test_doctor_without_workers(growing: Cluster, s3: str) -> None:
-    """The head is checked, and the autoscaler starts no node for it."""
-    run = write(growing, "run.yaml", settings(s3))
-    output = raycap(growing, "doctor", run, "--address", growing.address)
-    assert "no worker is up, so only the head is checked" in output
-    assert "training asks for 2 x (1 CPU), which the live nodes do not have" in output
-    assert growing.num_alive() == 1
-
-
 def test_a_request_that_no_node_can_serve_is_refused(growing: Cluster, s3: str) -> None:
     run = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
     log = growing.folder / "command.txt"
@@ -147,40 +138,6 @@ def test_a_search_grows_with_its_cluster(s3: str, variables: dict[str, str]) -> 
     assert "succeeded" in output and output.count("finished at epoch 20") == 5
     assert "resources 1 trials at a time on the nodes of now" in output
     assert most_at_a_time(output) == 3, output[-4000:]
-
-
-def test_a_search_continues_on_another_machine(pair: Cluster, s3: str) -> None:
-    """Its driver is killed on one node; the same command continues it on another when the lease has expired."""
-    write(pair, "run.yaml", settings(s3))
-    trials = write(pair, "search.yaml", search(name="moved", trial={"stages": ["xe_frozen"], "epochs": 20}))
-    log, words = pair.folder / "first.txt", [sys.executable, "-m", "raycap", "tune", trials, "--address", pair.address]
-    first = pair.start("1", words, log)
-    wait_until(log, lambda text: "epoch 2:" in text)
-    pair.kill(first)
-    again = pair.folder / "again.txt"
-    code = pair.start("2", words, again).wait(TIMEOUT_S)
-    output = again.read_text()
-    assert code == 0 and "because it was not renewed and will expire" in output, output[-4000:]
-    assert "0 trials done and 2 unfinished" in output and "resumes from epoch" in output
-    assert output.count("finished at epoch 20") == 2 and "failed" not in output
-
-
-def replace_a_node(cluster: Cluster) -> None:
-    cluster.kill(cluster.nodes[1])
-    cluster.join_node(cpus=1)
-
-
-def test_a_run_survives_a_lost_node(pair: Cluster, s3: str) -> None:
-    """The run ends with the scores of an undisturbed one, which has the same seed and another name."""
-    run = write(pair, "run.yaml", settings(s3, name="lost-node"))
-
-    def cause(log: Path) -> None:
-        wait_until(log, lambda text: "xe_finetune  2/" in text)
-        replace_a_node(pair)
-
-    disturbed = scores(raycap(pair, "run", run, "--address", pair.address, meanwhile=cause))
-    whole = write(pair, "whole.yaml", settings(s3, name="whole"))
-    assert disturbed == scores(raycap(pair, "run", whole, "--address", pair.address))
 
 
 def test_a_run_survives_the_death_of_its_controller(pair: Cluster, s3: str) -> None:

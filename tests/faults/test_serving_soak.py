@@ -57,7 +57,7 @@ class Server:
         self.port, log = free_port(), folder / "log.txt"
         words = ["raycap", "serve", "--model", "champion:demo", "--model", f"one={self.bundles[0]}", "--poll-s", "1"]
         words += ["--storage", str(self.storage), "--port", str(self.port), "--threads", "1"]
-        words += ["--max-body-mib", "8", "--max-body-s", "10"]
+        words += ["--limit", f"body_bytes={8 * 2**20}", "--limit", "body_s=10"]
         self.command = start(words, log, {"HOME": str(folder), "PYTHONPATH": str(ROOT)})
         deadline = time.monotonic() + 240
         while "Ctrl-C stops it" not in log.read_text():

@@ -7,7 +7,6 @@ ones.
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -159,23 +158,6 @@ def test_a_run_stopped_at_each_moment(tmp_path: Path, undisturbed: Path, moment:
     if moment in ("training", "end to end", "reward"):
         assert "continues from step" in output
     assert statuses(tmp_path) == {"FINISHED"}
-    assert_same_weights(weights_of_stages(tmp_path / "results", STAGES), weights_of_stages(undisturbed, STAGES))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_run_stopped_at_random_moments(tmp_path: Path, undisturbed: Path, seed: int) -> None:
-    """Three times each, with a random signal, and in two of three cases before training begins."""
-    generator, config = random.Random(seed), run_config(tmp_path)
-    for longest in (6, 20, 40):
-        command = Command(tmp_path, "run", str(config))
-        try:
-            command.wait_for("run       |data ")  # the handlers are there
-            time.sleep(generator.uniform(0, longest))
-            if command.process.poll() is None:
-                command.stop(generator.choice([signal.SIGTERM, signal.SIGINT]), may_meet_ray=True)
-        finally:
-            command.close()
-    finish(tmp_path, "run", str(config))
     assert_same_weights(weights_of_stages(tmp_path / "results", STAGES), weights_of_stages(undisturbed, STAGES))
 
 

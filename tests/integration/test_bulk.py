@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +17,9 @@ from raycap.jobs.cli import main
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import StalledError
 from raycap.pipeline.evaluation.captioning import ray_data
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
-from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool, caption_stream
-from raycap.pipeline.features import interruptions
-from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.storage.s3 import OutageError
+from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import make_bundle, write_images
 
 
@@ -69,19 +67,23 @@ def test_a_cluster_that_captions_nothing_ends_the_command(
     assert len(out.read_text().splitlines()) == 3
 
 
-@pytest.mark.ray
-def test_an_outage_of_the_storage_ends_the_captioning_with_its_own_message(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No image gets an error, because the images are not at fault."""
-    names, bundle = [f"s3://data/images/{number}.png" for number in range(3)], make_bundle(tmp_path / "bundle")
-    monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
-    monkeypatch.setattr(ray_data, "_decode", failing_decode)
-    rows = caption_stream(names, StoredBundle(storage_path(bundle)), ImageTransform(32), {}, 1)
-    with pytest.raises(OutageError, match=r"^s3://data/images/0.png: storage failed for 600 s: 503$") as raised:
-        next(rows)
-    assert "\n" not in str(raised.value)
+def test_a_task_raises_a_failure_of_the_storage_and_records_a_missing_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"name": np.array([b"s3://data/1.png"])}
+    monkeypatch.setattr(StoragePath, "read_bytes", missing)
+    assert ray_data._decode(batch, ImageTransform(8))["reason"][0] == "cannot be read: no such object"
+    for method, error in ((refused, StorageError), (out_of_order, OutageError)):
+        monkeypatch.setattr(StoragePath, "read_bytes", method)
+        with pytest.raises(error):
+            ray_data._decode(batch, ImageTransform(8))
 
 
-def failing_decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
-    raise OutageError(f"{batch['name'][0].decode()}: storage failed for 600 s: 503")
+def missing(path: StoragePath, max_bytes: int | None = None) -> bytes:
+    raise FileNotFoundError(errno.ENOENT, "no such object", path.uri)
+
+
+def refused(path: StoragePath, max_bytes: int | None = None) -> bytes:
+    raise StorageError(f"{path}: storage failed: 403")
+
+
+def out_of_order(path: StoragePath, max_bytes: int | None = None) -> bytes:
+    raise OutageError(f"{path}: storage failed for 600 s: 503")

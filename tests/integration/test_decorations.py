@@ -78,7 +78,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
 
     monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", broken)  # the captions are there
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.tracking.run_tracker.log_plots", broken)
+        failing.setattr("raycap.pipeline.tracking.run_tracker.log_results", broken)
         run(config)
     assert any("complete except for METEOR, the heat maps of test, novel, the report" in line for line in log_lines)
     assert summary(trained)["missing"] == {} and "data-attribution=" in report.read_text()
@@ -86,7 +86,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     assert repaired["test"]["scores"]["METEOR"] == 0.25 and not repaired["test"]["unavailable"]
     repaired["test"]["scores"]["METEOR"] = None
     assert repaired["test"]["scores"] == scores["test"]["scores"], "the other scores are the same"
-    assert summary(trained)["tracked"] is False, "the plots are missing"
+    assert summary(trained)["tracked"] is False, "the scores are missing there"
     assert stored_confidences(trained) == (own, evaluated), "the bundle was written again"
 
     page = report.stat().st_mtime_ns

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 import yaml
 from PIL import Image
-from safetensors.torch import save_file
 
 from raycap.jobs.evaluate import evaluate
 from raycap.models.config import PLAIN
@@ -28,9 +27,9 @@ from raycap.pipeline.features.store.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle
-from tests.support.clip import MERGES, clip_tensors
 from tests.support.golden import EXPANSIONNET, GOLDEN
 from tests.support.golden import import_expansionnet as imported
+from tests.unit.score_inputs.test_encoders import write_tiny_clip
 
 
 def configuration(folder: Path) -> Path:
@@ -89,12 +88,10 @@ def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_sessio
     """With several captions per image, and with the images themselves."""
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    save_file(clip_tensors(), tmp_path / "clip.safetensors")
-    (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, MERGES)))
+    write_tiny_clip(tmp_path / "clip.safetensors")
     settings = [
         "evaluation.metrics=[CIDEr-R, CHAIR-s, self-CIDEr, CLIPScore, RefCLIPScore, BERTScore]",
-        f"evaluation.inputs.clip.weights={tmp_path / 'clip.safetensors'}",
-        f"evaluation.inputs.clip.merges={tmp_path / 'merges.txt'}",
+        f"evaluation.inputs.clip={{model: tiny-clip, weights: {tmp_path / 'clip.safetensors'}}}",
         f"evaluation.inputs.bert={{folder: {GOLDEN / 'bert_score' / 'bert'}, layer: 2}}",
     ]
     assert evaluate(config, settings, models=[model], compared=[other], out=str(tmp_path / "out")) == 0
@@ -288,20 +285,3 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     assert sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):
         assert [each.caption for each in found[image].n_best] == [vocabularies[0].decode(ids) for ids in sequences]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"splits": ["none"]}, "--split none: no image.*test, train, val"),
-        ({"models": ["/nowhere"]}, "--model /nowhere: no such folder"),
-        ({"stage": "none"}, "--stage none: the configuration has the stages xe_frozen"),
-        ({"stage": "xe_frozen"}, "stage xe_frozen of run .* is not finished"),
-        ({"stage": "xe_frozen", "models": ["x"]}, "leave --model out"),
-        ({"server": "../x"}, "--server"),
-    ],
-)
-def test_wrong_input_is_refused_before_ray_starts(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), **options, out=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()

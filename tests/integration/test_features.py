@@ -152,6 +152,7 @@ def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: 
     assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_session: None) -> None:
     """505 rows; gray files give what their RGB conversions give; nothing is computed twice."""
@@ -213,7 +214,7 @@ def test_a_check_by_tasks_finds_what_threads_find(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("most", [0, 100], ids=["actors", "tasks"])
+@pytest.mark.parametrize("most", [pytest.param(0, marks=pytest.mark.proof), 100], ids=["actors", "tasks"])
 def test_new_images_are_read_once_by_the_extraction(
     tmp_path: Path, ray_session: None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,7 @@ from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from raycap.pipeline.training.split_captions import caption_split
+from raycap.pipeline.training.loop import StageJob, StageRun, caption_split, train_stages
 from raycap.pipeline.training.stage_output import StageOutput
 from tests.support.captioning import captions_of
 from tests.support.runs import FROZEN_STAGES, prepare_run

@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, open_folder
-from raycap.pipeline.runs.journal import Follower, Journal, read_journal
+from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.dry_run import dry_run
-from raycap.pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, stage_captioner, train_stages
+from raycap.pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, train_stages
 from raycap.pipeline.training.stage_output import StageOutput
 from raycap.pipeline.training.step_metrics import DivergedError
 from tests.conftest import small_config
@@ -135,16 +135,6 @@ def test_a_slow_disk_loses_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert_same_weights(best_weights(folder.stage(name)), validated[name][result.steps])
 
 
-def test_a_long_validation_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.training.loop.REPORT_VALIDATION_EVERY_S", 0.0)
-    stages = small_config(tmp_path)["stages"][:1]
-    folder, store = prepare_run(tmp_path, stages=stages, evaluation__batch_size=1)
-    train_stages(LocalContext("cpu"), StageJob(folder, ("xe_frozen",), store))
-    texts = [entry["text"] for entry in read_journal(folder.journal) if entry["kind"] == "validating"]
-    last = folder.result("xe_frozen").steps
-    assert texts == [f"step {last}: validation, {done} % done" for done in (25, 50, 75, 100)]
-
-
 def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
     """The loss falls, end-to-end stages change the backbone, frozen ones do not have one."""
     losses = [
@@ -217,11 +207,6 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     result = folder.result("scst_frozen")
     assert result and "fell to 0.1" in result.ended_early and not result.kept and result.steps == 6
     assert folder.delivered_weights("model").parent.parent.name == "xe_finetune"
-
-
-def test_a_finished_run_trains_nothing(undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StageRun, "step", lambda *_: pytest.fail("a step was made"))
-    train_stages(LocalContext("cpu"), StageJob(undisturbed, STAGES, None))
 
 
 def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
@@ -524,25 +509,6 @@ def test_validations_score_captions_as_the_evaluation_does(tmp_path: Path) -> No
     assert scores[0][0] < 0.5 * scores[0][1] and scores[1][0] > 0.9 * scores[0][1]
 
 
-def test_max_grad_value_cuts_each_element_of_the_gradient(tmp_path: Path) -> None:
-    """Without it the same step has the same gradient, uncut. The log has the norm before the cut."""
-    gradients, norms = [], []
-    for name, largest in (("raw", None), ("cut", 0.01)):
-        stages = [
-            stage | {"max_grad_norm": None, "max_grad_value": largest} for stage in small_config(tmp_path)["stages"]
-        ]
-        folder, store = prepare_run(tmp_path / name, stages=stages)
-        run = StageRun(LocalContext("cpu"), folder, folder.config.stage(STAGES[0]), StageJob(folder, STAGES, store))
-        norms.append(run.step(0, run.batches.at(0))["gradient_norm"])
-        gradients.append(
-            torch.cat([each.grad.flatten() for each in run.captioner.parameters() if each.grad is not None])
-        )
-        run.output.close()
-    raw, cut = gradients
-    assert raw.abs().max() > 0.01 > raw.abs().min() and torch.equal(cut, raw.clamp(-0.01, 0.01))
-    assert torch.equal(*norms)
-
-
 def test_an_average_of_the_weights_is_validated_and_kept(tmp_path: Path) -> None:
     """Compared with an average that is computed beside the training."""
     decay, stages = 0.6, [stage | {"ema": 0.6} for stage in small_config(tmp_path)["stages"]]
@@ -563,34 +529,6 @@ def test_an_average_of_the_weights_is_validated_and_kept(tmp_path: Path) -> None
             assert raw[name].std() == 0 or not torch.equal(each, raw[name]), name
     assert all(torch.equal(each, raw[name]) for name, each in run.captioner.named_parameters())
     run.output.close()
-
-
-def test_an_average_of_the_weights_is_resumed_bit_identically(
-    tmp_path: Path, undisturbed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = []
-    original, stopped = StageRun.step, set(STAGES)  # the first run is not broken off
-
-    def step(self: StageRun, number: int, batches: Any) -> Any:
-        if number == 2 and self.stage.name not in stopped:
-            stopped.add(self.stage.name)
-            raise Killed
-        return original(self, number, batches)
-
-    monkeypatch.setattr(StageRun, "step", step)
-    for name in ("whole", "broken"):
-        stages = [stage | {"ema": 0.9, "checkpoint_every_steps": 1} for stage in small_config(tmp_path)["stages"]]
-        folder, store = prepare_run(tmp_path / name, stages=stages)
-        for _ in range(len(STAGES) + 1):
-            with suppress(Killed):
-                train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
-        weights.append({stage: best_weights(folder.stage(stage)) for stage in STAGES})
-        assert stopped == set(STAGES)
-        stopped.clear()
-    for stage in STAGES:
-        assert_same_weights(weights[0][stage], weights[1][stage])
-    plain = best_weights(undisturbed.stage(STAGES[0]))
-    assert any(not torch.equal(plain[name], value) for name, value in weights[0][STAGES[0]].items())
 
 
 OPTIONS: dict[str, Any] = {
@@ -663,30 +601,3 @@ def test_a_dry_run_keeps_no_activations_where_the_memory_does_not_suffice(
         assert {result.stage for result in results if result.checkpointing} == (end_to_end if setting else set())
         errors = {result.stage for result in results if result.error == "CUDA out of memory"}
         assert len(end_to_end) == 2 and errors == (set() if setting else end_to_end)
-
-
-@pytest.mark.parametrize(("setting", "expected"), [("auto", False), (True, True), (False, False)])
-def test_without_a_dry_run_a_cpu_keeps_the_activations(tmp_path: Path, setting: Any, expected: bool) -> None:
-    folder, _ = prepare_run(tmp_path, backbone__gradient_checkpointing=setting)
-    stage = next(stage for stage in folder.config.stages if stage.train_backbone)
-    backbone = stage_captioner(folder, stage, torch.device("cpu")).backbone
-    assert backbone is not None and backbone.swin.layers[0].grad_checkpointing is expected
-
-
-def test_a_follower_sees_every_entry_once(tmp_path: Path) -> None:
-    path = tmp_path / "log" / "journal"
-    follower = Follower(path)
-    journal = Journal(path, "a", 0)
-    journal.write("train", 1, {"loss": 1.0})
-    journal.write("train", 2, {"loss": 0.5})
-    assert [entry["step"] for entry in follower.new()] == [1, 2]
-    with (path / "00001.jsonl").open("a") as file:
-        file.write('{"stage": "a", "kind": "tr')  # a writer that was killed in the middle of a line
-    again = Journal(path, "a", 1)  # resumed from step 1: what came later will come again
-    again.write("train", 2, {"loss": 0.5})
-    again.write("train", 3, {"loss": 0.4})
-    assert [entry["step"] for entry in follower.new()] == [3]
-    for at in (1.0, 2.0):  # killed twice after the same checkpoint: said twice
-        again.write("event", 3, {"text": "continues from step 3", "time": at})
-    assert [entry.get("text") for entry in follower.new()] == ["continues from step 3"] * 2
-    assert [entry["step"] for entry in read_journal(path)] == [1, 2, 3, 3, 3]

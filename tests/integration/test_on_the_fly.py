@@ -19,7 +19,6 @@ from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.training.dry_run import dry_run
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, write_config
@@ -145,15 +144,7 @@ def test_an_image_that_cannot_be_decoded_ends_training_with_its_name(tmp_path: P
         train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES[:1], store))
 
 
-def test_a_precision_that_is_not_decided_is_no_reason_to_train_in_another(tmp_path: Path) -> None:
-    """The dry run, which precedes the first extraction, computes in float32, whose features take most memory."""
-    folder = prepare_run(tmp_path, store="never", compute_dtype="auto")
-    assert [result.error for result in dry_run(folder)] == [None] * len(STAGES)
-    job = StageJob(folder, STAGES[:1], tmp_path / "store")
-    with pytest.raises(ValueError, match="stage xe_frozen computes features, and the storage has no decision"):
-        StageRun(LocalContext("cpu"), folder, folder.config.stages[0], job)
-
-
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_run_keeps_no_features_of_training_images(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
     """Also where many new images would be read by an extraction. The storage decides the precision of all workers."""
@@ -171,13 +162,3 @@ def test_a_run_keeps_no_features_of_training_images(tmp_path: Path, ray_session:
     assert len(stores) >= 2, "of the initial backbone, and of the trained one"
     for store in stores:
         assert len(store) and not store.contains(training).any()
-
-
-def test_a_dry_run_needs_the_memory_of_the_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory for features")
-
-    folder = prepare_run(tmp_path, store="never")
-    monkeypatch.setattr("raycap.pipeline.features.model_inputs.FeatureComputer.features", without_memory)
-    errors = {result.stage: result.error for result in dry_run(folder)}
-    assert errors == {stage: "no memory for features" if stage in FROZEN_STAGES else None for stage in STAGES}

@@ -22,7 +22,6 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import make_bundle, write_images
-from tests.support.distillation import make_teacher
 from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
 from tests.support.s3_server import CREDENTIALS
 
@@ -124,27 +123,6 @@ def test_run(world: World) -> None:
         assert (world.storage / "runs" / run / name).exists()
     assert (world.storage / "models" / "demo" / run / "model.safetensors").exists()
     assert "nothing to do" in world.submitted("run", str(world.config))
-
-
-@pytest.mark.proof  # its short form is in test_distillation.py
-def test_distillation(world: World, tmp_path: Path) -> None:
-    """The teacher is on the disk of the driver's node only, and its captions are in the storage."""
-    values = yaml.safe_load(world.config.read_text())
-    bundle = make_teacher(tmp_path / "teacher", values | {"storage": str(tmp_path / "teacher-runs")})
-    shutil.copytree(bundle, world.cluster.folder / "disks" / HEAD / "disk" / "teacher")
-    values["stages"] = values["stages"][:1]
-    config = world.write("student.yaml", values | {"distill": {"model": str(world.cluster.disk / "teacher")}})
-    output = world.joined("run", str(config))
-    assert "0 of 48 images there, 48 to caption" in output and "finished in" in output
-    (chunk,) = (world.storage / "distilled").list()
-    assert re.fullmatch(r"\w{20}/\w{32}\.parquet", chunk)
-    output = world.joined("run", str(config), "--set", "seed=1")
-    assert "48 of 48 images there, 0 to caption" in output
-    (world.storage / "teacher").delete_folder()
-    for path in bundle.iterdir():
-        (world.storage / "teacher" / path.name).upload(path)
-    submitted = world.submitted("run", str(config), "--set", f"distill.model={world.storage}/teacher")
-    assert "nothing to do" in submitted, "a run does not depend on the teacher's place"
 
 
 def test_evaluate(world: World) -> None:

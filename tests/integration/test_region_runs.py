@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from raycap.jobs.cli import main
 from raycap.jobs.retrain import RayWork
 from raycap.models.base import Features
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, load_bundle
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.features.model_inputs import Images
-from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.features.store.store import FeatureStore
 from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
@@ -25,10 +23,9 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.batches import Batches, CaptionTokens
 from raycap.pipeline.training.dry_run import dry_run
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from tests.conftest import small_config
 from tests.support.captioning import Captioning
 from tests.support.features import positions
-from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, SMALL_MODEL, prepare_region_run
+from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
 
 CLUSTERED = {"name": "clustformer", "inputs": "regions", "sampling": 1, "region_rows": 2}
 EXPANSION = {"name": "expansionnet_v2", "static_expansion": [4], "dynamic_expansion": 2}
@@ -86,21 +83,6 @@ def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[st
         assert not torch.allclose(own, gradient(replace(features, boxes=features.boxes.flip(1))), atol=1e-5)
 
 
-def test_captions_do_not_depend_on_padding(tmp_path: Path) -> None:
-    """The same regions with room for 3 and for 9 give the same captions and scores."""
-    found = []
-    for most in (3, 9):
-        folder, _ = prepare_region_run(tmp_path, CLUSTERED)
-        config = folder.config.model_copy(
-            update={"features": folder.config.features.model_copy(update={"max_regions": most})}
-        )
-        store, _ = import_regions(folder.dataset, config)
-        run = StageRun(LocalContext("cpu"), folder, config.stage("xe_frozen"), StageJob(folder, FROZEN_STAGES, store))
-        captioned = caption_images(run.captioner, run.validation, run.vocabulary, config.evaluation, run.context)
-        found.append({image: hypothesis.caption for image, hypothesis in captioned.items()})
-    assert found[0] == found[1] and found[0]
-
-
 def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY)
     train = folder.dataset.split("train")
@@ -120,15 +102,6 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
         assert values is not None and expected_values is not None and np.array_equal(values.numpy(), expected_values)
 
 
-def test_a_bundle_of_regions_captions_no_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, _ = prepare_region_run(tmp_path, MESHED_MEMORY)
-    picture = folder.dataset.column("uri")[0]
-    capsys.readouterr()
-    assert main(["caption", picture, "--model", str(bundle_run(folder))]) == 2
-    message = capsys.readouterr().err.strip()
-    assert "region features" in message and "raycap evaluate" in message and "\n" not in message
-
-
 def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.start_ray", lambda *_: None)
     monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.caption_on_cluster", Captioning())
@@ -139,30 +112,3 @@ def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: p
     assert scores.values["CIDEr-D"] is not None
     with pytest.raises(OSError, match="is not what it was when it was written"):
         RayWork(None).evaluate(storage_path(bundle), {"model.safetensors": "0"}, part, folder.config)
-
-
-def test_a_trial_of_a_search_over_memory_slots(tmp_path: Path) -> None:
-    """A search on region features has no backbone; its trials read the store that the import filled."""
-    from raycap.jobs.tune.features import extract_once, find_backbone
-    from raycap.pipeline.data.reading import find_data
-    from raycap.pipeline.search.spec import Search, SearchConfig
-    from raycap.pipeline.search.trial import TrialTask, run_trial
-    from raycap.pipeline.search.trials import SearchPlan
-
-    values = small_config(tmp_path, model=SMALL_MODEL | MESHED_MEMORY)
-    values["features"] = {"hdf5": "synthetic", "max_regions": 3}
-    del values["backbone"]
-    values["stages"] = values["stages"][:1]
-    section = {"name": "slots", "base": "base.yaml", "space": {"model.num_memory_slots": [0, 2]}, "algorithm": "grid"}
-    section |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min", "latency_ms": "min"}}
-    search = Search(SearchConfig.model_validate(section), values)
-    dataset, _ = find_data(search.base)
-    assert find_backbone(search, dataset, None) is None
-    store, bad = extract_once(search, dataset, None, lambda: None)
-    assert store is not None and not bad
-    plan = SearchPlan(search, None, None, store, bad)
-    outcomes = [run_trial(TrialTask(plan, point, 0), lambda values: None) for point in search.space.points()]
-    assert [outcome.state for outcome in outcomes] == ["finished", "finished"], outcomes
-    costs = [outcome.costs or {} for outcome in outcomes]
-    assert "macs" not in costs[0] and costs[0]["macs_executed"] < costs[1]["macs_executed"]
-    assert costs[0]["parameters"] < costs[1]["parameters"] and costs[0]["latency_ms"] > 0

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from raycap.pipeline.config.load import read_values
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
@@ -125,28 +124,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
         assert_same_weights(best_weights(folder.stage(stage)), best_weights(local.stage(stage)))
 
 
-def test_a_worker_keeps_its_copy_while_it_trains(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process could remove it when the disk is short, because a long stage may push and pull nothing."""
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
-    folder, store = prepare_run({"uri": "s3://data/keeps-its-copy", "endpoint_url": url})
-    copies, was_removed = [], []
-
-    def run(self: StageRun) -> bool:
-        copies.append(Mirror(home_of(self.folder), self.folder.path))
-        was_removed.append(copies[0].remove_copy(unused_for_s=0))
-        return False
-
-    monkeypatch.setattr(StageRun, "run", run)
-    train_stages(LocalContext("cpu"), StageJob(folder, STAGES[:1], store))
-    assert was_removed == [False]
-    assert copies[0].local.is_dir() and copies[0].remove_copy(unused_for_s=0)
-
-
-def home_of(folder: RunFolder) -> StoragePath:
-    assert folder.home is not None
-    return folder.home
-
-
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path) -> None:
     """Two workers, all stages, every twentieth request refused or cut; then the same command on another machine."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain import decision as decision_module
+from raycap.pipeline.retrain import retraining as decision_module
 from raycap.pipeline.storage.lease import Lease
 from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
@@ -90,7 +90,7 @@ def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:
     """The expected verdict, and an iterator over equal worlds with a champion and new data."""
-    monkeypatch.setattr("raycap.pipeline.retrain.decision.try_rights", lambda folder: None)  # its writes do not count
+    monkeypatch.setattr("raycap.pipeline.retrain.retraining.try_rights", lambda folder: None)  # its writes do not count
     where, verdict = request.param
     # rendering the page takes longer than all other steps
     monkeypatch.setattr(decision_module, "decision_page", lambda *arguments: "a page")

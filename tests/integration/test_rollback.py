@@ -8,7 +8,7 @@ import pytest
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain.decision import rollback
+from raycap.pipeline.retrain.retraining import rollback
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 

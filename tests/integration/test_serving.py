@@ -27,8 +27,7 @@ from raycap.pipeline.runs.run_bundle import bundle_run
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from raycap.pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel
-from raycap.pipeline.tracking.registry import register_model
-from raycap.pipeline.tracking.run_sync import sync
+from raycap.pipeline.tracking.run_tracker import register_model, sync
 from tests.support.runs import prepare_run
 
 # The environment of the test has packages that a served model does not require.

@@ -93,7 +93,7 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_signal_during_training_saves_a_checkpoint(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM, then Ctrl-C in the resumed run, then the rest: the weights are those of an undisturbed run."""
+    """SIGTERM, then the rest: the weights are those of an undisturbed run."""
     statuses: list[str | None] = []
     monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
     # Ray Data warns of its own deprecated options when it is imported, which another test may have done
@@ -102,19 +102,16 @@ def test_a_signal_during_training_saves_a_checkpoint(
     stage |= {"checkpoint_every_steps": 10**6}
     settings = {"stages": [stage], "workers__dry_run": False}
     config = write_config(tmp_path / "run.yaml", small_config(tmp_path / "stopped", **settings))
-    steps = []
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        assert run_and_signal(config, number, after=len(steps) + 3) == code
-        error = capsys.readouterr().err
-        assert error == "raycap: stopped; run the same command again to continue\n"
-        checkpoints = tmp_path.glob("stopped/runs/*/stages/xe_finetune/step-*")
-        steps.append(max(int(path.name.removeprefix("step-")) for path in checkpoints))
-    assert statuses == ["KILLED", "KILLED"] and 0 < steps[0] < steps[1]
+    assert run_and_signal(config, signal.SIGTERM, after=3) == 143
+    assert capsys.readouterr().err == "raycap: stopped; run the same command again to continue\n"
+    (checkpoint,) = tmp_path.glob("stopped/runs/*/stages/xe_finetune/step-*")
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert statuses == ["KILLED"] and step > 0
     (run,) = tmp_path.glob("stopped/runs/*")
     whole, _ = prepare_run(tmp_path / "whole", **settings)
     for folder in (open_folder(run), whole):
         train_stages(LocalContext("cpu"), StageJob(folder, ("xe_finetune",), None))
-    assert f"continues from step {steps[1]} " in str(read_journal(run / JOURNAL))
+    assert f"continues from step {step} " in str(read_journal(run / JOURNAL))
     assert_same_weights(best_weights(run / "stages/xe_finetune"), best_weights(whole.stage("xe_finetune")))
 
 

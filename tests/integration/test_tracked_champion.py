@@ -8,18 +8,10 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from raycap.pipeline.retrain.decision import FoundData, Trained, rollback
-from raycap.pipeline.retrain.page import update_tracker
-from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.run_bundle import bundle_run
-from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.retrain.retraining import FoundData, Trained, rollback
 from raycap.pipeline.tracking.mlflow_client import experiment_of, tracking_client
-from tests.conftest import small_config
 from tests.support.champion_check import errors_of
-from tests.support.logs import on_message
 from tests.support.retrain_world import Colors, World
 
 
@@ -102,32 +94,3 @@ def test_a_tracker_that_was_down_is_updated_later(world: Tracked, monkeypatch: p
     assert world.aliases() == {"champion": "1"} and world.run_of("1").data.tags["raycap.decision"] == "1"
     pages = (world.storage.path / "mlflow").glob("*/artifacts/decisions/*.html")
     assert len(list(pages)) == 1, "artifacts are stored next to the database, not in the working directory"
-
-
-def test_a_champion_s_run_that_the_tracker_lacks_is_sent(tmp_path: Path) -> None:
-    """With its model; it is marked as sent, so that `raycap sync` does not send it again."""
-    config = parse_config(small_config(tmp_path, tracking={"enabled": True}))
-    folder = prepare(config)
-    bundle = bundle_run(folder)
-    (folder.path / "report.html").write_text("<p>report</p>")
-    write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
-    write_json(folder.path / "predictions" / "test.json", [])
-    name = bundle.relative_to(config.working_path).as_posix()
-    state = ChampionState(champion=BundleRecord(bundle=name, files={}, run_id=folder.run_id))
-    store, said = ChampionStore(config.storage_place, config.name), []
-    assert _followed(config, store, state, said), said
-    assert not tracking_client(config).search_registered_models(), "an incomplete run was sent"
-    write_json(
-        folder.path / "COMPLETE.json", {"scores": {"test_CIDEr-D": 0.5}, "table": "", "durations": {}, "tracked": False}
-    )
-    assert _followed(config, store, state, said), said
-    assert tracking_client(config).get_model_version_by_alias(config.name, "champion").tags["test_CIDEr-D"] == "0.5000"
-    assert read_json(folder.path / "COMPLETE.json")["tracked"] is True
-    runs = tracking_client(config).search_runs([experiment_of(tracking_client(config), config)])
-    assert _followed(config, store, state, said) and not said
-    assert len(runs) == len(tracking_client(config).search_runs([runs[0].info.experiment_id])) == 1
-
-
-def _followed(config: RunConfig, store: ChampionStore, state: ChampionState, lines: list[str]) -> bool:
-    with on_message(lines.append):
-        return update_tracker(config, store, state)

@@ -8,13 +8,11 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-import torch
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.caption_files import read_predictions
-from tests.support.runs import empty_run
-from tests.support.searches import LR, G, small_search, write_search
+from tests.support.searches import LR, G, write_search
 
 TRIAL = {"epochs": 3, "set": {"stages.xe_frozen.validate_every_epochs": 1}}
 
@@ -173,41 +171,3 @@ def test_invalid_input_exits_2_before_anything_starts(tmp_path: Path, capsys: py
     assert "budget.trials = 4 does not divide by 3 seeds; take 3" in capsys.readouterr().err
     assert not (tmp_path / "storage" / "searches").exists() and not (tmp_path / "storage" / "runs").exists()
     assert main(["tune", str(tmp_path / "nothing.yaml")]) == 2
-
-
-def test_an_objective_that_needs_java_is_refused_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["tune", str(write_search(tmp_path, objectives={"METEOR": "max"}, metrics=["METEOR"]))]) == 2
-    assert "the objective METEOR cannot be computed here: java not found" in capsys.readouterr().err
-
-
-def test_seconds_of_a_trial_add_up_over_its_attempts(tmp_path: Path) -> None:
-    """Two attempts of 5 and 3 s with a long pause between them, and a second stage of 2 s."""
-    from raycap.pipeline.search.trial import trained_seconds
-
-    entries = [("event", 100), ("train", 104), ("validation", 105), ("event", 90_000), ("train", 90_003)]
-    entries += [("event", 90_010), ("train", 90_012)]
-    run = empty_run(tmp_path)
-    run.journal.mkdir(parents=True)
-    lines = [{"stage": "a" if time < 90_005 else "b", "kind": kind, "step": 1, "time": time} for kind, time in entries]
-    (run.journal / "00001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert trained_seconds(run) == 10.0
-
-
-def test_concurrency_is_what_the_cluster_can_place(tmp_path: Path) -> None:
-    from raycap.jobs.tune.adapter import concurrency
-
-    search = small_search(tmp_path, resources={"workers": 2, "cpus": 1.5, "gpus": 1}, set={"stages.xe_frozen.lr": 1})
-    assert concurrency(search, {"CPU": 16, "GPU": 7}) == 3
-    assert concurrency(search, {"CPU": 7, "GPU": 8}) == 2
-    assert concurrency(small_search(tmp_path, budget={"trials": 4, "concurrent": 2}), {"CPU": 64}) == 2
-
-
-def test_running_out_of_memory_is_named_first() -> None:
-    from raycap.pipeline.search.trial import reason_of
-
-    assert reason_of(MemoryError()) == "out of memory: MemoryError"
-    assert reason_of(torch.OutOfMemoryError("CUDA out of memory.")) == "out of memory: CUDA out of memory."
-    assert reason_of(RuntimeError("a\nb")) == "RuntimeError: a b"

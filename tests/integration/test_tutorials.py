@@ -1,4 +1,7 @@
-"""Every tutorial does what its page says, in a short form: the page's own commands with smaller sizes."""
+"""Every tutorial does what its page says, in a short form: the page's own commands with smaller sizes.
+
+`make test` runs one of them, `make proof` all.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ SMALL_MODEL = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_own_photographs(tmp_path: Path) -> None:
     images = scenes(tmp_path / "scenes")
@@ -74,6 +78,7 @@ def test_another_language(tmp_path: Path) -> None:
     assert "not in the vocabulary" in outputs[5] and "not in the vocabulary" not in outputs[6]
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_search_g_and_n_e(tmp_path: Path) -> None:
     sizes = {f"set__{key}": value for key, value in SMALL_MODEL.items() if not key.startswith("evaluation")}
@@ -88,6 +93,7 @@ def test_search_g_and_n_e(tmp_path: Path) -> None:
     assert "finished in" in outputs[3].splitlines()[-1]
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_champion_to_page(tmp_path: Path) -> None:
     port, epochs = free_port(), with_keys(stages__xe_frozen__epochs=0.2, stages__xe_finetune__epochs=0.2)
@@ -129,6 +135,7 @@ def write_ssh(cluster: Cluster, place: Path) -> None:
     place.chmod(0o755)
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_private_disks(tmp_path: Path) -> None:
     """The storage is slow, and each step of the second stage waits for a checkpoint, so its 60 steps take a minute.

@@ -15,6 +15,9 @@ from tests.support.checkout import build_wheel, copy_sources
 OTHERS = ("models", "pipeline", "jobs")
 
 
+pytestmark = pytest.mark.proof
+
+
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the programs of an environment with the wheel, the other package, and this one's dependencies."""

@@ -30,7 +30,7 @@ def caption_tokens(dataset: Dataset, vocabulary: Vocabulary) -> CaptionTokens:
         [vocabulary.encode(vocabulary.tokenize(caption)) for caption in captions]
         for captions in dataset.column(text_column(vocabulary.tokenizer))
     ]
-    return CaptionTokens([open_tokens(by_image)], np.arange(len(by_image)), vocabulary.pad)
+    return CaptionTokens(open_tokens(by_image), np.arange(len(by_image)), vocabulary.pad)
 
 
 class PlainCaptionTokens:

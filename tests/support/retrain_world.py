@@ -31,7 +31,7 @@ from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
-from raycap.pipeline.retrain.decision import HELD_OUT, FoundData, Trained, retrain
+from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, retrain
 from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror

@@ -15,10 +15,8 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
 from raycap.pipeline.serving.app import AppSettings, make_app
-from raycap.pipeline.serving.host import ModelHost
-from raycap.pipeline.serving.loading import load_address
-from raycap.pipeline.serving.metrics import Metrics
-from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, ServedModel, ServedModels
+from raycap.pipeline.serving.host import ModelHost, load_address
+from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, Metrics, ServedModel, ServedModels
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 LOCAL = "http://127.0.0.1:8000"

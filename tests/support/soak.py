@@ -1,8 +1,4 @@
-"""What a soak test starts, measures and draws.
-
-python -m tests.support.soak serve BUNDLE IMAGES ENDPOINT COUNT    captions images for ever, counting in the file COUNT
-python -m tests.support.soak tune WORDS...                         `raycap tune` whose lease expires after seconds
-"""
+"""What a soak test starts, measures and draws."""
 
 from __future__ import annotations
 
@@ -12,36 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.conftest import ROOT
 
-LEASE_S = 6.0
 MIB = 2**20
-
-
-def folder_bytes(folder: Path) -> int:
-    """The bytes of all files below a folder, of which some may vanish meanwhile."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(f"{parent}/{name}").st_blocks * 512
-    return total
-
-
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """The processes with this text in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if mark in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 class Samples:
@@ -111,63 +83,6 @@ class Samples:
         figure.savefig(path, dpi=110)
 
 
-class SmallDisk:
-    """A folder that can be filled up: a file system in memory of its own, where this process may mount one."""
-
-    def __init__(self, folder: Path, megabytes: int) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-        self.is_mounted = subprocess.run(command, capture_output=True).returncode == 0
-
-    def fill(self) -> None:
-        """Takes all free space."""
-        with suppress(OSError), (self.folder / ".ballast").open("wb") as file:
-            while True:
-                file.write(bytes(MIB))
-                file.flush()
-
-    def free(self) -> None:
-        (self.folder / ".ballast").unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self.is_mounted:
-            subprocess.run(["umount", "-l", str(self.folder)], check=True)
-            self.is_mounted = False
-
-
-def serve(bundle: str, images: str, endpoint: str, count: str) -> None:
-    """Captions images of a folder on S3 for ever. In between it is sent damaged images and wrong columns."""
-    from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-    from raycap.pipeline.evaluation.captioning.service import CaptionService
-    from raycap.pipeline.storage.path import StoragePath
-    from raycap.pipeline.storage.s3 import StorageOptions
-    from raycap.pipeline.tracking.pyfunc import PyfuncModel
-
-    model = PyfuncModel(CaptionService(load_bundle(Path(bundle)), beam_size=2, max_length=8))
-    place = StoragePath(images, StorageOptions(endpoint, retry_minutes=0.05))
-    files, number = [b""], 0
-    while True:
-        with suppress(OSError):
-            names = sorted(place.list())
-            files = [(place / names[number % len(names)]).read_bytes()]
-        for table in ({"image": files}, {"image": [files[0][:60]]}, {"uri": ["/nowhere"]}, {"other": [1]}):
-            with suppress(ValueError):
-                model.predict(table)
-        number += 1
-        Path(count).write_text(str(number))
-        time.sleep(0.1)
-
-
-def tune(words: Sequence[str]) -> int:
-    """`raycap tune` with a short lease, so that a killed search can continue soon."""
-    import raycap.jobs.tune.command
-    from raycap.jobs.cli import main
-
-    raycap.jobs.tune.command.LEASE_S = LEASE_S
-    return main(["tune", *words])
-
-
 def start(words: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[Any]:
     """A process in a session of its own; its output is added to the file `log`."""
     with log.open("ab") as output:
@@ -179,9 +94,3 @@ def start(words: Sequence[str], log: Path, variables: Mapping[str, str]) -> subp
             stderr=output,
             start_new_session=True,
         )
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(*sys.argv[2:])
-    sys.exit(tune(sys.argv[2:]))

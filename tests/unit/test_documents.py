@@ -200,8 +200,8 @@ def reference() -> ModuleType:
 def all_groups() -> dict[str, list[Any]]:
     keys = reference()
     return {
-        "configuration.md": keys.groups(RunConfig, keys.RUN_MODULES),
-        "search.md": keys.groups(SearchConfig, keys.SEARCH_MODULES + keys.RUN_MODULES),
+        "configuration.md": keys.groups(RunConfig),
+        "search.md": keys.groups(SearchConfig),
     }
 
 
@@ -228,7 +228,7 @@ def test_tables_name_keys_that_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", ["configuration.md", "search.md"])
 def test_every_key_has_a_meaning(document: str) -> None:
-    """In a table of the document, in a comment at its field, or in the text or the row of its section."""
+    """In a table of the document, in the docstring of its field, or in the text or the row of its section."""
     meanings = dict(reference().table_rows(document))
     for group in all_groups()[document]:
         for key in group.keys:
@@ -245,8 +245,8 @@ def test_the_reference_has_every_key_once_with_type_and_default() -> None:
     assert len([line for line in lines if line.startswith("| `")]) == sum(len(group.keys) for group in groups)
     rows = [line for line in lines if line.startswith("| `num_memory_slots` |")]
     assert rows == [
-        "| `num_memory_slots` | whole number (at most 10,000) | `40` | learned keys and values in addition to those of "
-        "the regions; 0 for none |"
+        "| `num_memory_slots` | whole number (at most 10,000) | `40` | Learned keys and values in addition to those of "
+        "the regions; 0 for none. |"
     ]
     (row,) = [line for line in lines if line.startswith("| `layer_decay` |")]
     assert "above 0, at most 1" in row and "for every layer from it to the output" in row

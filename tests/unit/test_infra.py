@@ -15,14 +15,12 @@ import jsonschema
 import pytest
 import yaml
 
-from raycap.jobs.serve import deployments, proxy
+from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
-from raycap.jobs.serve.command import LIMIT_HEADS, PROXY_CALLBACK
 from raycap.pipeline.cluster.submission import STOP_WAIT_S
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
-from raycap.pipeline.storage.cache import CACHE_SHARE, SIZE_VARIABLE
-from raycap.pipeline.storage.mirror import COPIES_SHARE
+from raycap.pipeline.storage.cache import SIZE_VARIABLE
 from tests.conftest import ROOT
 from tests.support.checkout import own
 from tests.support.command_line import parse
@@ -31,7 +29,7 @@ INFRA = ROOT / "infra"
 KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
 KUBERNETES_VERSION = "1.33"
 NO_SECRETS = (
-    SIZE_VARIABLE, PROXY_CALLBACK, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S"
+    SIZE_VARIABLE, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S"
 )  # fmt: skip
 DEFINITIONS = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayCronJob": "raycronjobs"}
 SERVICE = INFRA / "kubernetes" / "rayservice.yaml"
@@ -104,9 +102,6 @@ def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
     (group,) = cluster_spec(document)["workerGroupSpecs"]
     assert arguments.replicas[1] == group["maxReplicas"], "each node has one GPU"
     assert config["http_options"]["request_timeout_s"] >= 2 * arguments.limits.body_s + 11 * arguments.limits.answer_s
-    assert f"{proxy.__name__}:{proxy.limit_heads.__name__}" == LIMIT_HEADS
-    limits = json.dumps({"name": PROXY_CALLBACK, "value": LIMIT_HEADS})
-    assert json.dumps(cluster_spec(document)).count(limits) == 2, "head and workers"
     port = config["http_options"]["port"]
     (policy,) = documents(SERVICE)[1:]
     assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": port}]
@@ -116,21 +111,6 @@ def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
     for bad in ({"poll": 1}, {"models": []}, {"limits": {"pixel": 1}}, {"gpus": "many"}):
         with pytest.raises(ValueError, match="validation error"):
             ServeArguments(**application.args | bad)
-
-
-def test_the_validation_can_fail(shared: Path) -> None:
-    (good,) = documents(INFRA / "kubernetes" / "rayjob.yaml")
-    schema = definition(shared / "schemas", "rayjobs")
-    head = "spec/rayClusterSpec/headGroupSpec/template/spec/containers/0"
-    for path, value in (("spec/backofLimit", 2), (f"{head}/imagee", "x"), ("spec/activeDeadlineSeconds", "soon")):
-        bad = copy.deepcopy(good)
-        node: Any = bad
-        *parents, last = path.split("/")
-        for part in parents:
-            node = node[int(part)] if part.isdigit() else node[part]
-        node[last] = value
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(bad, schema)
 
 
 def test_the_launcher_file_is_valid_by_rays_schema() -> None:
@@ -197,9 +177,7 @@ def without_serving(document: dict[str, Any]) -> dict[str, Any]:
     if document["kind"] == "RayService":
         for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
             (container,) = group["template"]["spec"]["containers"]
-            container["env"] = [
-                each for each in container["env"] if each["name"] not in (TOKEN_VARIABLE, PROXY_CALLBACK)
-            ]
+            container["env"] = [each for each in container["env"] if each["name"] != TOKEN_VARIABLE]
             container["ports"] = [each for each in container.get("ports", ()) if each["name"] != "serve"]
         (worker,) = spec["workerGroupSpecs"]
         worker |= {"replicas": 0, "minReplicas": 0}
@@ -218,19 +196,6 @@ def test_a_pod_may_save_a_checkpoint_before_it_is_killed() -> None:
             drain, stop = values["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"], values["RAY_JOB_STOP_WAIT_TIME_S"]
             assert SAVE_LIMIT_S + 20 < float(drain) < pod["terminationGracePeriodSeconds"] - 10
             assert stop == STOP_WAIT_S
-
-
-def test_jobs_end_and_clean_up() -> None:
-    jobs = [document["spec"].get("jobTemplate", document["spec"]) for document in ray_manifests()]
-    jobs = [job for job in jobs if "entrypoint" in job]
-    assert len(jobs) == 2
-    for job in jobs:
-        assert job["submissionMode"] == "K8sJobMode" and job["shutdownAfterJobFinishes"] is True
-        assert {"backoffLimit", "activeDeadlineSeconds", "ttlSecondsAfterFinished"} <= job.keys()
-    (cron,) = documents(INFRA / "kubernetes" / "cronjob.yaml")
-    assert (
-        cron["spec"]["concurrencyPolicy"] == "Forbid" and cron["spec"]["jobTemplate"]["spec"]["activeDeadlineSeconds"]
-    )
 
 
 def pod_specs(node: Any) -> Iterator[dict[str, Any]]:
@@ -273,11 +238,6 @@ def worker_container(document: dict[str, Any]) -> dict[str, Any]:
     return worker
 
 
-def gibibytes(quantity: str) -> float:
-    assert quantity.endswith("Gi"), quantity
-    return float(quantity[:-2])
-
-
 @pytest.mark.parametrize("path", own((ROOT / "raycap" / "configs").glob("*_coco.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process of a run fits one node, and all processes of a stage fit the largest cluster."""
@@ -298,104 +258,6 @@ def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: p
         )
         assert workers.num_workers <= per_node * count
         assert features.gpus_per_actor <= gpus and features.least_actors * features.gpus_per_actor <= gpus * count
-
-
-def test_volumes_hold_the_caches_and_the_object_store() -> None:
-    """The caches of shards and of images and the copies of runs may grow to their shares of RAYCAP_CACHE_GIB.
-
-    The size of a volume cannot be seen from inside. Ray's store is 30 % of the memory.
-    """
-    assert "RAYCAP_CACHE=/cache" in (INFRA / "Dockerfile").read_text()
-    for document in ray_manifests():
-        for group in groups(document):
-            pod = group["template"]["spec"]
-            (container,) = pod["containers"]
-            names = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-            sizes = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in pod["volumes"]}
-            (cache_gib,) = [float(item["value"]) for item in container["env"] if item["name"] == SIZE_VARIABLE]
-            assert CACHE_SHARE * cache_gib >= 52, "the features of COCO"
-            assert gibibytes(sizes[names["/cache"]]) >= (2 * CACHE_SHARE + COPIES_SHARE) * cache_gib
-            limits = container["resources"]["limits"]
-            on_disk = [gibibytes(sizes[names[path]]) for path in ("/cache", "/tmp", "/home/raycap")]
-            assert gibibytes(limits["ephemeral-storage"]) >= sum(on_disk)
-            assert gibibytes(sizes[names["/dev/shm"]]) >= 0.3 * gibibytes(limits["memory"])
-    (size,) = re.findall(r"--shm-size=(\d+)g", (INFRA / "ray-cluster-aws.yaml").read_text())
-    assert int(size) >= 0.3 * 32, "a g6.2xlarge has 32 GiB"
-
-
-def test_the_autoscaler_has_a_token_and_pods_the_cloud_role() -> None:
-    """Ray's autoscaler is a container of the head's pod; namespace.yaml makes all accounts."""
-    accounts = {
-        document["metadata"]["name"]
-        for document in documents(INFRA / "kubernetes" / "namespace.yaml")
-        if document["kind"] == "ServiceAccount"
-    }
-    for document in ray_manifests():
-        spec = cluster_spec(document)
-        assert spec["autoscalerOptions"]["version"] == "v2"
-        head = spec["headGroupSpec"]["template"]["spec"]
-        assert head["automountServiceAccountToken"] is True and head["serviceAccountName"] in accounts
-        name = document["metadata"].get("name", "")
-        assert head["serviceAccountName"] != name, "KubeRay would take the account for its own"
-        for group in spec["workerGroupSpecs"]:
-            pod = group["template"]["spec"]
-            assert pod["automountServiceAccountToken"] is False and pod["serviceAccountName"] in accounts
-
-
-def test_the_network_policy_lets_ray_fetch_the_nodes_credentials() -> None:
-    policies = documents(INFRA / "kubernetes" / "namespace.yaml")
-    (policy,) = [found for found in policies if found["metadata"]["name"] == "ray"]
-    metadata_servers = {
-        to["ipBlock"]["cidr"]
-        for rule in policy["spec"]["egress"]
-        for to in rule.get("to", ())
-        if "ipBlock" in to and {"protocol": "TCP", "port": 80} in rule["ports"]
-    }
-    assert {"169.254.169.254/32", "169.254.170.23/32"} <= metadata_servers
-
-
-def test_the_jobs_server_admits_pods_of_the_operators_namespace_only() -> None:
-    policies = documents(INFRA / "kubernetes" / "namespace.yaml")
-    sources = [
-        source
-        for policy in policies
-        if policy["kind"] == "NetworkPolicy"
-        for rule in policy["spec"].get("ingress", ())
-        for source in rule["from"]
-        if "namespaceSelector" in source
-    ]
-    assert sources, "the operator asks the jobs server"
-    for source in sources:
-        assert source["namespaceSelector"]["matchLabels"].keys() == {"kubernetes.io/metadata.name"}
-
-
-def test_one_pinned_uv_installs_everything() -> None:
-    (version,) = re.findall(r"^UV := (\d+\.\d+\.\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert f"uv=={version}\n" in (INFRA / "Dockerfile").read_text()
-
-
-def test_nobody_follows_a_job_twice() -> None:
-    """A second submitter would exit 0 whatever the job does."""
-    for document in ray_manifests():
-        job = document["spec"].get("jobTemplate", document["spec"])
-        if "entrypoint" in job:
-            assert job["submitterConfig"]["backoffLimit"] == 0
-    (cron,) = documents(INFRA / "kubernetes" / "cronjob.yaml")
-    assert cron["spec"]["jobTemplate"]["spec"]["backoffLimit"] == 0
-
-
-def test_pods_are_chosen_by_the_network_policies() -> None:
-    policies = [found for path in KUBERNETES for found in documents(path) if found["kind"] == "NetworkPolicy"]
-    assert any(policy["spec"]["podSelector"] == {} for policy in policies), "nothing by default"
-    chosen = [policy["spec"]["podSelector"].get("matchLabels") for policy in policies]
-    for document in ray_manifests():
-        for group in groups(document):
-            assert group["template"]["metadata"]["labels"] in chosen
-        job = document["spec"].get("jobTemplate", document["spec"])
-        if "submitterPodTemplate" in job:
-            assert job["submitterPodTemplate"]["metadata"]["labels"] in chosen
-    (cron,) = documents(INFRA / "kubernetes" / "cronjob.yaml")
-    assert cron["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"] in chosen
 
 
 def commands() -> list[list[str]]:
@@ -450,27 +312,6 @@ def test_the_dockerfile_is_pinned_and_copies_what_exists() -> None:
     assert "openjdk" in text and "infra/spice.sh" in text and "RAYCAP_SPICE_MODELS=/opt/spice" in last
 
 
-def test_the_dockerfiles_choice_of_torch_says_what_is_missing(tmp_path: Path) -> None:
-    """Its shell, with a uv that only prints: cuda and cpu install, cpu without an index and other words end with 2."""
-    import subprocess
-
-    text = (INFRA / "Dockerfile").read_text()
-    (script,) = re.findall(r'^RUN (case "\$\{FLAVOR\}".*?esac)$', text, re.MULTILINE | re.DOTALL)
-    script = script.replace("\\\n", " ")
-    (tmp_path / "uv").write_text("#!/bin/sh\necho uv $*\n")
-    (tmp_path / "uv").chmod(0o755)
-
-    def ran(**variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH_INDEX": "", **variables}
-        return subprocess.run(["sh", "-ec", script], env=environment, capture_output=True, text=True)
-
-    assert "uv pip install --system" in ran(FLAVOR="cuda").stdout
-    assert "--index here" in ran(FLAVOR="cpu", TORCH_INDEX="here").stdout
-    for variables, said in (({"FLAVOR": "cpu"}, "TORCH_INDEX"), ({"FLAVOR": "rocm"}, "not rocm")):
-        done = ran(**variables)
-        assert done.returncode == 2 and said in done.stderr
-
-
 def test_the_compose_file_is_pinned_hardened_and_names_secrets_only() -> None:
     from sqlalchemy.engine import make_url
 
@@ -504,12 +345,3 @@ def test_no_file_holds_a_secret_or_an_open_registry() -> None:
         assert "kind: Secret" not in text and "stringData" not in text, path.name
         assert not re.search(r"AKIA[0-9A-Z]{16}|-----BEGIN|://[^/\s:@]+:[^/\s@$]+@", text), path.name
         assert ":latest" not in text, path.name
-
-
-def test_files_that_the_page_names_exist() -> None:
-    text = (INFRA / "README.md").read_text()
-    for name in re.findall(r"infra/([\w./-]+\.(?:yaml|sh))|`(kubernetes/[\w.-]+)`", text):
-        assert (INFRA / (name[0] or name[1])).is_file(), name
-    for path in [*KUBERNETES, *INFRA.glob("*.yaml")]:
-        assert path.name in text, f"infra/README.md does not name {path.name}"
-    assert "not\nbuilt" in text or "not built" in text

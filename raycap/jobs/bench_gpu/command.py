@@ -5,21 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from raycap.jobs.bench_gpu.device import FACTS, GpuFacts, facts_of, profile, waits
-from raycap.jobs.bench_gpu.estimate import estimate_lines
+from raycap.jobs.bench_gpu.measuring import GpuFacts, facts_of
 from raycap.jobs.bench_gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
-from raycap.jobs.bench_gpu.training_step import training_step
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.processor import prepare_processor
 
 A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
@@ -29,13 +27,9 @@ HEADER = COLUMNS.format("part", "case", "precision", "s/call", "images/s", "GiB"
 
 
 def bench_gpu(
-    out: Annotated[Path, typer.Option(help="The folder for table.txt, rows.json and profile.txt.")] = Path("bench-gpu"),
+    out: Annotated[Path, typer.Option(help="The folder for table.txt and rows.json.")] = Path("bench-gpu"),
     minutes: Annotated[float, typer.Option(min=0.01, help="No measurement starts after this time.")] = 25,
     parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas.")] = ",".join(BY_NAME),
-    estimate: Annotated[
-        str | None,
-        typer.Option(help="Estimate the recipe's hours on this GPU instead, for example H200; needs no GPU."),
-    ] = None,
     rehearse: Annotated[bool, typer.Option(help="Run every part on the CPU at a small size, to test it.")] = False,
 ) -> None:
     """Speed of training, extraction and decoding on one GPU.
@@ -47,13 +41,6 @@ def bench_gpu(
     Example: raycap bench gpu --out results/gpu --minutes 15
     """
     prepare_processor(1 if rehearse else None)
-    if estimate is not None:
-        if estimate not in FACTS:
-            raise UserError(f"--estimate {estimate} is not in the table of GPUs; there are {', '.join(FACTS)}")
-        if rehearse:
-            print("a rehearsal with small sizes: its numbers mean nothing", file=sys.stderr)
-        print("\n".join(estimate_lines(estimate, FACTS[estimate], REHEARSAL if rehearse else PAPER)))
-        return
     if unknown := set(parts.split(",")) - BY_NAME.keys():
         names = ", ".join(sorted(unknown)).strip() or "an empty part"
         raise UserError(f"--parts names {names}; there are {', '.join(BY_NAME)}")
@@ -83,22 +70,15 @@ def bench_gpu(
                     rows.append(measure_row())
                     show(line_of(rows[-1], facts))
                 except Exception as error:  # the other cases are still worth their time
-                    show(f"{part:<12}{name}: failed: {reason_of(error)}")
+                    show(f"{part:<12}{name}: failed: {type(error).__name__}: {one_line(error)}")
                 gc.collect()  # the models of the last row, before the next one is made
                 torch._dynamo.reset()  # what the last row has compiled
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 (out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-            if part == "training" and time.monotonic() - begin < 60 * minutes:
-                write_profile(out / "profile.txt", plan, device)
         for line in recipe_lines(rows, plan):
             show(line)
         show(f"finished in {time.monotonic() - begin:.0f} s; results in {out}")
-
-
-def reason_of(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def describe(device: torch.device) -> str:
@@ -149,17 +129,3 @@ def recipe_lines(rows: Iterable[Row], plan: Plan) -> list[str]:
             parts.append(f"{name} {hours:.2f} h")
             total += hours
     return [f"the whole recipe on COCO: {' + '.join(parts)} = {total:.2f} h; the paper: {A100_HOURS} hours of an A100"]
-
-
-def write_profile(path: Path, plan: Plan, device: torch.device) -> None:
-    """Writes the slowest operations of an SCST step and the lines at which it waits for the GPU."""
-    stage = plan.stages[2]
-    case = replace(stage, precision="bfloat16", images=min(stage.images, plan.max_images))
-    step = training_step(case, device, plan.scale)
-    for _ in range(3):
-        step()
-    found = waits(step, device)
-    lines = [f"One step of {case.name}, {case.images} images, {case.precision}", ""]
-    lines += [f"The processor waits for the GPU {found.total()} times:"]
-    lines += [f"{times:>4} {place}" for place, times in found.most_common()]
-    path.write_text("\n".join([*lines, "", profile(step, device)]) + "\n")

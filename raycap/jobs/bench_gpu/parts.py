@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raycap.jobs.bench_gpu.device import Measured, measure
-from raycap.jobs.bench_gpu.measuring import noise_jpegs
+from raycap.jobs.bench_gpu.measuring import Measured, measure, noise_jpegs
 from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
 from raycap.models.base import CaptionModel, Features
 from raycap.models.captioner import Captioner

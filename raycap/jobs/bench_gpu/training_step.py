@@ -19,6 +19,7 @@ from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.registry import build_model
 from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.config.sections import OptimizerSection, ScstSection
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
 from raycap.pipeline.runtime.processor import float32_products
 from raycap.pipeline.training.batches import Batch, target_positions
@@ -28,33 +29,9 @@ from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 from raycap.pipeline.training.rewards.stage_reward import WeightedReward
 from raycap.pipeline.training.step_metrics import FiniteCheck
 
-# the settings that objectives and optimizers read, with the configuration's defaults
-OPTIMIZER: Any = SimpleNamespace(
-    name="radam",
-    betas=(0.9, 0.98),
-    eps=1e-9,
-    weight_decay=0.0,
-    decayed_weights="all",
-    backbone_lr_factor=1.0,
-    layer_decay=1.0,
-)
 LABEL_SMOOTHING = 0.1
 DROP_PATH = 0.1  # of the recipe's stages
-SAMPLING: dict[str, Any] = {
-    "num_samples": 5,
-    "max_length": 21,  # 20 tokens and SOS
-    "sampler": "multinomial",
-    "temperature": 1.0,
-    "baseline": "leave_one_out",
-    "eos_in_reward": True,
-    "eos_in_loss": True,
-    "fixed_length": None,
-    "document_frequency": "images",
-    "sampling_dropout": False,
-    "reward": {"ciderd": 1.0},
-    "divide_by_deviation": False,
-    "kl": 0.0,
-}
+SAMPLING = ScstSection(max_length=21)  # 20 tokens and SOS
 
 
 @dataclass(frozen=True)
@@ -112,7 +89,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
     captioner = Captioner(model, backbone).to(device).train()
     if case.compiled:
         captioner.compile_layers()
-    optimizer = make_optimizer(captioner, OPTIMIZER, 1e-5)
+    optimizer = make_optimizer(captioner, OptimizerSection(), 1e-5)
     batch = _random_batch(case, scale)
     batch = batch.pinned() if device.type == "cuda" else batch
     objective, generator = _objective(case, device, scale), torch.Generator(device)
@@ -160,7 +137,7 @@ def _random_batch(case: Case, scale: Scale) -> Batch:
 
 def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
     """The objective of a case; that of SCST has a CIDEr-D reward over random references."""
-    stage: Any = SimpleNamespace(label_smoothing=LABEL_SMOOTHING, sampling=SimpleNamespace(**SAMPLING))
+    stage: Any = SimpleNamespace(label_smoothing=LABEL_SMOOTHING, sampling=SAMPLING)
     if case.objective == "cross_entropy":
         return cross_entropy_objective(stage)
     words = [f"w{number:05d}" for number in range(scale.vocabulary - len(SPECIALS))]
@@ -172,5 +149,5 @@ def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
     }
     references = References.of_texts(texts)
     cider_d = CiderDReward(references, vocabulary, eos=True, device=device)
-    reward = WeightedReward(SAMPLING["reward"], cider_d, references, vocabulary, ENGLISH)
+    reward = WeightedReward(SAMPLING.reward, cider_d, references, vocabulary, ENGLISH)
     return scst_objective(stage, reward, device, scale.sizes.pad, vocabulary.words)

@@ -29,6 +29,7 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.log import configure_logging, unchanged_level
 from raycap.pipeline.runtime.names import one_line, printable
+from raycap.pipeline.search.spec import load_search
 
 Requests = Mapping[str, Sequence[Resources]]  # the resources of each process, by stage
 
@@ -77,8 +78,6 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
     """The run in a YAML file, or the one from which a search starts, and what its stages ask for."""
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
-        from raycap.pipeline.search.spec import load_search
-
         search = load_search(path, overrides)
         trial = [search.bundle] * search.config.resources.workers
         return search.base, {"features": stage_bundles(search.base, "features"), "a trial": trial}

@@ -29,8 +29,8 @@ TRAINED = "evaluation"  # where a run is whose stages are finished
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # the names of `pipeline.storage.atomic`
 # What raycap writes into a run's folder. A folder with anything else may be another program's.
 KNOWN = {
-    "config.yaml", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log", "predictions", "scores.json",
-    "report.html", "COMPLETE.json", "tokens", "distilled.arrow", "distilled-tokens", ".lock",
+    "config.yaml", "decisions.json", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log",
+    "predictions", "scores.json", "report.html", "COMPLETE.json", "tokens", ".lock",
 }  # fmt: skip
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
 Files = Iterator[tuple[str, Entry]]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-from typing import Annotated, Any, Literal
+from types import ModuleType
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
@@ -15,11 +15,7 @@ from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, named_mo
 from raycap.pipeline.cluster.start import check_address, cluster_address, connect
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.serving.limits import Limits
 
-DEFAULTS = Limits()
-PROXY_CALLBACK, LIMIT_HEADS = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "raycap.jobs.serve.proxy:limit_heads"
-MIB = 2**20
 logger = logging.getLogger(__name__)
 
 
@@ -49,17 +45,10 @@ def command(
     allow_attribution: Annotated[
         bool, typer.Option("--allow-attribution", help="Let clients ask for integrated gradients, which take minutes.")
     ] = False,
-    max_body_mib: Annotated[int, typer.Option(min=1, help="MiB per request.")] = DEFAULTS.body_bytes // MIB,
-    max_image_mib: Annotated[int, typer.Option(min=1, help="MiB per image.")] = DEFAULTS.image_bytes // MIB,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels per image.")] = DEFAULTS.pixels,
-    max_images: Annotated[int, typer.Option(min=1, help="Images per request.")] = DEFAULTS.images,
-    max_body_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds in which a request must arrive.")
-    ] = DEFAULTS.body_s,
-    max_answer_s: Annotated[float, typer.Option(min=0.1, help="Seconds until an answer.")] = DEFAULTS.answer_s,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that are worked on or wait.")] = DEFAULTS.queue,
-    max_beam: Annotated[int, typer.Option(min=1, help="The largest beam of a request.")] = DEFAULTS.beam_size,
-    max_results: Annotated[int, typer.Option(min=1, help="Most captions per image.")] = DEFAULTS.num_results,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="A limit of requests, such as queue=128; docs/serving.md lists them.", metavar="NAME=VALUE"),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let other machines ask without a token in RAYCAP_SERVE_TOKEN.")
     ] = False,
@@ -72,39 +61,32 @@ def command(
 
     Example: raycap serve --model results/models/demo/RUN --model champion:demo
     """
-    limits = Limits(
-        max_body_mib * MIB, max_image_mib * MIB, max_pixels, max_images, max_body_s, max_answer_s, max_queue, max_beam,
-        max_results,
-    )  # fmt: skip
-    has_token = server_token(host, insecure) is not None
-    arguments = _arguments(
-        models=tuple(model),
-        storage=storage,
-        endpoint_url=endpoint_url,
-        precision=precision,
-        poll_s=poll_s,
-        batch_size=batch_size,
-        replicas=replicas,
-        gpus=gpus_per_replica,
-        threads=threads,
-        allow_uris=tuple(allow_uri or ()),
-        allow_attribution=allow_attribution,
-        loopback_only=host in LOOPBACK_HOSTS,
-        insecure=insecure,
-        limits=limits,
-    )
-    _serve(arguments, host, port, address, has_token)
+    values = {
+        "models": tuple(model), "storage": storage, "endpoint_url": endpoint_url, "precision": precision,
+        "poll_s": poll_s, "batch_size": batch_size, "replicas": replicas, "gpus": gpus_per_replica, "threads": threads,
+        "allow_uris": tuple(allow_uri or ()), "allow_attribution": allow_attribution,
+        "loopback_only": host in LOOPBACK_HOSTS, "insecure": insecure,
+        "limits": {name: value for name, _, value in (text.partition("=") for text in limit or ())},
+    }  # fmt: skip
+    try:
+        arguments = ServeArguments.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{place} is {shown(repr(first['input']))}: {shown(first['msg'])}") from error
+    _serve(arguments, host, port, address)
     return 1
 
 
-def _serve(arguments: ServeArguments, host: str, port: int, address: str | None, has_token: bool) -> None:
+def _serve(arguments: ServeArguments, host: str, port: int, address: str | None) -> None:
     """Starts the server and returns when it has ended by itself."""
+    has_token = server_token(host, arguments.insecure) is not None
     check_address(address)
     deployments = _deployments()
     named_models(arguments, send_local=False)  # before Ray is started, so that a mistake is said at once
     if not cluster_address(address):
         require_free(host, port)
-    is_local = start_or_join(address, deployments.needed_cpus(arguments))
+    is_local = not connect(address, deployments.needed_cpus(arguments))
     if not is_local:
         deployments.require_unused()
     try:
@@ -117,28 +99,13 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None,
     logger.error("the server has ended; Ray's logs have the reason")
 
 
-def start_or_join(address: str | None, needed_cpus: int) -> bool:
-    """`connect`, so that the proxy of a Ray that is started here has limits. Returns whether one was started."""
-    os.environ.setdefault(PROXY_CALLBACK, LIMIT_HEADS)
-    return not connect(address, needed_cpus)
-
-
-def _deployments() -> Any:
+def _deployments() -> ModuleType:
     """The module with the deployments. Raises UserError without the packages that it needs."""
     try:
         from raycap.jobs.serve import deployments
     except ModuleNotFoundError as error:
         raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
     return deployments
-
-
-def _arguments(**values: Any) -> ServeArguments:
-    """The arguments. Raises UserError naming the first that does not fit."""
-    try:
-        return ServeArguments(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{'.'.join(map(str, first['loc']))}: {shown(first['msg'])}") from error
 
 
 def require_free(host: str, port: int) -> None:

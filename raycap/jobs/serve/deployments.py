@@ -30,7 +30,7 @@ from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, weights_digest
 from raycap.pipeline.serving.limits import RefusedError
-from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, ServedModel, ServedModels
+from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, Metrics, ServedModel, ServedModels
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
@@ -46,9 +46,7 @@ class CaptionerDeployment:
     """One process with one model."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
-        from raycap.pipeline.serving.host import ModelHost
-        from raycap.pipeline.serving.loading import LoadedModel, load_source
-        from raycap.pipeline.serving.watcher import ChampionWatcher
+        from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
 
         prepare_replica(is_local)
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
@@ -131,8 +129,6 @@ class Ingress:
         is_local: bool,
     ) -> None:
         from raycap.pipeline.serving.app import AppSettings, make_app
-        from raycap.pipeline.serving.guard import Access
-        from raycap.pipeline.serving.metrics import Metrics
 
         prepare_replica(is_local)
         give_memory_back()
@@ -143,9 +139,10 @@ class Ingress:
             name: ServedModel(name, RayCaptioners(handle), metrics)
             for name, handle in zip(names, captioners, strict=True)
         }
-        access = Access(token, arguments.loopback_only)
-        uris, attribution = arguments.allow_uris, arguments.allow_attribution
-        settings = AppSettings(arguments.limits, access, uris, attribution, arguments.options)
+        settings = AppSettings(
+            arguments.limits, token, arguments.loopback_only, arguments.allow_uris, arguments.allow_attribution,
+            arguments.options,
+        )  # fmt: skip
         self.app_of_requests = make_app(ServedModels(models), settings, metrics)
 
     def __serve_build_asgi_app__(self) -> Any:

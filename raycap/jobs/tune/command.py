@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.distillation import caption_training_images
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
 from raycap.jobs.tune.adapter import run_trials
@@ -51,7 +50,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     search = load_search(path, overrides)
     check_address(address)
     check_before_writing(search.base)
-    search.check_teacher()
     require_backbone_file(search)
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
@@ -79,7 +77,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     with alone(folder.path), _lease(folder) as lease:
         folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
-        caption_training_images(search.base, dataset, address)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if lease is not None:

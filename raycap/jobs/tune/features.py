@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raycap.jobs.extract import initial_weights
+from raycap.jobs.run import train
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
@@ -77,7 +78,6 @@ def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address
     On S3 it waits as long as a search on another machine trains it. On a local storage the run's lock refuses a second
     process.
     """
-    from raycap.jobs.run import train
     from raycap.pipeline.runs.prepare import open_run
 
     if run.home is None:

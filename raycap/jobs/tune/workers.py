@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from raycap.jobs.train import StageFailedError, failure_file, fit
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from raycap.pipeline.runtime.context import Context
@@ -57,11 +56,11 @@ def train_trial(config: dict[str, Any], plan: SearchPlan, folder: SearchFolder) 
         raise RuntimeError("the process of a failed trial ends")
 
 
-def train_on_workers(job: StageJob, config: RunConfig, context: Context) -> None:
+def train_on_workers(job: StageJob, context: Context) -> None:
     """Trains on Ray Train's workers and reports the validations that they write to the run's journal."""
     follower, downloaded_at = Follower(job.folder.journal), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(fit, job, config)
+        training = pool.submit(fit, job)
         try:
             while not training.done():
                 wait([training], timeout=JOURNAL_INTERVAL_S)

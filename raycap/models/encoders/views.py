@@ -25,7 +25,7 @@ class Augmentation:
     are then wrong.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for pydantic
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     min_area: Decimal = 0.8
     color: Decimal = 0.2

@@ -246,8 +246,6 @@ def check_local_paths(config: RunConfig, packed: Container[str] = ()) -> list[st
     A single file must be on the nodes' disks; s3:// is refused.
     """
     folders = {"storage": config.storage.uri, "data.root": config.data.root, "init_from": config.init_from}
-    if config.distill is not None:
-        folders["distill.model"] = config.distill.model
     files = {
         "features.hdf5": config.features.hdf5,
         "backbone.weights": config.backbone.weights,

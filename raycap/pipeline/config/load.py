@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from raycap.models.config import MODEL_CONFIGS, BackboneConfig
+from raycap.models.config import MODEL_CONFIGS
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import long_storage
 from raycap.pipeline.config.shipped import is_shipped, referenced_file
@@ -269,28 +269,19 @@ def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str,
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML (`RunConfig.stored_values`).
-
-    A run on region features has no backbone, so that the default section `backbone` is also left out.
-    """
-    return yaml.safe_dump(_without_unused(config, config.stored_values()), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML (`RunConfig.stored_values`)."""
+    return yaml.safe_dump(config.stored_values(), sort_keys=False, allow_unicode=True)
 
 
-def shown_values(config: RunConfig) -> dict[str, Any]:
+def shown_values(config: RunConfig, *, only_changes: bool = False) -> dict[str, Any]:
     """The plain values of a configuration for a person: as `dump_config`, with the tracker's address.
 
-    A user or password in the address is left out, unless it is a `${VARIABLE}`.
+    A user or password in the address is left out, unless it is a `${VARIABLE}`. only_changes: the keys that differ from
+    their defaults.
     """
-    values = _without_unused(config, config.stored_values())
-    address = config.tracking.uri
-    values["tracking"]["uri"] = None if address is None else without_secrets(getattr(address, "written", address))
-    return values
-
-
-def _without_unused(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """The plain values without the default section `backbone` of a run on region features."""
-    if not config.has_backbone and config.backbone == BackboneConfig():
-        del values["backbone"]
+    values, address = config.stored_values(only_changes=only_changes), config.tracking.uri
+    if address is not None:
+        values["tracking"]["uri"] = without_secrets(getattr(address, "written", address))
     return values
 
 

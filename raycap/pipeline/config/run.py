@@ -15,7 +15,6 @@ from raycap.models.config import BackboneConfig, Identity
 from raycap.pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
-    DistillSection,
     EvaluationSection,
     FeatureSection,
     FileName,
@@ -42,16 +41,15 @@ class RunConfig(Section):
     seed: Seed = 0
     storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
-    # a run's file must set either the backbone or features.hdf5
     backbone: Annotated[BackboneConfig, Identity.WITH_BACKBONE] = BackboneConfig()
+    """A run's file must set either the backbone or features.hdf5."""
     features: FeatureSection = FeatureSection()
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
-    # a model bundle whose weights training starts from, with a fresh optimizer
     init_from: Annotated[Place | None, Identity.BUNDLE] = None
-    distill: DistillSection | None = None
-    # the stage whose weights the run delivers: the one with the best validation CIDEr-D, or the last one
+    """A model bundle whose weights training starts from, with a fresh optimizer."""
     deliver: Literal["best", "last"] = "best"
+    """The stage whose weights the run delivers: the one with the best validation CIDEr-D, or the last one."""
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()
@@ -79,12 +77,17 @@ class RunConfig(Section):
         config._expanded = {place: text for place, text in self._expanded.items() if place[0] != "tracking"}
         return config
 
-    def stored_values(self) -> dict[str, Any]:
+    def stored_values(self, *, only_changes: bool = False) -> dict[str, Any]:
         """Plain values for what is stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
 
-        Numbers and switches have their values. The tracker's address is left out, because it may contain a password.
+        Numbers and switches have their values. The tracker's address is left out, because it may contain a password,
+        and so is the default section `backbone` of a run on region features, which has no backbone. only_changes: only
+        the keys that differ from their defaults, and the model's name.
         """
-        values = self.model_dump(mode="json", exclude={"tracking": {"uri"}})
+        unused = {"backbone"} if not self.has_backbone and self.backbone == BackboneConfig() else set()
+        exclude: dict[str, Any] = {"tracking": {"uri"}, **dict.fromkeys(unused, True)}
+        values = self.model_dump(mode="json", exclude=exclude, exclude_defaults=only_changes)
+        values["model"]["name"] = self.model.name
         restore_references(values, self._expanded)
         return values
 
@@ -96,11 +99,6 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
-        if self.distill is not None and all(stage.objective != "cross_entropy" for stage in self.stages):
-            raise ValueError(
-                "distill is set, and a teacher's captions are learned by stages of cross entropy, of which there is "
-                "none; leave distill out"
-            )
         self._check_regions()
         self.evaluation.require_words(self.data.language, self.data.tokenizer)
         if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:
@@ -124,6 +122,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
                 "give the path of an HDF5 file"
+            )
+        if not self.has_backbone and any(not source.rewarded for source in self.data.sources):
+            raise ValueError(
+                "data.sources has a source with rewarded: false, whose images have ids of their own, under which "
+                "features.hdf5 has no regions; leave it out"
             )
         self.model.check_inputs(regions=not self.has_backbone)
         if self.features.views and not self.has_backbone:

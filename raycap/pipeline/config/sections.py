@@ -30,10 +30,7 @@ from raycap.pipeline.storage.lease import MAX_LEASE_S
 from raycap.pipeline.storage.s3 import RETRY_MINUTES, StorageOptions
 
 # A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
-_MAY_HOLD_PASSWORD = re.compile(
-    r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@",
-    re.DOTALL,
-)
+_MAY_HOLD_PASSWORD = re.compile(r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@", re.DOTALL)
 
 
 def _check_file_name(name: str) -> str:
@@ -126,6 +123,7 @@ FurtherMetrics = Annotated[
 ]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
 RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
+TEXT_ENCODER_FILES = ("model.safetensors", "config.json", "tokenizer.json")
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
 # The splits of 30 consecutive synthetic images; the next 30 repeat them.
@@ -136,7 +134,7 @@ SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
 class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors, and a value cannot be changed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def check_values(self) -> None:
         """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
@@ -160,10 +158,11 @@ class StorageSection(Section):
     """The folder of all results. In a YAML, `storage: results` is short for `storage: {uri: results}`."""
 
     uri: Place = "results"
-    endpoint_url: Text | None = None  # the address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS
+    endpoint_url: Text | None = None
+    """The address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS."""
     region: Name | None = None
-    # how long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once
     retry_minutes: Annotated[float, Field(ge=0, le=60), NUMBER] = RETRY_MINUTES
+    """How long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once."""
 
     def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
@@ -186,8 +185,13 @@ class SourceSection(Section):
     """One annotation file of a data set with several annotation files."""
 
     annotations: Text
-    images: Text = "."  # the folder of its images, relative to data.root, or an s3:// prefix
-    split: Name | None = None  # for images that neither the file nor a split list mentions
+    images: Text = "."
+    """The folder of its images, relative to data.root, or an s3:// prefix."""
+    split: Name | None = None
+    """For images that neither the file nor a split list mentions."""
+    rewarded: bool = True
+    """false: captions of a model for images of the other sources, which cross entropy learns and SCST does not reward.
+    """
 
 
 class ColumnSection(Section):
@@ -203,11 +207,13 @@ class ColumnSection(Section):
 class SceneConfig:
     """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
     num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
-    image_size: Annotated[int, Field(le=2048), NUMBER] = 64  # drawn four times as large, which takes 200 MB at most
+    image_size: Annotated[int, Field(le=2048), NUMBER] = 64
+    """Drawn four times as large, which takes 200 MB at most."""
     seed: Seed = 0
-    language: Literal["en", "zh"] = "en"  # of the captions; the pictures do not depend on it
+    language: Literal["en", "zh"] = "en"
+    """Of the captions; the pictures do not depend on it."""
 
     def values(self) -> dict[str, Any]:
         """What identifies the data set: its keys, without the language of English captions.
@@ -236,36 +242,52 @@ class DataSection(Section):
     """The images and captions. `synthetic` generates the synthetic data set instead of reading `root`."""
 
     synthetic: SceneConfig | None = None
-    # a folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path
     root: Annotated[Place | None, Identity.IGNORED] = None
+    """A folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path."""
     format: Literal["auto", "karpathy", "coco", "nocaps", "table", "webdataset", "text"] = "auto"
-    annotations: Text = "dataset.json"  # a file, several as shard-{000..009}.tar or part-*.parquet, or a folder
-    columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()  # the data's fingerprint counts instead
-    # {split: fraction} for images that have no split otherwise; a hash of an image's name and the seed selects it
+    annotations: Text = "dataset.json"
+    """A file, several as shard-{000..009}.tar or part-*.parquet, or a folder."""
+    columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()
+    """The data's fingerprint counts instead."""
     split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
+    """{split: fraction} for images that have no split otherwise; a hash of an image's name and the seed selects it."""
     split_seed: Annotated[Seed, Identity.IGNORED] = 0
-    images: Text = "."  # the folder of the annotations' filepath/filename, or an s3:// prefix
-    split: Name | None = None  # the split of images whose annotations name none
-    sources: tuple[SourceSection, ...] = ()  # instead of annotations, images and split
-    split_lists: dict[Name, Text] = {}  # {split: file with one image name per line}, relative to data.root
-    language: Language = ENGLISH  # of the captions; decides the words on which they are scored
-    # tokens: those of Karpathy's dataset.json; docs/languages.md describes the others
+    images: Text = "."
+    """The folder of the annotations' filepath/filename, or an s3:// prefix."""
+    split: Name | None = None
+    """The split of images whose annotations name none."""
+    sources: tuple[SourceSection, ...] = ()
+    """Instead of annotations, images and split."""
+    split_lists: dict[Name, Text] = {}
+    """{split: file with one image name per line}, relative to data.root."""
+    language: Language = ENGLISH
+    """Of the captions; decides the words on which they are scored."""
     tokenizer: Literal["expansionnet", "spacy", "tokens", "unicode", "characters", "subword"] = "expansionnet"
-    # the words of a vocabulary of subwords, with the 256 bytes and the special tokens
+    """tokens: those of Karpathy's dataset.json; docs/languages.md describes the others."""
     subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
-    vocabulary_splits: tuple[Name, ...] | None = None  # None: train_splits
+    """The words of a vocabulary of subwords, with the 256 bytes and the special tokens."""
+    vocabulary_splits: tuple[Name, ...] | None = None
+    """None: train_splits, without those of a model's captions."""
     train_splits: tuple[Name, ...] = ("train", "restval")
     val_split: Name = "val"
     test_splits: tuple[Name, ...] = ("test",)
-    min_count: Positive = 5  # rarer words are not in the vocabulary
-    # a file of words for the vocabulary, in addition to those of the captions
+    min_count: Positive = 5
+    """Rarer words are not in the vocabulary."""
     extra_vocabulary: Annotated[Text | None, Identity.FILE] = None
-    max_bad_fraction: Fraction = 0.01  # a command fails if a larger part of the images cannot be used
+    """A file of words for the vocabulary, in addition to those of the captions."""
+    max_bad_fraction: Fraction = 0.01
+    """A command fails if a larger part of the images cannot be used."""
     max_pixels: Positive = 100_000_000
 
     def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
+        taught = {source.split for source in self.sources if not source.rewarded}
+        if not taught <= {*self.train_splits} or not self.rewarded_splits:
+            raise ValueError(
+                "data.sources: a source with rewarded: false needs a split of its own, which data.train_splits lists "
+                "besides the split of people's captions"
+            )
         if self.split_fractions and abs(sum(self.split_fractions.values()) - 1) > 1e-6:
             total = sum(self.split_fractions.values())
             raise ValueError(f"data.split_fractions add up to {total:g}; change them so that their sum is 1")
@@ -275,6 +297,12 @@ class DataSection(Section):
             )
         if self.synthetic is not None:
             self._check_synthetic(self.synthetic)
+
+    @property
+    def rewarded_splits(self) -> tuple[str, ...]:
+        """The training splits with people's captions: without those of sources with `rewarded: false`."""
+        taught = {source.split for source in self.sources if not source.rewarded}
+        return tuple(name for name in self.train_splits if name not in taught)
 
     def _check_synthetic(self, scenes: SceneConfig) -> None:
         """Raises ValueError for keys that do not go with the synthetic data set."""
@@ -304,26 +332,28 @@ class FeatureSection(Section):
     stored_dtype: Literal["float16", "float32"] = "float16"
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
     rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
-    # extracting processes; None: one on CPUs, and on GPUs a pool that grows to what the cluster has
     num_actors: Annotated[Processes | None, Identity.IGNORED] = None
+    """Extracting processes; None: one on CPUs, and on GPUs a pool that grows to what the cluster has."""
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
     threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
-    # up to this many images are extracted by tasks: starting actors would take longer than they save
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
-    # the file of a detector's region features, which replace a backbone (`pipeline.features.regions`), or SYNTHETIC
+    """Up to this many images are extracted by tasks: starting actors would take longer than they save."""
     hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
+    """The file of a detector's region features, which replace a backbone (`pipeline.features.regions`), or SYNTHETIC.
+    """
     max_regions: Annotated[Count, Field(gt=0), Identity.WITH_REGIONS] = 100
-    # true: keep the first max_regions of an image that has more; false: refuse it
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
-    # random versions of each training image, of which every epoch reads one; 0: the images as they are
+    """true: keep the first max_regions of an image that has more; false: refuse it."""
     views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
-    augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()  # of the views
-    # the largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
-    # room; None: half of the disk's free space when the cache is opened
+    """Random versions of each training image, of which every epoch reads one; 0: the images as they are."""
+    augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()
+    """Of the views."""
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
-    # whether the features of training images are stored, or frozen stages compute them at each step. Those of other
-    # images are always stored.
+    """The largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
+    room; None: half of the disk's free space when the cache is opened."""
     store: Literal["never", "always"] = "always"
+    """Whether the features of training images are stored, or frozen stages compute them at each step. Those of other
+    images are always stored."""
 
     def check_values(self) -> None:
         if self.store != "always" and self.hdf5 is not None:
@@ -370,11 +400,11 @@ class OptimizerSection(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     eps: PositiveFloat = 1e-9
     weight_decay: NonNegativeFloat = 0.0
-    # linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table
     decayed_weights: Literal["all", "linear"] = "all"
-    # In end-to-end stages the backbone's rate is the stage's times this factor, and times layer_decay once for each of
-    # the layers from a parameter's own to the last one.
+    """linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table."""
     backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
+    """In end-to-end stages the backbone's rate is the stage's times this factor, and times layer_decay once for each of
+    the layers from a parameter's own to the last one."""
     layer_decay: Share = 1.0
 
 
@@ -402,17 +432,22 @@ class ScstSection(Section):
     temperature: PositiveFloat = 1.0
     baseline: Literal["leave_one_out", "mean", "greedy"] = "leave_one_out"
     eos_in_reward: bool = True
-    eos_in_loss: bool = True  # whether the log-probability of EOS is part of the loss
-    fixed_length: Positive | None = None  # divide each caption's summed log-probability by this number
+    eos_in_loss: bool = True
+    """Whether the log-probability of EOS is part of the loss."""
+    fixed_length: Positive | None = None
+    """Divide each caption's summed log-probability by this number."""
     document_frequency: Literal["images", "captions"] = "images"
-    sampling_dropout: bool = False  # sample in training mode, with the masks of dropout that the loss is computed with
-    # {reward: weight} of the summands (`pipeline.training.rewards.stage_reward`); a weight of 0 only logs the summand
+    sampling_dropout: bool = False
+    """Sample in training mode, with the masks of dropout that the loss is computed with."""
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
-    # divide the advantages of an image's samples by the standard deviation of their rewards
+    """{reward: weight} of the summands (`pipeline.training.rewards.stage_reward`); a weight of 0 only logs the summand.
+    """
     divide_by_deviation: bool = False
-    # the weight of the divergence from the weights with which the stage began, which takes one more copy of them
+    """Divide the advantages of an image's samples by the standard deviation of their rewards."""
     kl: NonNegativeFloat = 0.0
-    max_cider_drop: Fraction = 0.3  # ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best
+    """The weight of the divergence from the weights with which the stage began, which takes one more copy of them."""
+    max_cider_drop: Fraction = 0.3
+    """Ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best."""
 
     def check_values(self) -> None:
         if not any(self.reward.values()):
@@ -423,6 +458,25 @@ class ScstSection(Section):
                 "set baseline to leave_one_out or mean"
             )
 
+    @property
+    def signature(self) -> str:
+        """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
+
+        Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2.
+        The notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
+        """
+        mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
+        baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
+        sampler = "nspi" if self.sampler == "multinomial" else "beam"
+        notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{self.num_samples}]+1.0.0"
+        others = ["max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout"]
+        others += ["divide_by_deviation", "kl"]
+        defaults = type(self)()
+        values = {key: getattr(self, key) for key in others if getattr(self, key) != getattr(defaults, key)}
+        if self.reward != defaults.reward:
+            values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(self.reward.items()))
+        return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])
+
 
 class StageSection(Section):
     """One training stage."""
@@ -430,32 +484,41 @@ class StageSection(Section):
     name: Name
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
-    # parameters that are not trained: names as in `model.encoder.0`, which include all below, with * and ? for any text
     freeze: Annotated[tuple[Text, ...], Field(max_length=100)] = ()
+    """Parameters that are not trained: names as in `model.encoder.0`, which include all below, with * and ? for any
+    text."""
     epochs: Epochs
-    batch_size: BatchSize  # images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs
+    batch_size: BatchSize
+    """Images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs."""
     captions_per_image: Beams = 1
     lr: PositiveFloat
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection = OptimizerSection()
     label_smoothing: Fraction = 0.1
-    dropout: Fraction | None = None  # None: the model's dropout
-    drop_path: Fraction | None = None  # None: the backbone's drop_path
-    max_grad_norm: PositiveFloat | None = None  # the whole gradient is scaled down to this norm
-    max_grad_value: PositiveFloat | None = None  # each element of the gradient is cut to this absolute value
-    # the decay per step of an average of the weights, which is validated and kept in place of the weights
+    dropout: Fraction | None = None
+    """None: the model's dropout."""
+    drop_path: Fraction | None = None
+    """None: the backbone's drop_path."""
+    max_grad_norm: PositiveFloat | None = None
+    """The whole gradient is scaled down to this norm."""
+    max_grad_value: PositiveFloat | None = None
+    """Each element of the gradient is cut to this absolute value."""
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
-    # of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere
+    """The decay per step of an average of the weights, which is validated and kept in place of the weights."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which workers exchange gradients
+    """Of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which workers exchange gradients."""
     scst: ScstSection | None = None
     validate_every_epochs: Epochs = 1.0
-    patience: Positive | None = None  # end the stage after this many validations in a row without a new best score
+    patience: Positive | None = None
+    """End the stage after this many validations in a row without a new best score."""
     plateau: PlateauSection | None = None
     checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
     checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
-    keep_if_better: bool = False  # keep the weights only if validation CIDEr-D is above that of the previous stage
+    keep_if_better: bool = False
+    """Keep the weights only if validation CIDEr-D is above that of the previous stage."""
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -489,33 +552,30 @@ class StageSection(Section):
         return self.scst or ScstSection()
 
 
-class DistillSection(Section):
-    """A teacher, whose captions of the training images are learned in stages of cross entropy besides those of people.
-
-    `pipeline.runs.distillation` has the rules.
-    """
-
-    model: Annotated[Place, Identity.TEACHER]  # a bundle
-    captions_per_image: Beams = 1  # the best of the teacher's search, at most its beam
-
-
 class WorkersSection(Section):
     """The data-parallel training workers on the Ray cluster."""
 
     num_workers: Processes = 1
-    min_workers: Processes | None = None  # train with at least this many while nodes are missing; None: num_workers
+    min_workers: Processes | None = None
+    """Train with at least this many while nodes are missing; None: num_workers."""
     gpus_per_worker: Gpus = 0
     cpus_per_worker: Cpus = 1
-    # further resources of each worker under Ray's names, for example {"accelerator_type:A100": 0.001, "memory": 2.4e10}
     resources: dict[Text, Annotated[float, Field(ge=0.0001, le=1e15), NUMBER]] = {}
+    """Further resources of each worker under Ray's names, for example {"accelerator_type:A100": 0.001, "memory":
+    2.4e10}."""
     threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
-    dry_run: bool = True  # before training, take one step of every stage
+    dry_run: bool = True
+    """Before training, take one step of every stage."""
     num_decode_threads: Threads = 0
-    max_failures_per_hour: NonNegative = 6  # training ends after more failures than this within an hour
-    max_wait_minutes: Minutes = 30  # how long a stage waits for the cluster's resources before it starts
-    max_stall_minutes: Minutes = 60  # how long a stage or search may make no progress, for any reason, before it ends
+    max_failures_per_hour: NonNegative = 6
+    """Training ends after more failures than this within an hour."""
+    max_wait_minutes: Minutes = 30
+    """How long a stage waits for the cluster's resources before it starts."""
+    max_stall_minutes: Minutes = 60
+    """How long a stage or search may make no progress, for any reason, before it ends."""
     log_every_steps: Positive = 20
-    compile: bool = False  # torch.compile of each layer: needs a C++ compiler; its results differ in the last bits
+    compile: bool = False
+    """torch.compile of each layer: needs a C++ compiler; its results differ in the last bits."""
 
     @property
     def counts(self) -> range:
@@ -549,38 +609,44 @@ class WorkersSection(Section):
 
 
 class EncoderSection(Section):
-    """The files of a CLIP model (`models.encoders.dual_encoder`)."""
+    """A CLIP of the package open_clip."""
 
+    model: Text
+    """The package's name of the architecture, such as ViT-B-32-quickgelu for OpenAI's ViT-B/32."""
     weights: Annotated[Text, Identity.FILE]
-    merges: Annotated[Text, Identity.FILE]  # of its tokenizer
-    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"  # OpenAI's; most models of open_clip have gelu
 
 
 class TextEncoderSection(Section):
-    """The files of a BERT or RoBERTa (`models.encoders.text_encoder`), and how BERTScore uses it."""
+    """A BERT or RoBERTa of the package transformers, and how BERTScore uses it."""
 
-    # with model.safetensors or pytorch_model.bin, config.json and tokenizer.json
     folder: Annotated[Text, Identity.TEXT_ENCODER]
-    layer: Annotated[int, Field(ge=0, le=200), NUMBER] | None = None  # None: the published one of a known model
-    idf: bool = False  # whether rare tokens of the references count more
-    baseline: Annotated[Text | None, Identity.FILE] = None  # the package bert-score's table for the model; rescales
+    """With model.safetensors, config.json and tokenizer.json."""
+    layer: Annotated[int, Field(ge=0, le=200), NUMBER]
+    """Whose hidden states are compared."""
+    idf: bool = False
+    """Whether rare tokens of the references count more."""
+    baseline: Annotated[Text | None, Identity.FILE] = None
+    """The package bert-score's table for the model; rescales."""
 
     def model_files(self) -> dict[str, str]:
         """The weights, the sizes and the tokenizer, by key."""
         folder = Path(self.folder).expanduser()
-        has_pickle = (folder / "pytorch_model.bin").is_file() and not (folder / "model.safetensors").is_file()
-        names = ("pytorch_model.bin" if has_pickle else "model.safetensors", "config.json", "tokenizer.json")
-        return {f"folder/{name}": str(folder / name) for name in names}
+        return {f"folder/{name}": str(folder / name) for name in TEXT_ENCODER_FILES}
 
 
 class ScoreInputsSection(Section):
     """Files that some of `evaluation.metrics` need; `pipeline.evaluation.scores` describes them."""
 
-    objects: Annotated[Text | None, Identity.FILE] = None  # the words for objects, for CHAIR
-    instances: Annotated[Text | None, Identity.FILE] = None  # COCO's annotations of objects, for CHAIR
-    clip: EncoderSection | None = None  # for CLIPScore
-    pac: EncoderSection | None = None  # for PAC-S: a CLIP with the weights of its authors
-    bert: TextEncoderSection | None = None  # for BERTScore
+    objects: Annotated[Text | None, Identity.FILE] = None
+    """The words for objects, for CHAIR."""
+    instances: Annotated[Text | None, Identity.FILE] = None
+    """COCO's annotations of objects, for CHAIR."""
+    clip: EncoderSection | None = None
+    """For CLIPScore."""
+    pac: EncoderSection | None = None
+    """For PAC-S: a CLIP with the weights of its authors."""
+    bert: TextEncoderSection | None = None
+    """For BERTScore."""
 
     def check_values(self) -> None:
         if self.instances is not None and self.objects is None:
@@ -591,7 +657,7 @@ class ScoreInputsSection(Section):
         files: dict[str, str | None] = {"objects": self.objects, "instances": self.instances}
         for key, encoder in (("clip", self.clip), ("pac", self.pac)):
             if encoder is not None:
-                files |= {f"{key}.weights": encoder.weights, f"{key}.merges": encoder.merges}
+                files[f"{key}.weights"] = encoder.weights
         if self.bert is not None:
             named = self.bert.model_files() | {"baseline": self.bert.baseline}
             files |= {f"bert.{key}": file for key, file in named.items()}
@@ -603,25 +669,28 @@ class EvaluationSection(Section):
 
     beam_size: Beams = 5
     max_length: Tokens = 20
-    num_results: Beams = 1  # captions per image, at most beam_size without decoding.sampling
-    # of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
-    # with this alpha (`models.decoding.search.length_divisor`)
+    num_results: Beams = 1
+    """Captions per image, at most beam_size without decoding.sampling."""
     ranking: Ranking = "mean"
+    """Of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
+    with this alpha (`models.decoding.search.length_divisor`)."""
     decoding: Decoding = Decoding()
-    # equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions
     collapse_repeats: bool = False
-    # images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice
+    """Equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions."""
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
-    # bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage
+    """Images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    # on a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones
+    """bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage."""
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
-    # a caption with this CIDEr-D is good, for the confidence; the default is that of people's captions on COCO's server
+    """On a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones."""
     good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85
-    # a file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format)
+    """A caption with this CIDEr-D is good, for the confidence; the default is that of people's captions on COCO's
+    server."""
     constraints: Annotated[Text | None, Identity.FILE] = None
-    # metrics that are computed besides the default ones
+    """A file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format).
+    """
     metrics: FurtherMetrics = ()
+    """Metrics that are computed besides the default ones."""
     inputs: ScoreInputsSection = ScoreInputsSection()
 
     def images_at_a_time(self, device: str) -> int:
@@ -686,9 +755,11 @@ class TrackingSection(Section):
     """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
-    uri: Text | None = Field(default=None, repr=False)  # None: a SQLite file in the storage
+    uri: Text | None = Field(default=None, repr=False)
+    """None: a SQLite file in the storage."""
     experiment: Name = "raycap"
-    registered_name: Name | None = None  # None: the run's name
+    registered_name: Name | None = None
+    """None: the run's name."""
 
     @field_validator("uri")
     @classmethod
@@ -709,12 +780,14 @@ class RetrainSection(Section):
     The new model is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
     """
 
-    split: Name | None = None  # fixed at its first use; None: the first of data.test_splits
-    margin: NonNegativeFloat = 0.0  # in units of CIDEr-D; published scores are near 1.4
-    confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95  # the confidence of the two-sided interval
-    lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = (
-        120  # the time for which a killed retraining blocks the next one
-    )
+    split: Name | None = None
+    """Fixed at its first use; None: the first of data.test_splits."""
+    margin: NonNegativeFloat = 0.0
+    """In units of CIDEr-D; published scores are near 1.4."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95
+    """The confidence of the two-sided interval."""
+    lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = 120
+    """The time for which a killed retraining blocks the next one."""
 
 
 def _system(model: Any) -> str:

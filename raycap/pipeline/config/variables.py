@@ -7,13 +7,13 @@ Ray's workers, which may lack the variables, receive the configuration as an obj
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.runtime.secrets import (
+    REFERENCE,
     holds_secret,
     is_secret_option,
     remember_address,
@@ -21,7 +21,6 @@ from raycap.pipeline.runtime.secrets import (
     without_secrets,
 )
 
-_REFERENCE = re.compile(r"\$\{(\w+)\}")
 Location = tuple[str | int, ...]  # keys and indices from the top of a configuration
 
 
@@ -41,7 +40,7 @@ class Expanded(str):
 
 def variable_names(text: str) -> list[str]:
     """The names of the variables that a text refers to, each once, sorted."""
-    return sorted(set(_REFERENCE.findall(text)))
+    return sorted(set(REFERENCE.findall(text)))
 
 
 def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> Any:
@@ -66,7 +65,7 @@ def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> A
             f"{shown(key)} needs the environment variable {shown(missing[0])}, which is not set; export it, or "
             f"--set {shown(key)}=..."
         )
-    expanded = Expanded(_REFERENCE.sub(lambda match: os.environ[match[1]], value))
+    expanded = Expanded(REFERENCE.sub(lambda match: os.environ[match[1]], value))
     expanded.written, expanded.variables = value, {name: os.environ[name] for name in names}
     return expanded
 
@@ -83,7 +82,7 @@ def texts_in(value: Any, location: Location = ()) -> Iterator[tuple[Location, st
 def is_secret(location: Location, text: str) -> bool:
     """Whether a text of a configuration is a secret, by its content or by the name of its key."""
     names = [part for part in location if isinstance(part, str)]
-    rest = _REFERENCE.sub("", text)
+    rest = REFERENCE.sub("", text)
     return holds_secret(text) or bool(names and rest and is_secret_option(names[-1], rest))
 
 

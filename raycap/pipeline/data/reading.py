@@ -31,6 +31,7 @@ from raycap.pipeline.data.formats.source import (
     Source,
     Splits,
     find_files,
+    id_of_name,
     images_folder,
     read_json,
     read_split_lists,
@@ -138,7 +139,7 @@ def require_splits(dataset: Dataset, config: DataSection) -> None:
     """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
     needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
     needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
-    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.train_splits
+    needed["data.vocabulary_splits"] = config.vocabulary_splits or config.rewarded_splits
     for key, names in needed.items():
         if not len(dataset.split(*names)):
             splits = shorten(pc.unique(dataset.table["split"]).sort().to_pylist()) or "none at all"
@@ -157,9 +158,14 @@ def read_annotations(
     base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
-    rows, sources = Rows(), _find_sources(config, base)
-    read_sources(sources, config.format, rows)
+    # Without `data.sources` these three keys of the section `data` describe the only source.
+    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
+    sources, rows = config.sources or (only_source,), Rows()
+    rewarded = [each for section in sources if section.rewarded for each in _find_sources(section, config, base)]
+    read_sources(rewarded, config.format, rows)
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
+    taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
+    table = pa.concat_tables([table, *taught])
     ids = table["image_id"]
     in_order = np.sort(ids.to_numpy())
     if (in_order[1:] == in_order[:-1]).any():
@@ -173,20 +179,40 @@ def read_annotations(
     return Dataset(table.select(names)), rows.problems
 
 
-def _find_sources(config: DataSection, root: StoragePath) -> list[Source]:
-    """The annotation files of a data set. Raises UserError as `read_annotations`."""
+def _taught_captions(section: SourceSection, config: DataSection, root: StoragePath, people: pa.Table) -> pa.Table:
+    """A model's captions of training images, as a table like `people`: rows of their own, in the split of the source.
+
+    Rows of other images are left out, so that a model may caption a whole folder. So are rows without a caption.
+    """
+    if pc.is_in(pa.scalar(section.split), value_set=pc.unique(people["split"])).as_py():
+        raise UserError(
+            f"data.sources: images with people's captions are in the split {section.split}; give the source with "
+            "rewarded: false another split"
+        )
+    is_learned = pc.is_in(people["split"], value_set=pa.array(config.rewarded_splits, pa.string()))
+    learned = set(people["uri"].filter(is_learned).to_pylist())
+    rows = Rows()
+    read_sources(_find_sources(section, config, root), "auto", rows)
+    table = rows.table(with_tokens="tokens" in people.column_names)
+    kept = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
+    table = table.filter(pa.array([uri in learned and any(map(str.strip, texts)) for uri, texts in kept], pa.bool_()))
+    ids = [id_of_name(f"{section.annotations} {each}") for each in table["image_id"].to_pylist()]
+    table = table.set_column(table.schema.get_field_index("image_id"), "image_id", pa.array(ids, pa.int64()))
+    splits = pa.array([section.split] * len(table), pa.string())
+    return table.set_column(table.schema.get_field_index("split"), "split", splits)
+
+
+def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
+    """The annotation files that a source names. Raises UserError as `read_annotations`."""
     splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
-    # Without `data.sources` these three keys of the section `data` describe the only source.
-    only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
+    images = images_folder(root, section.images)
+    if not images.is_remote and not images.path.is_dir():
+        raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
     sources = []
-    for section in config.sources or (only_source,):
-        images = images_folder(root, section.images)
-        if not images.is_remote and not images.path.is_dir():
-            raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
-        for name in find_files(root, section.annotations):
-            path = root if name in ("", ".") else root / name.rstrip("/")
-            source = Source(path, images, name, section.images, section.split, splits, config.columns)
-            sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
+    for name in find_files(root, section.annotations):
+        path = root if name in ("", ".") else root / name.rstrip("/")
+        source = Source(path, images, name, section.images, section.split, splits, config.columns)
+        sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
     return sources
 
 
@@ -196,7 +222,7 @@ def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them. A
     subword model needs no further words.
     """
-    training = dataset.split(*(config.vocabulary_splits or config.train_splits))
+    training = dataset.split(*(config.vocabulary_splits or config.rewarded_splits))
     try:
         if config.tokenizer == SUBWORD:
             texts = training.texts(config.tokenizer)

@@ -153,20 +153,6 @@ def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
     return Dataset(rows).with_column("key", pa.array([key for each in keys for key in each], pa.string()))
 
 
-def features_for_bundles(config: RunConfig, dataset: Dataset) -> tuple[Dataset, StoragePath | None]:
-    """The images that a bundle can caption, and the store with their features.
-
-    The store is None when the bundle contains a backbone, which reads the image files.
-    """
-    if config.has_backbone:
-        return dataset, None
-    dataset = dataset.keyed_by_id()
-    store, missing = import_regions(dataset, config)
-    if missing:
-        logger.info(f"features  {len(missing)} images are left out: {store / 'quarantine.parquet'} says why")
-    return dataset.without(sorted(missing)), store
-
-
 def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -> str:
     """The source of the features in words. num_tokens: N of the features. num_parameters: those of the backbone."""
     if not config.has_backbone:

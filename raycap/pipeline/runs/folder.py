@@ -4,8 +4,8 @@ The original folder of a run (`RunFolder.home`) is on S3 when the configured sto
 with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
 journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
 
-runs/<run_id>/  config.yaml run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
-                scores.json report.html COMPLETE.json tokens/, and with a teacher distilled.arrow distilled-tokens/
+runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
+                scores.json report.html COMPLETE.json tokens/
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from pydantic import TypeAdapter
 
 from raycap.models.config import ModelSizes
@@ -31,7 +30,6 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
 from raycap.pipeline.errors import DamagedError, OtherVersionError, UserError
-from raycap.pipeline.runs.distillation.taken_captions import Distilled, captions_of, read_taken
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
@@ -41,8 +39,9 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-DISTILLED = "distilled.arrow"  # the captions of the teacher that the run learns
-TOKENS, DISTILLED_TOKENS = "tokens", "distilled-tokens"  # the ids of the captions in data.arrow and distilled.arrow
+TOKENS = "tokens"  # the ids of the captions in data.arrow
+# The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
+DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
 @contextmanager
@@ -71,14 +70,27 @@ def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig |
 
 
 def stored_config(path: Path) -> RunConfig:
-    """The configuration in config.yaml of a run's folder. Raises UserError."""
-    file = path / "config.yaml"
+    """The configuration of a run's folder: config.yaml with what was decided in place of `auto`. Raises UserError."""
+    file, decided = path / "config.yaml", path / DECISIONS
     with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
         values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
+    if decided.is_file():
+        with _reading(decided, "remove it, and `raycap run` decides again"):
+            for section, precisions in require_mapping(read_json(decided), str(decided)).items():
+                values[section] |= precisions
     try:
         return parse_stored_config(values)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
+
+
+def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
+    """The configuration with the precisions of an earlier attempt at the same run, where they are `auto`."""
+    for section, key in DECIDED:
+        own, kept = getattr(config, section), getattr(getattr(earlier, section), key)
+        if getattr(own, key) == "auto":
+            config = config.model_copy(update={section: own.model_copy(update={key: kept})})
+    return config
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,6 @@ class RunMetadata:
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
     vocabulary: str  # the SHA-256 of vocabulary.json
-    distilled: Distilled | None = None  # the captions of a teacher; None without one, and until they are computed
 
     def __post_init__(self) -> None:
         if missing := {"model", "backbone"} - self.parameters.keys():
@@ -158,25 +169,37 @@ class StageResult:
 class RunFolder:
     """The folder of one run.
 
-    path: the local folder. config: the configuration of this attempt, with the decisions of `runs.resolution`. home:
-    the original on S3, of which `path` is a copy; None for a local storage. A worker gets a pickle of this object,
-    reads no config.yaml, and must open the folder with `on_worker`.
+    path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
+    original on S3, of which `path` is a copy; None for a local storage. written: the configuration as the user wrote
+    it; None if it is `config`. A worker gets a pickle of this object, reads no config.yaml, and must open the folder
+    with `on_worker`.
     """
 
     path: Path
     config: RunConfig = field(repr=False, compare=False)
     home: StoragePath | None = None
+    written: RunConfig | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves the cached properties and the tracker, whose address may be secret, out of the pickle."""
         return RunFolder, (self.path, self.config.without_tracker(), self.home)
 
     def write_config(self) -> None:
-        """Writes config.yaml, unless it has this content already."""
-        path, text = self.path / "config.yaml", dump_config(self.config)
-        if not path.is_file() or path.read_bytes() != text.encode():
-            write_text(path, text)
-            self.push("config.yaml")
+        """Writes config.yaml as the user wrote it, and the decisions of `auto`, unless they have this content already.
+
+        `raycap run` with this config.yaml is therefore the same run.
+        """
+        written = self.written or self.config
+        decided = {
+            section: {key: getattr(getattr(self.config, section), key)}
+            for section, key in DECIDED
+            if getattr(getattr(written, section), key) == "auto"
+        }
+        for name, text in ((DECISIONS, json.dumps(decided)), ("config.yaml", dump_config(written))):
+            path = self.path / name
+            if not path.is_file() or path.read_bytes() != text.encode():
+                write_text(path, text)
+                self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
         """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
@@ -248,52 +271,29 @@ class RunFolder:
         with self._reading(self.path / "data.arrow"):
             return Dataset.load(self.path / "data.arrow")
 
-    def learns_of_teacher(self, stage: StageSection) -> bool:
-        """Whether a stage learns captions of the teacher of the section `distill`, besides those of people."""
-        return self.config.distill is not None and stage.objective == "cross_entropy"
+    def training_images(self, stage: StageSection) -> Dataset:
+        """The images whose captions a stage learns; for SCST only those whose captions can reward samples."""
+        data = self.config.data
+        return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
 
-    def taught(self) -> pa.Table:
-        """The captions of the teacher, a table of `caption_store.CHUNK`, memory-mapped. Raises DamagedError."""
-        path = self.path / DISTILLED
-        with self._reading(path):
-            record = self.metadata.distilled
-            if record is None or not has_digest(path, record.sha256):
-                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
-            return read_taken(path)
-
-    def tokens(self, name: str) -> TokenFiles:
-        """The tokens of the captions of people (TOKENS) or of the teacher (DISTILLED_TOKENS), memory-mapped.
-
-        Their images are the rows of the data set. Raises DamagedError.
-        """
-        path = self.path / name
+    def tokens(self) -> TokenFiles:
+        """The tokens of the captions of the data set's images, memory-mapped. Raises DamagedError."""
+        path = self.path / TOKENS
         with _reading(path, "`raycap run` writes it again"):
             files = TokenFiles.open(path)
             if files.num_images != len(self.dataset):
                 raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
             return files
 
-    def tokens_of(self, stage: StageSection) -> list[TokenFiles]:
-        """The tokens that a stage learns: those of people, and those of the teacher if it has one. As `tokens`.
-
-        Before the teacher has captioned the images, as in a dry run, these are only those of people.
-        """
-        has_teacher = self.learns_of_teacher(stage) and self.metadata.distilled is not None
-        names = (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,)
-        return [self.tokens(name) for name in names]
-
-    def write_tokens(self, name: str, vocabulary: Vocabulary | None = None) -> None:
-        """Writes the files that `tokens` opens, and uploads them. vocabulary: of a run without run.json.
+    def write_tokens(self, vocabulary: Vocabulary) -> None:
+        """Writes the files that `tokens` opens, and uploads them.
 
         One process tokenizes some thousand images at a time, in about 10 s per million captions.
         """
-        vocabulary = vocabulary or self.vocabulary
         lists = self.dataset.texts_by_image(vocabulary.tokenizer)
-        if name == DISTILLED_TOKENS:
-            lists = captions_of(self.dataset, self.taught())
         encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
-        write_tokens(self.path / name, encoded)
-        self.push(name)
+        write_tokens(self.path / TOKENS, encoded)
+        self.push(TOKENS)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

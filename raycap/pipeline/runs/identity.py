@@ -17,10 +17,9 @@ from pydantic import BaseModel
 
 from raycap.models.config import Identity
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import SYNTHETIC, TextEncoderSection
+from raycap.pipeline.config.sections import SYNTHETIC, TEXT_ENCODER_FILES
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests, fetched
 from raycap.pipeline.features.regions import ends_digest
-from raycap.pipeline.runs.distillation.teacher import find_teacher
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import weights_file_digest
 
@@ -79,12 +78,10 @@ def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> An
         file = Path(value).expanduser()
         return weights_file_digest(file) if file.is_file() else value
     if mark is Identity.TEXT_ENCODER:
-        files = map(Path, TextEncoderSection(folder=value).model_files().values())
+        files = [Path(value).expanduser() / name for name in TEXT_ENCODER_FILES]
         return [weights_file_digest(file) for file in files if file.is_file()] or value
     if mark is Identity.LARGE_FILE and value not in (None, SYNTHETIC):
         return ends_digest(Path(value).expanduser())
     if mark is Identity.BUNDLE and value is not None:
         return bundle_digests(fetched(storage_path(value, config.storage.options)), CONTENT_FILES)
-    if mark is Identity.TEACHER and (teacher := find_teacher(config)) is not None:
-        return teacher.digest
     return value

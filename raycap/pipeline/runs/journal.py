@@ -9,8 +9,7 @@ Every entry has the keys stage, kind, step and time (seconds since the epoch); i
     resume      none; the stage's earlier entries after this step do not count, because training repeats these steps
 
 The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part, so that a
-run on S3 uploads and downloads at most about PART_BYTES at a time, however long it trains. Runs of earlier versions
-have one file, metrics.jsonl, beside the folder.
+run on S3 uploads and downloads at most about PART_BYTES at a time, however long it trains.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
 PART_BYTES = 2**18  # about 1,000 entries
-OLD_FILE = "metrics.jsonl"
 
 Entry = dict[str, Any]
 
@@ -122,8 +120,7 @@ class Follower:
 
 def _parts(folder: Path) -> list[Path]:
     """The files of a journal in order."""
-    old = folder.with_name(OLD_FILE)
-    return [*([old] if old.is_file() else []), *sorted(folder.glob("*.jsonl"))]
+    return sorted(folder.glob("*.jsonl"))
 
 
 def _parse(lines: bytes) -> list[Entry]:

@@ -23,7 +23,6 @@ from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.features.regions import open_regions, region_file
-from raycap.pipeline.runs.distillation.teacher import check_teacher
 from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageError
@@ -102,14 +101,6 @@ def check_files(config: RunConfig) -> None:
     check_score_inputs(config)
     if config.init_from is not None:
         check_bundle("init_from", config.init_from, config)
-    check_distill(config)
-
-
-def check_distill(config: RunConfig) -> None:
-    """The part of `check_files` for the teacher of the section `distill`."""
-    if config.distill is not None:
-        check_bundle("distill.model", config.distill.model, config)
-        check_teacher(config)
 
 
 def check_score_inputs(config: RunConfig) -> None:

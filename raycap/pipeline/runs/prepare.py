@@ -28,11 +28,16 @@ from raycap.pipeline.data.word_vectors import describe_missing, read_word_vector
 from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.features.regions import feature_width
-from raycap.pipeline.runs.distillation.teacher import find_teacher
-from raycap.pipeline.runs.distilled import has_distilled_captions
-from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder, RunMetadata, open_folder, stored_config
+from raycap.pipeline.runs.folder import (
+    DECISIONS,
+    TOKENS,
+    RunFolder,
+    RunMetadata,
+    open_folder,
+    stored_config,
+    with_decisions_of,
+)
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
-from raycap.pipeline.runs.resolution import with_decisions_of
 from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import file_digest, write_digests
@@ -69,15 +74,13 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
 
 
 def _restore_tokens(folder: RunFolder) -> None:
-    """Writes the token files that a run lacks or that are damaged. Older versions have written none."""
-    has_teacher = folder.config.distill is not None and has_distilled_captions(folder)
-    for name in (TOKENS, DISTILLED_TOKENS) if has_teacher else (TOKENS,):
-        try:
-            folder.tokens(name)
-        except DamagedError as error:
-            if (folder.path / name).exists():
-                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-            folder.write_tokens(name)
+    """Writes the token files of a run if they are missing or damaged."""
+    try:
+        folder.tokens()
+    except DamagedError as error:
+        if (folder.path / TOKENS).exists():
+            logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+        folder.write_tokens(folder.vocabulary)
 
 
 def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
@@ -100,7 +103,7 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     The configuration gets the decisions of an earlier attempt at the run, if there was one.
     """
     name = f"runs/{run_identity(config, fingerprint)}"
-    folder = open_folder(config.working_path / name, config.home(name), config)
+    folder = replace(open_folder(config.working_path / name, config.home(name), config), written=config)
     if not (folder.path / "config.yaml").is_file():
         return folder
     try:
@@ -163,8 +166,6 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
         torch.manual_seed(config.seed)
-        if (teacher := find_teacher(config)) is not None:
-            teacher.require_width(width)
     check_constraints(config, dataset, vocabulary)
     sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     model = _initial_model(config, sizes, vocabulary)
@@ -193,8 +194,8 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
-    folder.push("data.arrow", "vocabulary.json", "config.yaml", "init")
-    folder.write_tokens(TOKENS, vocabulary)
+    folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
+    folder.write_tokens(vocabulary)
     write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
     folder.push("run.json")
 

@@ -72,8 +72,6 @@ def bundle_run(
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
     if stage is not None:
         info["stage"] = stage.name
-    if folder.metadata.distilled is not None:
-        info["teacher"] = str(folder.metadata.distilled)
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
     protocol = run_protocol(config, stage or folder.delivered())
     about: dict[str, Any] = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}

@@ -95,13 +95,11 @@ def run_page(page: Report, folder: RunFolder, by_stage: Mapping[str, float], dur
     by_stage: of `validation_by_stage`. durations: of the run's steps, in seconds.
     """
     config, metadata = folder.config, folder.metadata
-    distilled = metadata.distilled
     facts = {
         "images": ", ".join(f"{split} {count}" for split, count in metadata.splits.items()),
         "seed": f"{config.seed}; the scores are of this seed only",
         "model": f"{config.model.name}, {metadata.parameters['model']:,} parameters",
         "features": describe_features(config, metadata.num_tokens, metadata.parameters["backbone"]),
-        **({} if distilled is None else {"teacher": f"{distilled}, of {distilled.model}"}),
         "durations": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in durations.items()),
         "commit": metadata.commit,
         "data fingerprint": metadata.data_fingerprint[:16],

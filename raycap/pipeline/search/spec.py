@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ from raycap.pipeline.config.variables import remember_secrets
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import METRICS
 from raycap.pipeline.runs.identity import config_identity
+from raycap.pipeline.runs.preflight import require_possible_model
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
 
@@ -71,10 +72,9 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
     "backbone": "features are extracted once, before the first trial",
     "features": "features are extracted once, before the first trial",
     "data": "features are extracted once, before the first trial",
-    "distill": "the teacher captions the images once, before the first trial",
 }
-# Keys of these sections that may be searched, because no feature and no stored caption depends on them
-SEARCHABLE_EXCEPTIONS = {"data.min_count", "distill.captions_per_image"}
+# Keys of these sections that may be searched, because no feature depends on them
+SEARCHABLE_EXCEPTIONS = {"data.min_count"}
 # Population based training may search these model keys, because they change no weight's shape.
 WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
@@ -83,8 +83,10 @@ class TrialSection(Section):
     """The stages that a trial trains; by default the first cross-entropy stage on frozen features."""
 
     stages: tuple[Name, ...] | None = None
-    epochs: Epochs | None = None  # the length of each stage; None: as in the base configuration
-    set: Values = Field(default={})  # configuration values for all trials; best.yaml does not contain them
+    epochs: Epochs | None = None
+    """The length of each stage; None: as in the base configuration."""
+    set: Values = Field(default={})
+    """Configuration values for all trials; best.yaml does not contain them."""
 
 
 class BackboneSection(Section):
@@ -104,7 +106,8 @@ class BudgetSection(Section):
 
     trials: Annotated[int, Field(gt=0, le=10**6), NUMBER] | None = None
     hours: Minutes | None = None
-    concurrent: Processes | None = None  # the most trials at a time; None: as many as the machine or cluster can place
+    concurrent: Processes | None = None
+    """The most trials at a time; None: as many as the machine or cluster can place."""
 
 
 ONE_PRECISION = "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
@@ -115,7 +118,8 @@ class SchedulerSection(Section):
 
     name: Literal["asha"] = "asha"
     grace_epochs: Epochs = 1
-    reduction: Annotated[float, Field(ge=1.1, le=1000), NUMBER] = 2  # near 1 there would be a rung for every step
+    reduction: Annotated[float, Field(ge=1.1, le=1000), NUMBER] = 2
+    """Near 1 there would be a rung for every step."""
 
     def describe(self) -> str:
         return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
@@ -132,7 +136,8 @@ class ResourceSection(Section):
     """The resources of one trial. With one worker it trains in its own process, with several on Ray Train."""
 
     workers: Processes = 1
-    cpus: Cpus = 1  # per worker
+    cpus: Cpus = 1
+    """Per worker."""
     gpus: Gpus = 0
 
     def check_values(self) -> None:
@@ -147,26 +152,34 @@ class SearchConfig(Section):
     """The configuration of `raycap tune`."""
 
     name: FileName
-    base: Text  # the file of the base configuration, relative to the search's file, or the name of a shipped one
-    set: Values = Field(default={})  # changes of the base configuration
-    storage: StorageSection | None = None  # None: the base configuration's
+    base: Text
+    """The file of the base configuration, relative to the search's file, or the name of a shipped one."""
+    set: Values = Field(default={})
+    """Changes of the base configuration."""
+    storage: StorageSection | None = None
+    """None: the base configuration's."""
     space: dict[Name, SpaceSection] = Field(default={}, max_length=100)
-    rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None  # explicit points
+    rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    """Explicit points."""
     trial: TrialSection = TrialSection()
     backbone: BackboneSection = BackboneSection()
     objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
-    metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")  # more scores of a finished trial's captions
-    # the split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case
+    metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")
+    """More scores of a finished trial's captions."""
     score_split: Name | None = None
+    """The split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case."""
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
-    population: Processes | None = None  # of NSGA-II; None: a quarter of the number of points, but 4 to 50
+    population: Processes | None = None
+    """Of NSGA-II; None: a quarter of the number of points, but 4 to 50."""
     scheduler: SchedulerSection | None = None
     pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
-    seed: Seed = 0  # the sampler's seed
-    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None  # the paper to compare with
+    seed: Seed = 0
+    """The sampler's seed."""
+    compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
+    """The paper to compare with."""
 
     @field_validator("storage", mode="before")
     @classmethod
@@ -377,8 +390,11 @@ class Search:
                 f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
                 "search extracts them once; end with the stage that trains it"
             )
-        for name, point in self._end_points():
-            self._check_point(point, name, model=True)
+        first = self.space.first()
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():  # with the first choices of the other dimensions
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
+                self._check_point({**first, dimension.key: choice}, name, model=True)
         settings = self.config.scheduler
         if settings is not None and settings.grace_epochs > self.total_epochs():
             raise UserError(
@@ -390,30 +406,9 @@ class Search:
                 self._check_point(point, shown(self.space.describe(point)), model=False)
         for key in flatten(self.config.trial.set):
             section = key.split(".")[0]
-            # the trials read what the search has extracted and captioned
-            if section in ("features", "distill") and key not in SEARCHABLE_EXCEPTIONS:
+            if section == "features":  # the trials read what the search has extracted
                 raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS[section]}")
         self._check_score_split()
-
-    def check_teacher(self) -> None:
-        """Raises UserError for a choice of `distill` that the teacher's search cannot give. A remote one is fetched."""
-        from raycap.pipeline.runs.preflight import check_distill
-
-        for name, point in self._end_points():
-            config = self.trial_config(point, self.config.seeds[0])
-            if config.distill != self.base.distill:
-                try:
-                    check_distill(config)
-                except UserError as error:
-                    raise UserError(f"{name} is refused: {error}") from error
-
-    def _end_points(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each choice, or both ends of a range, with the first choices of the other dimensions: its name and point."""
-        first = self.space.first()
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():
-                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
-                yield name, {**first, dimension.key: choice}
 
     def _check_score_split(self) -> None:
         """UserError for a split that is not evaluated, or whose captions would need constraints."""
@@ -454,8 +449,6 @@ class Search:
 
     def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
-        from raycap.pipeline.runs.preflight import require_possible_model
-
         try:
             config = self.trial_config(point, self.config.seeds[0])
             parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's

@@ -29,7 +29,6 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.evaluate import caption_scores
-from raycap.pipeline.runs.distilled import with_distilled_captions
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
@@ -84,13 +83,13 @@ def trial_device(config: RunConfig) -> torch.device:
     return device_for(config.workers.gpus_per_worker if config.workers.num_workers == 1 else 0)
 
 
-def train_here(job: StageJob, config: RunConfig, context: Context) -> None:
+def train_here(job: StageJob, context: Context) -> None:
     """Trains in this process."""
     train_stages(context, job)
 
 
 # trains the stages of a job: `train_here`, or on Ray Train's workers
-Train = Callable[[StageJob, RunConfig, TrialContext], None]
+Train = Callable[[StageJob, TrialContext], None]
 
 
 def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> TrialOutcome:
@@ -128,7 +127,6 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     prepared = prepare(config, _cached_data(config))
     if plan.weights is not None and prepared.home is None:
         share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
-    prepared = with_distilled_captions(prepared)
     if task.handover is not None:
         take_over(prepared, task.handover)
     token = prepared.new_driver_token()
@@ -141,23 +139,21 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
     split = None if search.reports_validation else search.score_split
     job = StageJob(prepared, names, feature_store, tuple(plan.excluded), token, removes_copies, split)
     try:
-        return _train_and_score(task, config, job, run, report, train)
+        return _train_and_score(task, job, run, report, train)
     finally:  # later trials on this machine need the space
         run.remove_copy()
         if run is not prepared:  # this trial has not used it since `begin`, but another process may have
             prepared.remove_copy(unused_for_s=time.time() - begin)
 
 
-def _train_and_score(
-    task: TrialTask, config: RunConfig, job: StageJob, run: RunFolder, report: Report, train: Train
-) -> TrialOutcome:
+def _train_and_score(task: TrialTask, job: StageJob, run: RunFolder, report: Report, train: Train) -> TrialOutcome:
     """Trains the stages of a trial that are not finished, captions its split, and measures its scores and costs."""
     plan, search, names = task.plan, task.plan.search, job.stages
     costs = costs_of(run)
     is_captioned = job.caption_split is None or split_captions(run, job.caption_split, plan.excluded) is not None
     if not is_captioned or any(run.result(name) is None for name in names):
         report({"run": str(run.root)})  # its journal shows that the trial makes progress
-        train(job, config, TrialContext(run, report, costs))
+        train(job, TrialContext(run, report, costs))
     costs["seconds"] = trained_seconds(run)
     if "latency_ms" in search.config.objectives:
         costs["latency_ms"] = latency_ms(run)

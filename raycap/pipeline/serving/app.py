@@ -1,97 +1,137 @@
-"""The HTTP interface of `raycap serve`, without Ray: routes, decoding, answers, the OpenAPI document and the page."""
+"""The HTTP interface of `raycap serve`, without Ray: routes, access, counters, the OpenAPI document and the page."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
+import hmac
+import logging
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 
 from raycap.pipeline.data.image_sources import UriRoots
+from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
-from raycap.pipeline.serving.bodies import Options, Source, parse_body, read_body
+from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.forms import (
     CaptionAnswer,
-    CaptionBody,
     CaptionEntry,
-    CaptionOptions,
+    CaptionForm,
     Error,
     ExplainAnswer,
-    ExplainBody,
-    ExplainOptions,
+    ExplainForm,
     ModelEntry,
     ModelsAnswer,
+    RequestForm,
+    described_body,
+    read_form,
 )
-from raycap.pipeline.serving.guard import FAILED, Access, Guard, error_parts
-from raycap.pipeline.serving.limits import Limits, RefusedError
-from raycap.pipeline.serving.metrics import Metrics
-from raycap.pipeline.serving.served_models import Decoder, ImageFile, Made, Search, ServedModel, ServedModels
+from raycap.pipeline.serving.limits import FAILED, Limits, RefusedError
+from raycap.pipeline.serving.served_models import Decoder, ImageFile, Made, Metrics, Search, ServedModel, ServedModels
 from raycap.pipeline.storage.s3 import StorageOptions
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 500, 503)
-}
 PAGE = Path(__file__).with_name("caption_page.html")
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AppSettings:
-    """The settings of an app. allow_attribution: whether clients may ask for integrated gradients, which take minutes.
+    """The settings of an app.
 
-    uris, options: of `UriRoots`.
+    token: that requests must have; None for any client. Without a token, a page from elsewhere could make a browser on
+    this machine send requests. Therefore requests with another origin are refused, and a server that is `loopback_only`
+    answers only to its names there. allow_attribution: whether clients may ask for integrated gradients, which take
+    minutes. uris, options: of `UriRoots`.
     """
 
     limits: Limits = Limits()  # noqa: RUF009 (frozen)
-    access: Access = Access()  # noqa: RUF009 (frozen)
+    token: str | None = None
+    loopback_only: bool = True
     uris: tuple[str, ...] = ()
     allow_attribution: bool = False
     options: StorageOptions = StorageOptions()
 
 
-class Routes:
-    """The functions behind the routes."""
+class Server:
+    """The functions behind the routes, and what they share."""
 
     def __init__(self, models: ServedModels, settings: AppSettings, metrics: Metrics) -> None:
-        self.models, self.settings, self.metrics = models, settings, metrics
-        uris = UriRoots(settings.uris, settings.options)
-        self.source = Source(settings.limits, uris, Decoder(settings.limits.pixels))
+        self.models, self.settings, self.metrics, self.limits = models, settings, metrics, settings.limits
+        self.uri_roots, self.decoder = UriRoots(settings.uris, settings.options), Decoder(settings.limits.pixels)
+        self.in_progress = 0
+
+    async def admit(self, request: Request, credentials: Credentials) -> None:
+        """Raises RefusedError for a request without the token, or without one on this server, from another origin."""
+        token = self.settings.token
+        if token is None:
+            origin = request.headers.get("origin")
+            if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+                raise RefusedError(403, "requests of pages from elsewhere are refused")
+            return
+        # compared in a time that does not depend on where the texts differ
+        given = "" if credentials is None else credentials.credentials
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            raise RefusedError(401, "the header Authorization needs Bearer and the server's token")
+
+    async def take_turn(self) -> AsyncIterator[None]:
+        """Counts a request while it is worked on. Raises RefusedError if there are too many."""
+        if self.in_progress >= self.limits.queue:
+            raise RefusedError(429, f"the server works on {self.limits.queue} requests; try again later", 1)
+        self.in_progress += 1
+        self.metrics.in_progress.set(self.in_progress)
+        try:
+            yield
+        finally:
+            self.in_progress -= 1
+            self.metrics.in_progress.set(self.in_progress)
 
     async def caption(self, request: Request) -> CaptionAnswer:
         """Captions images."""
-        options, images = await self._read(request, CaptionBody, CaptionOptions)
-        self._check_search(options)
-        async with _deadline(self.settings.limits.answer_s):
-            model = self.models.choose(options.model)
-            search = Search(options.beam_size, options.num_results, options.max_length, options.precision)
+        form = await read_form(request, CaptionForm, self.limits)
+        for name in ("beam_size", "num_results"):
+            value, most = getattr(form, name), getattr(self.limits, name)
+            if value is not None and value > most:
+                raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
+        images = self._images(form)
+        async with _deadline(self.limits.answer_s):
+            model = self.models.choose(form.model)
+            search = Search(form.beam_size, form.num_results, form.max_length, form.precision)
             made = await model.caption(images, search)
-        entries = [cast("ImageCaption", each.result).to_json() for each in made]
-        hidden = set() if options.confidence else {"confidence", "expected_ciderd"}
-        captions = [
-            CaptionEntry.model_validate({key: value for key, value in entry.items() if key not in hidden})
-            for entry in entries
-        ]
+        captions = [CaptionEntry.model_validate(cast("ImageCaption", each.result).to_json()) for each in made]
+        if not form.confidence:
+            captions = [each.model_copy(update={"confidence": None, "expected_ciderd": None}) for each in captions]
         return CaptionAnswer(model=_entry(model, made), captions=captions)
 
     async def explain(self, request: Request) -> ExplainAnswer:
         """Explains the words of an image's caption."""
-        options, images = await self._read(request, ExplainBody, ExplainOptions)
+        form = await read_form(request, ExplainForm, self.limits)
+        images = self._images(form)
         if len(images) != 1:
             raise RefusedError(422, f"the request has {len(images)} images; send one to explain")
-        if options.attribution and not self.settings.allow_attribution:
+        if form.attribution and not self.settings.allow_attribution:
             raise RefusedError(422, "attribution is not enabled on this server; leave it out for attention alone")
-        async with _deadline(self.settings.limits.answer_s * (10 if options.attribution else 1)):
-            model = self.models.choose(options.model)
-            made = await model.explain(images[0], options.caption, options.head, options.attribution)
+        async with _deadline(self.limits.answer_s * (10 if form.attribution else 1)):
+            model = self.models.choose(form.model)
+            made = await model.explain(images[0], form.caption, form.head, form.attribution)
         found = cast("Explanation", made.result)
         return ExplainAnswer(
             model=_entry(model, [made]),
@@ -106,60 +146,82 @@ class Routes:
 
     async def list_models(self) -> ModelsAnswer:
         """Lists the models."""
-        async with _deadline(self.settings.limits.answer_s):
+        async with _deadline(self.limits.answer_s):
             return ModelsAnswer(default=self.models.default, models=await self.models.describe())
 
-    async def _read(
-        self, request: Request, json_form: type[Options], options: type[Options]
-    ) -> tuple[Any, list[ImageFile]]:
-        """The options and image files of a request."""
-        body = await read_body(request.stream(), request.headers, self.settings.limits)
-        return await parse_body(body, request.headers.get("content-type", ""), self.source, json_form, options)
+    def _images(self, form: RequestForm) -> list[ImageFile]:
+        """The image files of a request. Raises RefusedError."""
+        count, limits = len(form.images) + len(form.uris), self.limits
+        if count < 1:
+            raise RefusedError(422, "the request has no image; send one or more")
+        if count > limits.images:
+            raise RefusedError(413, f"the request has {count} images, more than {limits.images}; send fewer")
+        if form.uris and not self.uri_roots.roots:
+            raise RefusedError(422, "uris are not enabled on this server; send the bytes of the images")
+        images = []
+        for number, data in enumerate(form.images):
+            if len(data) > limits.image_bytes:
+                raise RefusedError(413, f"image {number} has {len(data)} bytes, more than {limits.image_bytes}")
+            images.append(ImageFile(f"image {number}", data, self.decoder))
+        for number, uri in enumerate(form.uris):
+            refusal = f"uris.{number} is not a readable image of this server"  # the same for every reason
+            try:
+                data = self.uri_roots.read(uri)
+            except BadImage:
+                raise RefusedError(422, refusal) from None
+            if len(data) > limits.image_bytes:
+                raise RefusedError(422, refusal)
+            images.append(ImageFile(f"image {len(images)}", data, self.decoder, refusal))
+        return images
 
-    def _check_search(self, options: CaptionOptions) -> None:
-        """Raises RefusedError for a search above the limits."""
-        limits = self.settings.limits
-        for name in ("beam_size", "num_results"):
-            value, most = getattr(options, name), getattr(limits, name)
-            if value is not None and value > most:
-                raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
-
-
-class _deadline:
-    """A block that ends with RefusedError after a number of seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.timeout = seconds, asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self.timeout.__aenter__()
-
-    async def __aexit__(self, *raised: Any) -> None:
+    async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Counts an answer and its time, adds headers, and turns a failure into one sentence."""
+        begin, status = time.monotonic(), 499  # of a client that has gone
+        paths = {getattr(route, "path", "") for route in request.app.routes}
+        path = request.url.path if request.url.path in paths else "other"
         try:
-            await self.timeout.__aexit__(*raised)
-        except TimeoutError:
-            raise RefusedError(503, f"there was no answer within {self.seconds:g} s; try again later", 5) from None
+            try:
+                response = await respond(request)
+            except ClientDisconnect:
+                return Response(status_code=status)
+            except Exception as error:
+                logger.exception(f"a request to {path} failed: {without_secrets(one_line(error))}")
+                response = refuse(request, RefusedError(500, FAILED))
+            response.headers.update(HEADERS)
+            status = response.status_code
+            return response
+        finally:
+            self.metrics.requests.labels(path, str(status)).inc()
+            self.metrics.seconds.labels(path).observe(time.monotonic() - begin)
 
 
-def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> Guard:
+@asynccontextmanager
+async def _deadline(seconds: float) -> AsyncIterator[None]:
+    """A block that ends with RefusedError after a number of seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise RefusedError(503, f"there was no answer within {seconds:g} s; try again later", 5) from None
+
+
+def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
-    routes = Routes(models, settings, metrics)
-    for path, endpoint, answer, forms in (
-        ("/caption", routes.caption, CaptionAnswer, (CaptionBody, CaptionOptions)),
-        ("/explain", routes.explain, ExplainAnswer, (ExplainBody, ExplainOptions)),
-    ):
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            response_model=answer,
-            response_model_exclude_none=path == "/caption",
-            responses=REFUSALS,
-            openapi_extra={"requestBody": _request_body(*forms)},
-        )
-    app.add_api_route("/models", routes.list_models, response_model=ModelsAnswer, responses=REFUSALS)
-    app.add_api_route("/healthz", _healthz)
+    server = Server(models, settings, metrics)
+    closed: dict[str, Any] = {
+        "dependencies": [Depends(server.admit)],
+        "responses": {"4XX": {"model": Error}, "5XX": {"model": Error}},
+    }
+    queued = closed | {"dependencies": [*closed["dependencies"], Depends(server.take_turn)]}
+    of_captions = queued | {"response_model_exclude_none": True}
+    app.post("/caption", openapi_extra=described_body(CaptionForm), **of_captions)(server.caption)
+    app.post("/explain", openapi_extra=described_body(ExplainForm), **queued)(server.explain)
+    app.add_api_route("/models", server.list_models, **closed)
+
+    async def healthz() -> dict[str, str]:
+        """Whether the server answers."""
+        return {"status": "ok"}
 
     async def metrics_text() -> Response:
         """Counters in Prometheus' format."""
@@ -167,31 +229,34 @@ def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> G
         return Response(text, media_type=kind)
 
     async def index() -> Response:
-        """The page."""
+        """The page, which holds no data of the server and needs no token."""
         return HTMLResponse(page_html(), headers={"Content-Security-Policy": content_security_policy()})
 
-    app.add_api_route("/metrics", metrics_text, response_class=Response, responses=REFUSALS)
+    app.add_api_route("/healthz", healthz)
+    app.add_api_route("/metrics", metrics_text, response_class=Response, **closed)
     app.add_api_route("/", index, response_class=HTMLResponse, include_in_schema=False)
-    for kind in (HTTPException, RefusedError, Exception):
-        app.add_exception_handler(kind, _refuse)
-    return Guard(cast("Any", app), settings.access, settings.limits, metrics)
+    app.add_exception_handler(HTTPException, refuse)
+    app.add_exception_handler(RefusedError, refuse)
+    if settings.loopback_only and settings.token is None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK, www_redirect=False)
+    app.middleware("http")(server.observe)
+    return app
 
 
-async def _healthz() -> dict[str, str]:
-    """Whether the server answers."""
-    return {"status": "ok"}
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    """The answer to a request that was refused, here or by Starlette, or that failed; the guard logs a failure."""
-    refused = RefusedError(500, FAILED)
+def refuse(_: Request, error: Exception) -> Response:
+    """The answer to a request that was refused, here or by Starlette: one sentence as JSON."""
+    headers = {}
     if isinstance(error, HTTPException):
         sentences = {404: "there is no such path", 405: "this path has another method"}
-        refused = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
-    elif isinstance(error, RefusedError):
-        refused = error
-    body, headers = error_parts(refused)
-    return Response(body, refused.status, headers)
+        error = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
+    assert isinstance(error, RefusedError)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status in (408, 413):
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return JSONResponse({"error": str(error)}, error.status, headers)
 
 
 def _entry(model: ServedModel, made: Sequence[Made]) -> ModelEntry:
@@ -201,20 +266,6 @@ def _entry(model: ServedModel, made: Sequence[Made]) -> ModelEntry:
 def _rows(array: np.ndarray) -> list[list[float]]:
     """(W, N) as JSON values with 6 significant digits. A number that is not finite becomes 0."""
     return [[float(f"{value:.6g}") for value in row] for row in np.nan_to_num(array, posinf=0, neginf=0).tolist()]
-
-
-def _request_body(json_form: Any, options: Any) -> dict[str, Any]:
-    """The OpenAPI description of a body, as JSON or as multipart files."""
-    fields = options.model_json_schema()
-    files = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
-    form = fields | {"properties": {"images": files} | fields["properties"], "required": ["images"]}
-    return {
-        "required": True,
-        "content": {
-            "multipart/form-data": {"schema": form},
-            "application/json": {"schema": json_form.model_json_schema()},
-        },
-    }
 
 
 @lru_cache

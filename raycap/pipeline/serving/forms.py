@@ -1,24 +1,45 @@
-"""The bodies of requests and answers, as OpenAPI describes them."""
+"""The bodies of requests and answers, as OpenAPI describes them, and how a body is read within limits."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+import base64
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from starlette.types import Message
+
+from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.serving.limits import Limits, RefusedError
 
 MAX_CAPTION = 1000  # characters of a caption to explain
-Base64 = Annotated[str, Field(description="The bytes of an image file as base64.")]
+MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its files
+MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more when it is parsed
+
+ImageBytes = Annotated[
+    bytes,
+    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
+]
 Uri = Annotated[str, Field(max_length=4096, description="A path or s3:// URI below a prefix of --allow-uri.")]
 
 
-class _Form(BaseModel):
+class RequestForm(BaseModel):
+    """What all requests have. images: the content of image files, in JSON as base64."""
+
     model_config = ConfigDict(extra="forbid")
 
+    images: list[ImageBytes] = []
+    uris: list[Uri] = []
     model: str | None = Field(None, max_length=64, description="The model's name; by default the server's first model.")
 
 
-class CaptionOptions(_Form):
-    """The search of a request. Values that are not given are the model's."""
+Form = TypeVar("Form", bound=RequestForm)
+
+
+class CaptionForm(RequestForm):
+    """The body of POST /caption. Values that are not given are the model's."""
 
     beam_size: int | None = Field(None, ge=1)
     num_results: int = Field(1, ge=1, description="Captions per image.")
@@ -27,26 +48,12 @@ class CaptionOptions(_Form):
     confidence: bool = Field(True, description="Whether the answer has confidences, for models that have them.")
 
 
-class ExplainOptions(_Form):
-    """What to explain of an image."""
+class ExplainForm(RequestForm):
+    """The body of POST /explain, with one image."""
 
     caption: str | None = Field(None, max_length=MAX_CAPTION, description="By default the model's best caption.")
     head: int | None = Field(None, ge=0, le=1000, description="Of the last decoder layer; by default the mean of all.")
     attribution: bool = Field(False, description="Also integrated gradients, which take minutes.")
-
-
-class CaptionBody(CaptionOptions):
-    """The JSON body of POST /caption."""
-
-    images: list[Base64] = []
-    uris: list[Uri] = []
-
-
-class ExplainBody(ExplainOptions):
-    """The JSON body of POST /explain, with one image."""
-
-    images: list[Base64] = []
-    uris: list[Uri] = []
 
 
 class RankedEntry(BaseModel):
@@ -97,3 +104,60 @@ class ModelsAnswer(BaseModel):
 
 class Error(BaseModel):
     error: str
+
+
+def described_body(form: type[RequestForm]) -> dict[str, Any]:
+    """The OpenAPI description of a body, as JSON or as multipart files."""
+    described = form.model_json_schema()
+    fields = {name: each for name, each in described["properties"].items() if name != "uris"}
+    files = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
+    multipart = described | {"properties": fields | {"images": files}, "required": ["images"]}
+    contents = {"multipart/form-data": {"schema": multipart}, "application/json": {"schema": described}}
+    return {"requestBody": {"required": True, "content": contents}}
+
+
+async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
+    """The form in a body, which is JSON, or multipart with images as files, whatever their fields' names.
+
+    Raises RefusedError for another body, before more than `body_bytes` are in memory, and after `body_s`; and
+    starlette's HTTPException for a multipart body that its parser refuses.
+    """
+    left = limits.body_bytes
+
+    async def receive() -> Message:
+        nonlocal left
+        message = await request.receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise RefusedError(
+                413, f"the request has more than {limits.body_bytes} bytes; send fewer or smaller images"
+            )
+        return message
+
+    limited = Request(request.scope, receive)
+    content_type = request.headers.get("content-type", "missing")
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind not in ("application/json", "multipart/form-data"):
+        raise RefusedError(415, f"Content-Type is {shown(content_type)}; send multipart/form-data or application/json")
+    try:
+        async with asyncio.timeout(limits.body_s):
+            if kind == "application/json":
+                body = await limited.body()
+                if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+                    raise RefusedError(413, f"the body has more than {MAX_JSON_VALUES} values; send fewer")
+                return form.model_validate_json(body)
+            sizes = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+            async with limited.form(max_files=limits.images, **sizes) as parts:
+                values = [value for _, value in parts.multi_items() if not isinstance(value, str)]
+                images = [await value.read() for value in values]
+                fields = {name: value for name, value in parts.items() if isinstance(value, str)}
+            return form.model_validate(fields | {"images": images})
+    except TimeoutError:
+        raise RefusedError(408, f"the request did not arrive within {limits.body_s:g} s") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        problem = f"there is no such field; the fields are {', '.join(form.model_fields)}"
+        if first["type"] != "extra_forbidden":
+            problem = shown(first["msg"])
+        raise RefusedError(422, f"{shown(place)}: {problem}") from None

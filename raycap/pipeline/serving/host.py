@@ -1,9 +1,11 @@
-"""The model in a captioning process: batches of requests, and its replacement while it serves."""
+"""The model in a captioning process: how it is loaded, batches of requests, and its replacement by a new champion."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,13 @@ import torch
 
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.guard import FAILED
-from raycap.pipeline.serving.limits import RefusedError
-from raycap.pipeline.serving.loading import LoadedModel
+from raycap.pipeline.serving.address import ModelAddress, parse_address, weights_digest
+from raycap.pipeline.serving.limits import FAILED, RefusedError
 from raycap.pipeline.serving.served_models import (
     Answer,
     ExplainJob,
@@ -27,8 +29,64 @@ from raycap.pipeline.serving.served_models import (
     StaleTransform,
     transform_key,
 )
+from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that captions images. digest: as `weights_digest`. name: of the bundle. options: of its storage."""
+
+    service: CaptionService
+    name: str
+    digest: str
+    options: StorageOptions = StorageOptions()
+
+    def describe(self) -> dict[str, Any]:
+        """What callers may know of the model, as JSON values."""
+        service, model = self.service, self.service.bundle.captioner.model
+        transform = service.transform
+        return {
+            "bundle": self.name,
+            "digest": self.digest,
+            "system": model.config.name,
+            "vocabulary_size": model.sizes.vocabulary_size,
+            "image_size": transform.image_size,
+            "keep_aspect": transform.keep_aspect,
+            "crop_share": transform.image_size / transform.scaled_side,
+            "device": service.device.type,
+            "precision": service.precision,
+            "beam_size": service.search.beam_size,
+            "max_length": service.search.max_length,
+            "has_confidence": service.bundle.confidence(service.search) is not None,
+        }
+
+
+def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: Any) -> LoadedModel:
+    """The model at an address, as `parse_address` reads it. settings: of a `CaptionService`.
+
+    Raises UserError if it is no model that captions images, and for a device that this machine does not have.
+    """
+    device = settings.get("device")
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(f"device is {device!r}; expected cpu, cuda, or None for a GPU if there is one")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch sees no GPU; give cpu, or check the driver with nvidia-smi")
+    address = parse_address(model, storage, StorageOptions(endpoint_url))
+    bundle = address.resolve()
+    return load_source(bundle, weights_digest(bundle), settings, address)
+
+
+def load_source(source: ModelSource, digest: str, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
+    """The model of a source. address: of the source, for messages. Raises UserError."""
+    bundle = source.load()
+    if bundle.transform is None:
+        raise UserError(
+            f"{address.text}: this bundle has no backbone, it captions stored features and not images; give a bundle "
+            "of a run with a backbone"
+        )
+    return LoadedModel(CaptionService(bundle, **settings), bundle.config["name"], digest, address.storage.options)
 
 
 class ModelHost:
@@ -125,3 +183,59 @@ def _normalized(service: CaptionService, pixels: Sequence[np.ndarray]) -> torch.
     """(B, 3, H, W), on the service's device."""
     stacked = torch.from_numpy(np.stack(pixels)).to(service.device)
     return service.transform.normalize(stacked).contiguous()
+
+
+class ChampionWatcher:
+    """Looks for another champion every `interval_s` seconds, in a thread of its own.
+
+    load: loads a bundle. A champion that cannot be read or loaded changes nothing: the current one stays, the reason is
+    logged once, and the next look tries again. A rollback is a new champion, too.
+    """
+
+    def __init__(
+        self,
+        address: ModelAddress,
+        host: ModelHost,
+        current: StoredBundle,
+        load: Callable[[StoredBundle], LoadedModel],
+        interval_s: float,
+    ) -> None:
+        self.address, self.host, self.current, self.load, self.interval_s = address, host, current, load, interval_s
+        self._ended = threading.Event()
+        self._logged = ""
+        self._thread = threading.Thread(target=self._follow, name="champion", daemon=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last look failed, so that the current model may be older than the champion."""
+        return bool(self._logged)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the look that it may be taking."""
+        self._ended.set()
+
+    def look(self) -> bool:
+        """Loads the champion if it is another one. Returns whether it took over."""
+        try:
+            found = self.address.resolve()
+            if found == self.current:
+                self._logged = ""
+                return False
+            self.host.replace(self.load(found))
+        except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
+            text = without_secrets(one_line(error))
+            if text != self._logged:
+                logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
+            self._logged = text
+            return False
+        self.current, self._logged = found, ""
+        logger.info(f"{self.address.text} is now {found.location} ({self.host.current.digest})")
+        return True
+
+    def _follow(self) -> None:
+        while not self._ended.wait(self.interval_s):
+            self.look()

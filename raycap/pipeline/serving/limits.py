@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
-from raycap.pipeline.errors import UserError
+FAILED = "the server failed; its log has the reason"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of requests. Raises UserError unless all are above 0.
+class Limits(BaseModel):
+    """Limits of requests.
 
     body_bytes: of a request. image_bytes, pixels: of one image. images: per request. body_s: for a client to send its
     request. answer_s: for the captions of a request, waiting included. queue: requests that are worked on or wait.
     beam_size, num_results: the largest that a request may ask for.
     """
 
-    body_bytes: int = 64 * 2**20
-    image_bytes: int = 16 * 2**20
-    pixels: int = 40_000_000
-    images: int = 16
-    body_s: float = 30.0
-    answer_s: float = 60.0
-    queue: int = 64
-    beam_size: int = 10
-    num_results: int = 10
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise UserError(f"the limit {field.name} is {value}; expected a number above 0")
+    body_bytes: PositiveInt = 64 * 2**20
+    image_bytes: PositiveInt = 16 * 2**20
+    pixels: PositiveInt = 40_000_000
+    images: PositiveInt = 16
+    body_s: PositiveFloat = 30.0
+    answer_s: PositiveFloat = 60.0
+    queue: PositiveInt = 64
+    beam_size: PositiveInt = 10
+    num_results: PositiveInt = 10
 
 
 class RefusedError(Exception):
@@ -40,8 +35,8 @@ class RefusedError(Exception):
     """
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        self.status, self.retry_after_s = status, retry_after_s
+        super().__init__(status, message, retry_after_s)
+        self.status, self.message, self.retry_after_s = status, message, retry_after_s
 
-    def __reduce__(self) -> tuple[type, tuple[int, str, int | None]]:
-        return RefusedError, (self.status, str(self), self.retry_after_s)
+    def __str__(self) -> str:
+        return self.message

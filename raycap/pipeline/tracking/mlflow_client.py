@@ -12,8 +12,8 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
+from raycap.pipeline.storage.atomic import atomic_path, file_lock
 from raycap.pipeline.storage.s3 import StorageOptions, is_remote
-from raycap.pipeline.tracking.local_database import ensure_database
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,24 @@ def tracking_client(config: RunConfig) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if (file := _sqlite_file(config)) is not None:
-        ensure_database(file)
+    if (file := _sqlite_file(config)) is not None and not file.exists():
+        _create_database(file)
     elif _is_database(config) and is_remote(config.storage.uri):
         _reach_artifacts(config.storage.options)
     return MlflowClient(tracking_uri(config))
+
+
+def _create_database(file: Path) -> None:
+    """Creates MLflow's SQLite file whole or not at all.
+
+    MLflow creates it by dozens of migrations, and after a kill between two of them no later process could use it.
+    """
+    from mlflow import MlflowClient
+
+    with file_lock(file.with_name(f".{file.name}.lock")):
+        if not file.exists():
+            with atomic_path(file) as temporary:
+                MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
 
 
 def _reach_artifacts(options: StorageOptions) -> None:

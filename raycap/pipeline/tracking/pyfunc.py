@@ -1,12 +1,11 @@
 """The pyfunc model that MLflow loads and serves: a `CaptionService` that reads tables of images.
 
-This module imports neither Ray nor MLflow, so that a served model needs few packages. The modules of raycap that it
-imports are stored with the model (`serving_sources`).
+This module imports neither Ray nor MLflow, so that a served model needs few packages. The package raycap is stored with
+the model.
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import math
 from pathlib import Path
@@ -20,7 +19,6 @@ from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import BATCH_SIZE, CaptionService
 from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.version import package_folder
 
 MAX_IMAGE_BYTES = 32 * 2**20  # in column `image`; a decoder may take a microsecond for each byte of a hostile file
 MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time
@@ -110,27 +108,6 @@ def _file_bytes(image: Any) -> bytes:
         return base64.b64decode(image, validate=True)
     except ValueError as error:
         raise BadImage("image is text but no base64; a path belongs to column uri") from error
-
-
-def serving_sources() -> list[Path]:
-    """The files of raycap that a served model imports, directly or through other modules.
-
-    Imports inside functions count, because the model may call these functions.
-    """
-    root = package_folder()
-    sources: set[Path] = set()
-    waiting = [Path(__file__)]
-    while waiting:
-        path = waiting.pop()
-        if path in sources or not path.is_file():
-            continue
-        sources.add(path)
-        waiting += [folder / "__init__.py" for folder in path.parents if folder.is_relative_to(root)]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                waiting += [root.parent / f"{name.replace('.', '/')}.py" for name in names]
-    return sorted(sources)
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:

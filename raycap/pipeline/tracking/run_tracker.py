@@ -1,4 +1,9 @@
-"""The tracker of a run: sends its journal in the background, and ends it as FINISHED, FAILED or KILLED.
+"""The tracker of a run: sends its journal and model to MLflow, and ends it as FINISHED, FAILED or KILLED.
+
+The run is a parent in MLflow, and each stage is a child with the metrics of the run's journal. `sync` sends what was
+not sent before and stores what was sent in log/tracked.json, so it may be called any number of times: regularly during
+training (`Tracker`), and at the end. A metric that is sent twice, because the first answer was lost, has the same time
+and value and counts once.
 
 A tracker that is down or slow does not affect training and delays the run's end by a bounded time (`BoundedClient`).
 `raycap sync`, or starting the same run again, sends what it has not received.
@@ -7,28 +12,38 @@ A tracker that is down or slow does not affect training and delays the run's end
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import io
 import logging
+import os
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runs.journal import journal_bytes
-from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.runs.journal import Entry, journal_bytes, read_journal
+from raycap.pipeline.runs.run_bundle import local_bundle
+from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.tracking.mlflow_client import (
     BoundedClient,
     ClientStopped,
+    experiment_of,
+    get_or_create_run,
+    log_params,
     public_uri,
     reason_of,
     tracking_client,
+    tracking_uri,
     warn_of_local_file,
 )
-from raycap.pipeline.tracking.registry import register_model
-from raycap.pipeline.tracking.run_sync import SentRecord, log_plots, log_results, sync
+from raycap.pipeline.version import package_folder
 
 logger = logging.getLogger(__name__)
-
 
 JOIN_S = 30  # The end of a run waits this long for a pending call. HTTP requests end earlier (CALL_TIMEOUT_S).
 LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
@@ -41,7 +56,6 @@ class Tracker:
         self.folder, self.config, self.every_s = folder, config, every_s
         self._stop = threading.Event()
         self._failing = False  # whether the last attempt failed
-        self._unsure = True  # an earlier process may have sent more than it could record
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -63,7 +77,7 @@ class Tracker:
         with self._attempt():
             SentRecord(self.folder, self.config).set("ending", status)
             self._join()
-            sync(self.folder, self.config, self._client(), status=status, unsure=self._unsure)
+            sync(self.folder, self.config, self._client(), status=status)
             return True
         return False
 
@@ -77,11 +91,10 @@ class Tracker:
         with self._attempt():
             self._join()
             client = self._client()
-            sync(self.folder, self.config, client, unsure=self._unsure)
+            sync(self.folder, self.config, client)
             log_results(self.folder, self.config, scores, client)
             registered = register_model(self.folder, self.config, bundle, scores)
             sync(self.folder, self.config, client, status="FINISHED")
-            log_plots(self.folder, self.config, client)  # last, because a picture that fails must stop nothing else
             return registered
         return None
 
@@ -111,7 +124,7 @@ class Tracker:
                 continue
             pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
             with self._attempt():
-                sync(self.folder, self.config, self._client(self._stop), unsure=self._unsure)
+                sync(self.folder, self.config, self._client(self._stop))
                 pause, sent_bytes = self.every_s, size
 
     @contextlib.contextmanager
@@ -121,7 +134,6 @@ class Tracker:
         try:
             yield
         except Exception as error:
-            self._unsure = True
             if not self._failing and not isinstance(error, ClientStopped):
                 self._failing = True
                 logger.info(
@@ -131,7 +143,7 @@ class Tracker:
             return
         if self._failing:
             logger.info(f"tracker   {address} accepts everything again")
-        self._failing = self._unsure = False
+        self._failing = False
 
 
 def register_run(folder: RunFolder, config: RunConfig) -> str | None:
@@ -139,8 +151,6 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
 
     Returns the registered name/version; None when the tracker does not accept everything now.
     """
-    from raycap.pipeline.runs.run_bundle import local_bundle
-
     summary = folder.summary
     if summary is None:
         return None
@@ -149,3 +159,253 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
         write_json(folder.path / "COMPLETE.json", summary | {"tracked": registered is not None})
         folder.push("COMPLETE.json")
     return registered
+
+
+METRICS_PER_REQUEST = 500  # the server accepts 1000
+SENT_FILE = "log/tracked.json"
+FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of this kind has
+NOT_METRICS = ("step", "time", "total")
+
+
+class SentRecord:
+    """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
+
+    Values: "parent" is the run id in MLflow, "stages" has those of the stages. "sent" is the last step that was sent,
+    by STAGE/KIND of the journal's entries. "status" is the last status by run id. "described" tells whether the parent
+    has its parameters. "ending" is the status with which the run ended, for a later `raycap sync`; None while it runs.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
+        self._folder, self._address = folder, public_uri(config)
+        self._by_address = stored_records(folder)
+        empty: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}}
+        self.values: dict[str, Any] = self._by_address.get(self._address, empty)
+        if self._address not in self._by_address:
+            self.save()  # `raycap sync` finds the address here even when nothing was ever sent
+
+    def save(self) -> None:
+        write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
+        self._folder.push(SENT_FILE)
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a value and saves when it changes."""
+        if self.values.get(key) != value:
+            self.values[key] = value
+            self.save()
+
+
+def stored_records(folder: RunFolder) -> dict[str, Any]:
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
+
+    A damaged file is named in the log and counts as empty, so that the tracker gets the run again under a new id.
+    """
+    path = folder.path / SENT_FILE
+    try:
+        records = read_json(path) if path.is_file() else {}
+        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
+            raise DamagedError(f"{path} is damaged: it holds no records")
+        return records
+    except DamagedError as error:
+        logger.warning(f"damaged   {error}; the tracker gets the run again")
+        return {}
+
+
+def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | None = None) -> None:
+    """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
+
+    Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
+    end with that status.
+    """
+    record = SentRecord(folder, config)
+    values = record.values
+    stages: dict[str, list[Entry]] = {}
+    for entry in read_journal(folder.journal):
+        stages.setdefault(entry["stage"], []).append(entry)
+    if values["parent"] is None:
+        record.set("parent", _get_or_create_parent(client, folder, config))
+    if not values.get("described"):
+        log_params(client, values["parent"], config.stored_values())
+        client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
+        record.set("described", True)
+    for stage, entries in stages.items():
+        if stage not in values["stages"]:
+            values["stages"][stage] = _get_or_create_child(client, folder, config, entries[0], values["parent"])
+            record.save()
+        run_id = values["stages"][stage]
+        _send_entries(client, record, stage, entries)
+        is_finished = folder.result(stage) is not None
+        _set_status(client, record, run_id, "FINISHED" if is_finished else status or "RUNNING", entries[-1]["time"])
+    _set_status(client, record, values["parent"], status or "RUNNING")
+
+
+def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], client: Any) -> None:
+    """Logs scores, their signature and the files (report, captions, scores, metadata) to the parent run."""
+    from mlflow.entities import Metric, RunTag
+
+    parent, entries = SentRecord(folder, config).values["parent"], read_journal(folder.journal)
+    # a repeated call uses the same time, the last one in the journal, so that no metric gets a second value
+    time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
+    splits = read_json(folder.path / "scores.json")["splits"]
+    first_split = next(iter(splits.values()))
+    tags = [RunTag("raycap.signature", first_split["signature"])]
+    client.log_batch(parent, metrics=[Metric(name, value, time_ms, 0) for name, value in scores.items()], tags=tags)
+    for file in ("report.html", "scores.json", "run.json", "config.yaml"):
+        if (folder.path / file).is_file():  # the report may have failed
+            client.log_artifact(parent, str(folder.path / file))
+    client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
+
+
+def tag_run(folder: RunFolder, config: RunConfig, client: Any, name: str, value: str) -> None:
+    """Gives the parent run a tag, if the tracker has the run."""
+    parent = SentRecord(folder, config).values["parent"]
+    if parent is not None:
+        client.set_tag(parent, name, value)
+
+
+def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
+    """The id of MLflow's run for a raycap run, which is created if it does not exist."""
+    metadata = folder.metadata
+    match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
+    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
+    tags["raycap.data_fingerprint"] = metadata.data_fingerprint
+    return get_or_create_run(client, experiment_of(client, config), match, tags)
+
+
+def _get_or_create_child(client: Any, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+    """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
+    section = config.stage(first_entry["stage"])
+    tags = {"raycap.run_id": folder.run_id}
+    if section.objective == "scst":
+        tags["raycap.signature"] = section.sampling.signature
+    match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}
+    run_id = get_or_create_run(client, experiment_of(client, config), match, tags, int(first_entry["time"] * 1000))
+    log_params(client, run_id, config.stored_values()["stages"][config.stages.index(section)])
+    return run_id
+
+
+def _set_status(client: Any, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
+    """Sets a status once, because ending a run again would move its end time (`end` in seconds; None: now)."""
+    statuses = record.values.setdefault("status", {})
+    if statuses.get(run_id) == status:
+        return
+    if status == "RUNNING":
+        client.update_run(run_id, status=status)
+    else:
+        client.set_terminated(run_id, status, None if end is None else int(end * 1000))
+    statuses[run_id] = status
+    record.save()
+
+
+def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Entry]) -> None:
+    """Sends the metrics of the entries after the recorded steps. No entry is divided between two requests."""
+    from mlflow.entities import Metric
+
+    run_id, sent = record.values["stages"][stage], record.values["sent"]
+    metrics: list[Metric] = []
+    steps: dict[str, int] = {}
+
+    def send() -> None:
+        """Sends the collected metrics and records their steps."""
+        client.log_batch(run_id, metrics=metrics)
+        sent.update(steps)
+        record.save()
+        metrics.clear()
+
+    for entry in entries:
+        kind, step = entry["kind"], entry["step"]
+        if kind not in FIRST_METRIC or step <= sent.get(f"{stage}/{kind}", -1):
+            continue
+        prefix = "validation_" if kind == "validation" else ""
+        new = [
+            Metric(f"{prefix}{key}", float(value), int(entry["time"] * 1000), step)
+            for key, value in entry.items()
+            if isinstance(value, (int, float)) and key not in NOT_METRICS
+        ]
+        if len(metrics) + len(new) > METRICS_PER_REQUEST:
+            send()
+        metrics += new
+        steps[f"{stage}/{kind}"] = step
+    if metrics:
+        send()
+
+
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
+
+
+def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:
+    """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
+
+    A version that this run registered before is returned unchanged.
+    """
+    parent = SentRecord(folder, config).values["parent"]
+    registered = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
+    if registered:
+        return f"{registered[0].name}/{registered[0].version}"
+    import mlflow
+
+    name = config.tracking.registered_name or config.name
+    tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
+    packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
+    with (
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),
+        _current_run(config, parent),
+    ):
+        logged = mlflow.pyfunc.log_model(
+            name="model",
+            loader_module="raycap.pipeline.tracking.pyfunc",  # the module reads the bundle, so nothing is pickled
+            data_path=str(bundle),
+            code_paths=[str(package_folder())],
+            # package indexes name versions without a build's suffix (+cpu)
+            pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
+            signature=_signature(),
+            input_example=_example(),
+            model_config=_settings(config),
+        )
+        tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
+        version = mlflow.register_model(logged.model_uri, name, tags=tags)
+    return f"{name}/{version.version}"
+
+
+@contextlib.contextmanager
+def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
+    """Makes a run MLflow's current run. Afterwards the environment has no address, which may contain a password."""
+    import mlflow
+
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(tracking_uri(config))
+    try:
+        with mlflow.start_run(run_id=run_id):
+            yield
+    finally:
+        mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of the pyfunc model. MLflow lets a server change those that are named here."""
+    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
+    return search | {"uri_roots": []}
+
+
+def _signature() -> Any:
+    """The served model's input, an image's bytes or URI, and its output, a caption with its values."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema
+
+    inputs: list[Any] = [ColSpec("binary", "image", required=False), ColSpec("string", "uri", required=False)]
+    outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
+    outputs += [ColSpec("double", name, required=False) for name in ("confidence", "expected_ciderd")]
+    return ModelSignature(Schema(inputs), Schema(outputs))
+
+
+def _example() -> Any:
+    """The bytes of a small PNG file in the column `image`."""
+    import pandas
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((32, 32)).save(file, "PNG")
+    return pandas.DataFrame({"image": [file.getvalue()]})

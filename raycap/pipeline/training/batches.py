@@ -1,14 +1,18 @@
 """The batches of a stage: the samples that a worker gets at a step, with features (or pixels) and caption tokens.
 
 A sample is an image with `captions_per_image` captions. For cross entropy with one caption per image it is an
-(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone
-(`pipeline.training.sample_order`). So a stage can resume at any step with any number of workers.
+(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone. So a stage
+can resume at any step with any number of workers.
+
+The order of samples is a permutation that depends on seed and epoch, computed position by position. It is a keyed
+Feistel network over the next power of four, with cycle walking for values outside the data set. It needs no table:
+position 10 billion costs the same as position 0, and workers do not have to communicate.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,19 +30,17 @@ from raycap.pipeline.data.vocabulary import TokenFiles
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.training.sample_order import samples_at, seed_of, view_seeds
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
 _CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
+_ROUNDS = 6
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
 
 def num_samples(stage: StageSection, folder: RunFolder) -> int:
     """Samples per epoch of a stage: (image, caption) pairs, or images."""
-    train = folder.dataset.split(*folder.config.data.train_splits)
-    if not stage.samples_are_pairs:
-        return len(train)
-    taught = folder.metadata.distilled if folder.learns_of_teacher(stage) else None
-    return train.num_captions + (0 if taught is None else taught.captions)
+    train = folder.training_images(stage)
+    return train.num_captions if stage.samples_are_pairs else len(train)
 
 
 def share(size: int, index: int, count: int) -> slice:
@@ -49,26 +51,19 @@ def share(size: int, index: int, count: int) -> slice:
 class CaptionTokens:
     """Token ids (SOS words EOS) of the captions of images, which remain in memory-mapped files.
 
-    Image i has the captions first[i] to first[i + 1] - 1: those of the first files, then those of the second, and so
-    on. It needs 8 bytes of memory per image.
+    Image i has the captions first[i] to first[i + 1] - 1. It needs 8 bytes of memory per image.
     """
 
-    def __init__(self, files: Sequence[TokenFiles], rows: np.ndarray, pad: int) -> None:
-        """rows: the images of all files whose captions these are. pad: the id of PAD."""
+    def __init__(self, files: TokenFiles, rows: np.ndarray, pad: int) -> None:
+        """rows: the images of the files whose captions these are. pad: the id of PAD."""
         self.files, self.rows, self.pad = files, rows, pad
         self.first = np.zeros(len(rows) + 1, np.int64)
-        for each in files:
-            self.first[1:] += each.first[rows + 1] - each.first[rows]
-        np.cumsum(self.first, out=self.first)
+        np.cumsum(files.first[rows + 1] - files.first[rows], out=self.first[1:])
 
     @classmethod
-    def of_stage(cls, folder: RunFolder, stage: StageSection, train: Dataset) -> CaptionTokens:
-        """The captions that a stage learns of training images, which are rows of the run's data set.
-
-        These are people's. In a stage of cross entropy, those of the teacher of the section `distill` follow; the
-        rewards of SCST count people's only. Raises DamagedError.
-        """
-        return cls(folder.tokens_of(stage), train.rows, folder.vocabulary.pad)
+    def of_images(cls, folder: RunFolder, images: Dataset) -> CaptionTokens:
+        """The captions of images, which are rows of the run's data set. Raises DamagedError."""
+        return cls(folder.tokens(), images.rows, folder.vocabulary.pad)
 
     def __len__(self) -> int:
         """The number of captions."""
@@ -80,15 +75,15 @@ class CaptionTokens:
 
     def padded(self, captions: np.ndarray) -> Tensor:
         """Token ids (len(captions), T), int64, of the captions with these numbers, padded with PAD to the longest."""
-        sources, starts, ends = self._spans(captions)
+        starts, ends = self._spans(captions)
         tokens = np.full((len(captions), int((ends - starts).max())), self.pad, np.int64)
-        for row, source, start, end in zip(tokens, sources, starts, ends, strict=True):
-            row[: end - start] = self.files[source].ids[start:end]
+        for row, start, end in zip(tokens, starts, ends, strict=True):
+            row[: end - start] = self.files.ids[start:end]
         return torch.from_numpy(tokens)
 
     def target_counts(self, captions: np.ndarray) -> np.ndarray:
         """Number of target tokens (words and EOS) of each caption."""
-        _, starts, ends = self._spans(captions)
+        starts, ends = self._spans(captions)
         return ends - starts - 1
 
     def longest(self, count: int) -> np.ndarray:
@@ -100,18 +95,11 @@ class CaptionTokens:
             longest = captions[np.argsort(-self.target_counts(captions), kind="stable")[:count]]
         return longest
 
-    def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where the tokens of captions are: the number in `files`, and the bounds in its `ids`."""
+    def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens of captions begin and end in `files.ids`."""
         images = self.images_of(captions)
-        rows, numbers = self.rows[images], captions - self.first[images]  # numbers: 0 for an image's first caption
-        sources, starts, ends = (np.zeros_like(captions) for _ in range(3))
-        for source, files in enumerate(self.files):
-            begin = files.first[rows]
-            is_here = (numbers >= 0) & (numbers < files.first[rows + 1] - begin)
-            here = (begin + numbers)[is_here]
-            sources[is_here], starts[is_here], ends[is_here] = source, files.offsets[here], files.offsets[here + 1]
-            numbers = numbers - (files.first[rows + 1] - begin)
-        return sources, starts, ends
+        places = self.files.first[self.rows[images]] + captions - self.first[images]
+        return self.files.offsets[places], self.files.offsets[places + 1]
 
 
 @dataclass(frozen=True)
@@ -237,3 +225,64 @@ class Batches:
         generator = np.random.default_rng(seed_of(self.seed, step, 1))  # 1: unlike the seeds of `samples_at`
         start = generator.integers(0, 2**31, len(samples))[:, None]
         return samples, first[:, None] + (start + np.arange(self.stage.captions_per_image)) % count[:, None]
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 values that look random: splitmix64's finalizer (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_of(*parts: int) -> int:
+    """One 63-bit seed from several numbers (run seed, stage, step, rank, ...)."""
+    state = np.array([0x9E3779B97F4A7C15], np.uint64)  # the increment of splitmix64
+    for part in parts:
+        state = mix(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64))  # the mask makes the number unsigned
+    return int(state[0] >> np.uint64(1))
+
+
+def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
+    """Sample numbers at global positions (int64, any shape). Position p belongs to epoch p // num_samples.
+
+    Every epoch contains every sample once, in another order. The expected cost is O(len(positions)).
+    """
+    epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
+    result = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        mask = epochs == epoch
+        permuted = _permute(offsets[mask].astype(np.uint64), num_samples, seed_of(seed, int(epoch)))
+        result[mask] = permuted.astype(np.int64)
+    return result
+
+
+def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
+    """The seeds (S,) uint64 that decide the views of images in epochs, both (S,) whole numbers."""
+    seeds = np.empty(len(images), np.uint64)
+    for epoch in np.unique(epochs):
+        mask = epochs == epoch
+        # 2: unlike the seeds of `samples_at`
+        seeds[mask] = mix(images[mask].astype(np.uint64) ^ np.uint64(seed_of(seed, int(epoch), 2)))
+    return seeds
+
+
+def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """The number to which a permutation of 0 to size - 1 maps each of the values. The seed decides the permutation."""
+    shift = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
+    permuted = _feistel(values, shift, keys)
+    outside = np.flatnonzero(permuted >= size)
+    while len(outside):  # cycle walking: repeated application ends inside [0, size), and remains a bijection
+        again = _feistel(permuted[outside], shift, keys)
+        permuted[outside] = again
+        outside = outside[again >= size]
+    return permuted
+
+
+def _feistel(values: np.ndarray, shift: np.uint64, keys: np.ndarray) -> np.ndarray:
+    """Maps numbers of twice `shift` bits to each other, one to one, in one Feistel round per key."""
+    mask = (np.uint64(1) << shift) - np.uint64(1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right + key) & mask)
+    return (left << shift) | right

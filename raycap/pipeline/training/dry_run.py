@@ -51,13 +51,12 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     """
     folder = folder.on_worker()
     prepare_processor(folder.config.workers.threads_per_worker)
-    train = folder.dataset.split(*folder.config.data.train_splits)
     device = device_for(folder.config.workers.gpus_per_worker)
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
         checkpointing = False
         try:
-            checkpointing = _try_step(folder, stage, train, device)
+            checkpointing = _try_step(folder, stage, folder.training_images(stage), device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = one_line(raised)
         yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), checkpointing, error)
@@ -122,7 +121,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
-    captions = CaptionTokens.of_stage(folder, stage, train)
+    captions = CaptionTokens.of_images(folder, train)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from raycap.models.encoders.backbone import Backbone, set_drop_path
 from raycap.models.registry import build_model
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.captions import RankedCaption
+from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store.store import open_store
@@ -37,18 +40,16 @@ from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
 from raycap.pipeline.runtime.processor import float32_products, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
-from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, seed_of
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
-from raycap.pipeline.training.sample_order import seed_of
-from raycap.pipeline.training.split_captions import caption_split
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summed
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
-REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation makes progress
+REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation or search makes progress
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,8 @@ class StageRun:
         self.context, self.folder, self.stage, self.vocabulary = context, folder, stage, folder.vocabulary
         self.number = list(config.stages).index(stage)
         prepare_processor(config.workers.threads_per_worker)
-        dataset = folder.dataset.without(job.excluded)
-        train, validation = dataset.split(*config.data.train_splits), dataset.split(config.data.val_split)
+        train = folder.training_images(stage).without(job.excluded)
+        validation = folder.dataset.split(config.data.val_split).without(job.excluded)
         self.captioner = stage_captioner(folder, stage, context.device)
         store = None
         if not stage.train_backbone:
@@ -200,7 +201,7 @@ class StageRun:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
-        captions = CaptionTokens.of_stage(folder, stage, train)
+        captions = CaptionTokens.of_images(folder, train)
         rank, world_size = context.world_rank, context.world_size
         self.computer = feature_computer(folder, stage, context.device)
         computes = self.computer is not None
@@ -409,3 +410,58 @@ class StageRun:
         score = f"best validation CIDEr-D {progress.best_score:.4f} at step {progress.best_step}"
         result = StageResult(progress.step, progress.best_step, progress.best_score, kept, progress.ended_early)
         self.output.finish(result, f"done: {score}, {verdict}{early}")
+
+
+def caption_split(
+    context: Context,
+    folder: RunFolder,
+    split: str,
+    store: StoragePath | Path | None,
+    excluded: Sequence[str],
+    output: StageOutput,
+) -> None:
+    """Writes captions of a split from the weights that a run delivers, with the search of its section `evaluation`.
+
+    Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
+    initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
+    output: of the run's last stage; it writes the journal, whose new entries count no training time.
+    """
+    prepare_processor(folder.config.workers.threads_per_worker)
+    captioner = _delivered_captioner(folder).to(context.device)
+    features = None
+    if captioner.backbone is None:
+        assert store is not None  # the frozen stages have read it
+        features = open_store(store, folder.config.features)
+    images = model_inputs(folder.config, folder.dataset.without(excluded).split(split), features)
+    result = folder.result(output.stage)
+    assert result is not None
+    output.open_journal(result.steps)
+    reported_at = time.monotonic()
+
+    def report(fraction: float) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
+            reported_at = time.monotonic()
+            output.log("event", result.steps, {"text": f"captions of {split}, {100 * fraction:.0f} % done"})
+
+    protocol = run_protocol(folder.config, folder.delivered())
+    output.log("event", result.steps, {"text": f"captions of {split}: {protocol.signature}"})
+    best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)
+    if output.writes:
+        output.check_may_write()
+        path = folder.path / "predictions" / f"{split}.json"
+        write_predictions(path, {image: hypothesis.caption for image, hypothesis in best.items()})
+        folder.push("predictions", check_may_write=output.check_may_write)
+
+
+def _delivered_captioner(folder: RunFolder) -> Captioner:
+    """The captioner that a run delivers; with a backbone if a stage up to the delivered one trained it and was kept."""
+    config, stage, backbone = folder.config, folder.delivered(), None
+    model = build_model(config.model, folder.sizes)
+    load_weights(model, folder.delivered_weights("model"))
+    weights = folder.delivered_weights("backbone") if stage is not None and config.has_backbone else None
+    if weights is not None and weights.parent != folder.path / "init":
+        backbone = Backbone(config.backbone, with_weights=False)
+        load_weights(backbone, weights)
+        backbone = backbone.to(memory_format=torch.channels_last)
+    return Captioner(model, backbone)

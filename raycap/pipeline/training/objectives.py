@@ -16,7 +16,7 @@ With `sampling_dropout`, captions are sampled in training mode, as in the code o
 backbone and the encoder serves both passes of the decoder, which have the same dropout masks
 (`models/dropout.py`). So the gradient is that of the sampling itself. A greedy baseline has no dropout.
 
-`scst_signature` describes these settings in the notation of SacreEOS.
+`ScstSection.signature` describes these settings in the notation of SacreEOS.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def check_reward(stage: StageSection, reward: WeightedReward) -> str:
     Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS
     should be rewarded by CIDEr-D and makes no difference to it.
     """
-    text = f"SCST {scst_signature(stage.sampling)}"
+    text = f"SCST {stage.sampling.signature}"
     ground_truth = reward.cider_d.ground_truth
     if ground_truth is None:
         return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
@@ -212,25 +212,6 @@ def check_reward(stage: StageSection, reward: WeightedReward) -> str:
             f"stage {stage.name}: captions score {with_eos:.4f} with EOS and without it; it is not rewarded"
         )
     return f"{text}, {without_eos:.3f} without EOS"
-
-
-def scst_signature(section: ScstSection) -> str:
-    """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
-
-    Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2. The
-    notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
-    """
-    mode = "STANDARD_wInit" if section.eos_in_reward else "NO<EOS>MODE_wInit"
-    baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[section.baseline]
-    sampler = "nspi" if section.sampler == "multinomial" else "beam"
-    notation = f"{mode}+Cider-D[n4,s6.0]+{baseline}[{sampler}{section.num_samples}]+1.0.0"
-    others = ["max_length", "temperature", "eos_in_loss", "fixed_length", "document_frequency", "sampling_dropout"]
-    others += ["divide_by_deviation", "kl"]
-    defaults = type(section)()
-    values = {key: getattr(section, key) for key in others if getattr(section, key) != getattr(defaults, key)}
-    if section.reward != defaults.reward:
-        values["reward"] = "+".join(f"{weight:g}*{name}" for name, weight in sorted(section.reward.items()))
-    return "|".join([notation, *(f"{key}:{str(value).lower()}" for key, value in values.items())])
 
 
 def _sample_captions(

@@ -12,7 +12,6 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.evaluation.captioning import measured_precision
 from raycap.pipeline.evaluation.captioning.measured_precision import (
     measure_search,
-    with_kept_precision,
     with_precision,
 )
 from raycap.pipeline.runtime.processor import PrecisionTimes
@@ -63,14 +62,6 @@ def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch
     assert len({same, key(model={"d_ff": 32}), key(model={"dynamic_expansion": 3})}) == 3
     concrete = config_of(tmp_path, evaluation={"precision": "float32"})
     assert with_precision(concrete, NOWHERE) is concrete
-
-
-def test_a_run_keeps_its_precision_unless_another_is_asked_for(tmp_path: Path) -> None:
-    kept = config_of(tmp_path, evaluation={"precision": "bfloat16"})
-    found = with_kept_precision(config_of(tmp_path, seed=3), kept)
-    assert (found.evaluation.precision, found.evaluation.beam_size, found.seed) == ("bfloat16", 2, 3)
-    asked = config_of(tmp_path, evaluation={"precision": "float32"})
-    assert with_kept_precision(asked, kept) is asked
 
 
 def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from raycap.jobs.cli import main
 from raycap.jobs.config import DATA_HEADING
-from raycap.pipeline.config.load import load_config, referenced_files
-from raycap.pipeline.config.shipped import named_config, named_data, named_place, named_search, shipped_names
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.shipped import named_config, named_data, named_place, shipped_names
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.version import package_folder
@@ -40,32 +38,6 @@ def test_a_file_here_comes_first_and_a_folder_only_where_one_is_expected(empty_f
     assert named_place(Path("demo_vit")) == CONFIGS / "demo_vit.yaml" and named_place(Path("dmo")) is None
 
 
-@pytest.mark.parametrize(
-    ("named", "path", "message"),
-    [
-        (named_config, "configs/demo_zh.yaml", "configuration configs/demo_zh.yaml does not exist; HINT demo_zh"),
-        (named_config, "mine.yaml", "configuration mine.yaml does not exist; HINT demo"),
-        (named_config, "empty", "configuration empty is a folder; HINT demo"),
-        (named_search, "mine.yaml", "search mine.yaml does not exist; HINT search_demo"),
-        (named_data, "demo.yaml", "data file demo.yaml does not exist; HINT nocaps_val"),
-        (named_data, "a/coco_server.yaml", "data file a/coco_server.yaml does not exist; HINT coco_server"),
-    ],
-)
-def test_the_hint_for_a_path_is_a_name_that_the_argument_takes(
-    named: Callable[[Path], Path], path: str, message: str, empty_folder: Path
-) -> None:
-    (empty_folder / "empty").mkdir()
-    hint = "give the path of a YAML file, or the name of a shipped one without folder and suffix, for example"
-    with pytest.raises(UserError, match=f"^{re.escape(message.replace('HINT', hint))}$"):
-        named(Path(path))
-
-
-def test_a_file_that_a_file_names_has_no_hint_about_names(empty_folder: Path) -> None:
-    (empty_folder / "search.yaml").write_text("base: nowhere.yaml\n")
-    with pytest.raises(UserError, match=r"^configuration nowhere.yaml does not exist; give the path of a YAML file$"):
-        referenced_files(Path("search.yaml"))
-
-
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".yaml"])
 def test_what_cannot_be_a_path_is_a_mistake(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["run", name], ["tune", name], ["evaluate", "demo", "--data", name], ["runs", name], ["sync", name]):
@@ -75,15 +47,6 @@ def test_what_cannot_be_a_path_is_a_mistake(name: str, capsys: pytest.CaptureFix
     with pytest.raises(UserError, match="does not exist; give the path of a YAML file$"):
         load_config(Path(name))
     assert named_place(Path("a\0b")) is None
-
-
-def test_an_unknown_name_is_answered_with_similar_ones() -> None:
-    with pytest.raises(UserError, match=r"^search_demmo is neither a file here nor .*; did you mean search_demo or "):
-        named_config(Path("search_demmo"))
-    with pytest.raises(
-        UserError, match=r"^xyz is neither a file here nor .* data file; `raycap config --list` prints the names$"
-    ):
-        named_data(Path("xyz"))
 
 
 def test_commands_take_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,7 @@ from raycap.pipeline.features.model_inputs import AugmentedImages, Images
 from raycap.pipeline.features.store.store import QUARANTINE, FeatureStore, write_quarantine
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import read_cache
-from raycap.pipeline.training.batches import Batches, CaptionTokens
-from raycap.pipeline.training.sample_order import view_seeds
+from raycap.pipeline.training.batches import Batches, CaptionTokens, view_seeds
 from tests.conftest import small_config
 from tests.support.runs import prepare_run
 

@@ -6,17 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from raycap.jobs.bench_gpu.estimate import cost_of, counted_step
-from raycap.jobs.bench_gpu.parts import PAPER, REHEARSAL
-from raycap.jobs.bench_gpu.training_step import LABEL_SMOOTHING, OPTIMIZER, SAMPLING
+from raycap.jobs.bench_gpu.parts import PAPER
 from raycap.jobs.cli import main
-from raycap.pipeline.config.sections import OptimizerSection, ScstSection, StageSection
 from tests.conftest import ROOT
 
 SCRIPT = """
@@ -30,7 +26,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from pathlib import Path
 from raycap.jobs.bench_gpu.command import bench_gpu
-bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], None, True)
+bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], True)
 """
 
 
@@ -52,7 +48,6 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert all(row["measured"]["seconds"] > 0 for row in rows)
     assert all(row["measured"]["operations"] > 0 for row in rows if row["part"] != "captions")
     assert re.search(r"the whole recipe on COCO: xe_frozen .* = [\d.]+ h", output)
-    assert "aten::" in (tmp_path / "profile.txt").read_text()
     table = (tmp_path / "table.txt").read_text()
     assert table.splitlines()[:-1] == [line for line in output.splitlines() if line in table][:-1]
     assert output.splitlines()[-1].startswith("finished in ")
@@ -64,41 +59,9 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
         ([], "torch sees no GPU"),
         (["--rehearse", "--parts", "training,cooking"], "--parts names cooking"),
         (["--rehearse", "--out", str(Path(__file__) / "out")], "cannot be created: Not a directory; choose"),
-        (["--estimate", "TPU"], "--estimate TPU is not in the table"),
     ],
 )
 def test_a_mistake_ends_in_a_sentence(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     if not options and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert main(["bench", "gpu", *options]) == 2 and named in capsys.readouterr().err
-
-
-def test_a_cost_is_extrapolated_from_small_steps() -> None:
-    """Compared with counting a step of the whole number of images."""
-    for case in REHEARSAL.stages[:2]:
-        found = cost_of(replace(case, images=9), REHEARSAL)
-        operations, moved, launches = counted_step(replace(case, images=9), REHEARSAL)
-        assert found.operations == pytest.approx(operations, rel=1e-6) and operations > 0
-        assert found.bytes == pytest.approx(moved, rel=0.01) and abs(found.launches - launches) <= 5
-        assert found.bytes > cost_of(replace(case, images=2), REHEARSAL).bytes
-
-
-def test_an_estimate_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--estimate", "H200", "--rehearse"]) == 0
-    first, header, *stages, last = capsys.readouterr().out.splitlines()
-    assert "989 TFLOP/s" in first and "launches" in header and len(stages) == len(PAPER.stages)
-    total = 0.0
-    for line in stages:
-        _, steps, _, _, _, *seconds, hours = line.split()
-        assert float(hours) == pytest.approx(float(steps) * max(map(float, seconds)) / 3600, rel=0.1)
-        total += float(hours)
-    assert float(last.split()[-2]) == pytest.approx(total, abs=0.05)
-
-
-def test_its_settings_are_the_configurations_defaults() -> None:
-    """The benchmark repeats them."""
-    sampling = ScstSection(max_length=SAMPLING["max_length"])  # type: ignore[arg-type]
-    assert sampling.model_dump().keys() - SAMPLING.keys() == {"max_cider_drop"}
-    assert {key: getattr(sampling, key) for key in SAMPLING} == SAMPLING
-    assert OptimizerSection().model_dump() == vars(OPTIMIZER)
-    assert StageSection.model_fields["label_smoothing"].default == LABEL_SMOOTHING

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,28 +16,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from raycap.jobs.caption import caption
-from raycap.jobs.caption_output import CaptionFile, Parts
+from raycap.jobs.caption_output import Parts
 from raycap.jobs.cli import main
 from raycap.models.base import Features, Memory
-from raycap.models.captioner import Captioner
-from raycap.models.config import ClustFormerConfig, ModelSizes
-from raycap.models.encoders.backbone import Backbone
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import CrossAttention
-from raycap.models.registry import build_model
 from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle, save_bundle, store_results
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle
 from raycap.pipeline.evaluation.captioning.ray_data import _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.comparison.protocol import confidence_search
 from raycap.pipeline.evaluation.reports.pictures import draw_word_maps
-from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError
-from tests.conftest import ROOT
-from tests.support.bundles import SWIN, WORDS, make_bundle, with_confidence, without_digests, write_images
-from tests.support.confidence import make_confidence
+from tests.support.bundles import WORDS, make_bundle, with_confidence, without_digests, write_images
 
 
 @pytest.fixture(scope="module")
@@ -89,32 +78,6 @@ def test_captions_in_bfloat16(bundle: Path, tmp_path: Path, capsys: pytest.Captu
     assert caption(names[:2], str(bundle), out=str(out), precision="bfloat16") == 0
     with pytest.raises(UserError, match="'precision': 'bfloat16'"):
         caption(names, str(bundle), out=str(out))
-
-
-@pytest.mark.parametrize("fastest", ["float32", "bfloat16"])
-def test_auto_takes_the_precision_that_was_faster_here(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
-) -> None:
-    """The seconds are changed, not the computations, which must run for both precisions."""
-    names, out, measured = write_images(tmp_path, 2), tmp_path / "captions.jsonl", []
-
-    def measure(compute: Callable[[], object], device: torch.device, num_images: int) -> PrecisionTimes:
-        measured.append(measure_precisions(compute, device, num_images))
-        seconds = {"float32": 1.0, "bfloat16": 1.0} | {fastest: 0.1}
-        return PrecisionTimes("CPU", **seconds)
-
-    monkeypatch.setattr("raycap.pipeline.evaluation.captioning.service.measure_precisions", measure)
-    assert caption(names, str(bundle), out=str(out), precision="auto") == 0
-    assert len(measured) == 1 and measured[0].float32 > 0
-    more = write_images(tmp_path, 4)
-    assert caption(more, str(bundle), out=str(out), precision="auto") == 0, "the file continues in its precision"
-    assert len(measured) == 1 and len(out.read_text().splitlines()) == 4
-    lines = [json.loads(text) for text in out.read_text().splitlines()]
-    assert [line["precision"] for line in lines] == 4 * [fastest]
-    service = CaptionService(load_bundle(bundle), precision=fastest)
-    pixels = torch.stack([service.pixels(Path(name).read_bytes()) for name in names])
-    expected = [found.to_json()["log_prob"] for found in service.caption(pixels)]
-    assert [line["log_prob"] for line in lines[:2]] == expected, "not this precision"
 
 
 def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
@@ -269,31 +232,6 @@ def test_captions_have_the_confidence_of_their_search(
     assert "confidence" not in printed.out + printed.err, "an older bundle"
 
 
-def test_a_confidence_in_drawn_captions_belongs_to_their_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The best of three draws is another caption than the only one. The best beam is the same, however many follow."""
-    names, folder = write_images(tmp_path / "images", 2), make_bundle(tmp_path / "bundle")
-    drawn: dict[str, Any] = {"beam_size": 1, "decoding": {"sampling": True}}
-    beams: dict[str, Any] = {"beam_size": 3}
-    for search in (drawn, beams):
-        settings = load_bundle(folder).changed_search(search).model_copy(update={"num_results": 3})
-        store_results(storage_path(folder), make_confidence(confidence_search(settings, 12)))
-    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    for search, is_judged in ((drawn, False), (beams, True)):
-        service = CaptionService(load_bundle(folder), search=search)
-        for count, expected in ((1, is_judged), (3, True)):
-            found = service.caption(pixels, service.changed_search({}, count))
-            judged = [each.confidence is not None for each in found]
-            assert judged == [expected] * 2, (search, count)
-    command = ["caption", *names, "--model", str(folder), "--beam", "1", "--set", "evaluation.decoding.sampling=true"]
-    out = ["--out", str(tmp_path / "captions.jsonl"), "--min-confidence", "0"]
-    assert main([*command, *out]) == 2
-    assert "the model has no confidence in captions of this search" in capsys.readouterr().err
-    assert main([*command, *out, "--n-best", "3"]) == 0
-    assert all("confidence" in row for row in rows_of(tmp_path / "captions.jsonl"))
-
-
 def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
     bundle: Path, judging: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,31 +270,6 @@ def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
     assert not (tmp_path / "other.jsonl").exists() and not (tmp_path / "other.review.jsonl").exists()
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
-def test_a_caption_without_a_judgement_is_reviewed(limit: float, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"image": "a", "caption": "a cat"}, {"image": "b", "error": "cannot be read"}]
-    rows += [{"image": f"{value}", "caption": "a cat", "confidence": value} for value in (0.0, 0.5, 1.0)]
-    out = tmp_path / "captions.jsonl"
-    with CaptionFile(storage_path(out), limit).open({}) as write:
-        for row in rows:
-            write(row)
-    assert rows_of(tmp_path / "captions.review.jsonl") == [rows[0], *(r for r in rows[2:] if r["confidence"] < limit)]
-    assert rows_of(out) == [rows[1], *(row for row in rows[2:] if row["confidence"] >= limit)]
-
-
-def test_a_review_on_s3_is_a_folder_in_the_output(
-    judging: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
-    names, place = write_images(tmp_path / "images", 5), storage_path(f"s3://data/{tmp_path.name}/judged")
-    assert caption(names[:4], str(judging), out=place.uri, min_confidence=1.0) == 0
-    assert f"review:   {place}/review (captions" in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(name for name, _ in place.walk()) == ["review/part-000001.jsonl"], "no confidence reaches 1"
-    assert caption(names, str(judging), out=place.uri, min_confidence=1.0) == 0
-    assert f"4 of 5 images are in {place} already" in capsys.readouterr().err
-    assert sorted(name for name, _ in place.walk()) == ["review/part-000001.jsonl", "review/part-000002.jsonl"]
-
-
 def flush_twice() -> Callable[[Parts], None]:
     """`Parts.flush`, from its third call on without effect, as after a kill."""
     flush, calls = Parts.flush, list[Parts]()
@@ -369,21 +282,6 @@ def flush_twice() -> Callable[[Parts], None]:
     return flush_or_not
 
 
-def test_patterns_on_s3_match_as_local_ones(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
-    monkeypatch.chdir(tmp_path)
-    place = storage_path(f"s3://data/{tmp_path.name}")
-    for name in ("a/1.jpg", "a/2.jpg", "a/3.png", "a/deep/4.jpg", "b/5.jpg", "b/note.txt", "a/[6].jpg"):
-        (place / name).write_bytes(b"x")
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
-    for pattern in ("a/*.jpg", "a/?.jpg", "*/*.jpg", "**/*.jpg", "a/**/*.jpg", "a/[12].jpg", "a/[6].jpg", "b"):
-        found = [name.removeprefix(f"{place}/") for name in find_images([f"{place}/{pattern}"])]
-        assert found == find_images([pattern]), pattern
-    with pytest.raises(UserError, match=r"\*.gif: no image found there"):
-        find_images([f"{place}/*.gif"])
-
-
 def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
     service = CaptionService(load_bundle(judging), device="cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
@@ -392,14 +290,6 @@ def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
     found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)["found"]
     assert [json.loads(row) for row in found] == [expected[0].to_json(), {"error": "broken"}, expected[1].to_json()]
     assert all("confidence" in json.loads(row) for row in found[[0, 2]])
-
-
-def test_a_service_computes_on_its_device(bundle: Path) -> None:
-    service = CaptionService(load_bundle(bundle), device="meta")
-    assert all(tensor.is_meta for tensor in service.bundle.captioner.parameters())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: False)
-        assert CaptionService(load_bundle(bundle)).device.type == "cpu"
 
 
 def test_bad_input_is_said_before_anything_is_written(
@@ -423,18 +313,28 @@ def test_bad_input_is_said_before_anything_is_written(
     assert "is a file" in capsys.readouterr().err
 
 
-def test_file_names_that_are_no_utf_8_are_written_and_found_again(bundle: Path, tmp_path: Path) -> None:
-    (name,), out = write_images(tmp_path / "images", 1), tmp_path / "captions.jsonl"
-    strange = os.fsdecode(os.fsencode(tmp_path / "images") + b"/\xff.png")
-    Path(name).rename(strange)
-    for _ in range(2):
-        assert caption([str(tmp_path / "images")], str(bundle), out=str(out)) == 0
-        (line,) = out.read_text(encoding="utf-8").splitlines()
-        assert json.loads(line)["image"] == strange
-    command = [sys.executable, "-m", "raycap", "caption", str(tmp_path / "images"), "--model", str(bundle), "--json"]
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    said = subprocess.run(command, cwd=ROOT, env=strict, capture_output=True, text=True, check=True).stdout
-    assert json.loads(said)["image"] == strange
+@pytest.mark.parametrize(
+    ("part", "content", "words"),
+    [
+        ("model.safetensors", b"", "model.safetensors cannot be read"),
+        ("model.safetensors", b"\x10" * 50, "model.safetensors cannot be read"),
+        ("config.yaml", b"format: [1", "config.yaml cannot be read"),
+        ("config.yaml", b"\xff\xfe", "config.yaml cannot be read"),
+        ("vocabulary.json", b'["a', "vocabulary.json cannot be read"),
+        ("preprocessing.json", b"{", "preprocessing.json cannot be read"),
+        ("preprocessing.json", None, "preprocessing.json cannot be read"),
+    ],
+)
+def test_damaged_bundles_are_said(bundle: Path, tmp_path: Path, part: str, content: bytes | None, words: str) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    without_digests(folder)
+    if content is None:
+        (folder / part).unlink()
+    else:
+        (folder / part).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        caption(write_images(tmp_path / "images", 1), str(folder))
 
 
 def test_cross_attention_is_what_the_layers_use(bundle: Path) -> None:
@@ -504,17 +404,3 @@ def test_pictures_that_fail_cost_no_caption(
     assert all(json.loads(line)["caption"] for line in capsys.readouterr().out.splitlines())
     reason = "could not be made (RuntimeError: broken on purpose); caption the image again"
     assert log_lines == [f"the picture of {name} {reason}" for name in names]
-
-
-def test_explain_shows_the_clusters_of_a_model_that_has_them(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    swin = Backbone(SWIN)
-    sizes = ModelSizes(swin.width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
-    config = ClustFormerConfig(d_model=8, d_ff=8, num_heads=2, num_encoder_layers=2, num_decoder_layers=1, sampling=1)
-    save_bundle(tmp_path / "bundle", Captioner(build_model(config, sizes), swin), WORDS, name="c", info={})
-    names = write_images(tmp_path / "images", 1)
-    assert caption(names, str(tmp_path / "bundle"), explain=tmp_path / "maps", max_length=5) == 0
-    assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0000-0-clusters.png", "0000-0.png"]
-    service = CaptionService(load_bundle(tmp_path / "bundle"))
-    clusters = service.clusters(service.pixels(Path(names[0]).read_bytes()), "a red cat")
-    assert clusters is not None and clusters.grid == (4, 4) and clusters.words.shape == (1, 3)

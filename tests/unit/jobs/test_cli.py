@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from raycap.jobs.cli import BENCHMARKS, COMMANDS, COMPLETION, Entry, main
+from raycap.jobs.cli import BENCHMARKS, COMMANDS, Entry, main
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.version import commit
 from tests.conftest import ROOT
@@ -41,30 +41,6 @@ def test_the_help_lists_every_command_and_imports_none_of_them() -> None:
         assert done.returncode == 0, done.stderr
         listed = done.stdout.partition("Commands:")[2]
         assert [line.split()[0] for line in listed.splitlines() if line.startswith("  ")] == list(names)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "init",
-        "run",
-        "check",
-        "config",
-        "runs",
-        "extract",
-        "score",
-        "constraints",
-        "sync",
-        "submit",
-        "doctor",
-        "caption",
-        "import",
-        "export",
-    ],
-)
-def test_the_help_of_a_command_does_not_load_torch(name: str) -> None:
-    code = "import sys; from raycap.jobs.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, name, "--help"], check=True, capture_output=True, cwd=ROOT)
 
 
 def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,14 +103,6 @@ def test_a_shell_completes_options(name: str) -> None:
     offered = complete(*name.split(), "--")
     assert "--help" in offered
     assert name.startswith("bench") or set(offered) > {"--help", "--quiet", "--verbose"}
-
-
-def test_the_shells_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As Typer writes it: it asks the program itself for completions, with the variable that `main` looks for."""
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
-    with pytest.raises(SystemExit) as end:
-        main(["--show-completion"])
-    assert not end.value.code and f"{COMPLETION}=complete_bash" in capsys.readouterr().out
 
 
 def test_no_text_goes_around_the_filter() -> None:
@@ -225,9 +193,3 @@ def test_log_levels(
     assert main([*option, "try"] if before else ["try", *option]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == list(shown)
-
-
-def test_a_reader_that_ends_early_is_no_traceback(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m raycap bench --help | true"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
-    assert "Traceback" not in done.stderr

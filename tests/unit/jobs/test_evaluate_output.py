@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raycap.jobs.evaluate import _label
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.evaluation.results_folder import ResultsFolder
-from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
+from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import small_config
 
@@ -27,17 +26,6 @@ def test_the_output_folder(storage: str) -> None:
     folder = ResultsFolder.of(config, "a+b", "s3://bucket/out")
     assert str(folder.place) == "s3://bucket/out" and folder.place.is_remote, "the results are uploaded"
     assert folder.path.is_absolute() and folder.path != ResultsFolder.of(config, "a+b", "s3://bucket/out").path
-
-
-def test_bundles_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
-    config = parse_config(small_config({"uri": str(tmp_path / "results")}))
-
-    def folder_of(*bundles: Path) -> Path:
-        return Path(_label(config, [*map(storage_path, bundles)], ())[1])
-
-    assert folder_of(tmp_path / "results" / "models" / "demo" / "demo-1") == Path("demo-1")
-    first, second = folder_of(tmp_path / "one" / "best"), folder_of(tmp_path / "two" / "best")
-    assert first != second and first.match("best-??????????") and first == folder_of(tmp_path / "one" / "best")
 
 
 def test_a_local_folder_of_results_on_s3_is_removed_when_they_are_there(

@@ -28,17 +28,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"--out {out} exists and is not empty" in capsys.readouterr().err
 
 
-def test_without_the_runtime_the_graphs_are_written_and_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hide(monkeypatch, "onnxruntime")
-    bundle = make_bundle(tmp_path / "bundle", backbone=False)
-    assert main(["export", str(bundle), "-o", str(tmp_path / "out"), "--opset", "18"]) == 0
-    text = capsys.readouterr().out
-    assert "are not compared with the model: onnxruntime is not installed; install raycap with the extra" in text
-    assert json.loads((tmp_path / "out" / "captioner.json").read_text())["opset"] == 18
-
-
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_package_is_one_sentence(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

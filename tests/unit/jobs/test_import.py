@@ -14,13 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raycap.jobs.cli import main
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.convert import tensor_files
 from raycap.models.convert.tensor_files import read_tensors
-from raycap.models.convert.upstream import PUBLISHED_GROUPS, Inferred, backbone_config, complete_config, infer_swin
-from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
@@ -110,24 +106,6 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--from", "something", "'something' is not one of 'expansionnet_v2', 'meshed_memory'"),
-        ("--tokens", "none.pickle", "--tokens none.pickle does not exist"),
-        ("--backbone", ".", "--backbone . does not exist or is not a file"),
-        ("--out", str(GOLDEN / "tokens.pickle"), "is a file"),
-    ],
-)
-def test_options_that_are_refused(
-    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = ["--checkpoint", str(GOLDEN / "checkpoint.pth"), "--tokens", str(GOLDEN / "tokens.pickle")]
-    command = ["import", "--from", "expansionnet_v2", *files, "--out", str(tmp_path / "out"), option, value]
-    assert main(command) == 2 and message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end_to_end = read_tensors(GOLDEN / "end_to_end_checkpoint.pth")
     save_file({k: v for k, v in end_to_end.items() if not k.startswith("swin_transf.")}, tmp_path / "alone.safetensors")
@@ -137,15 +115,6 @@ def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert both.captioner.backbone is not None and both.captioner.backbone.num_tokens == 9
     assert load_bundle(tmp_path / "features").captioner.backbone is None
     assert "captions stored features of width 32" in capsys.readouterr().out
-
-
-def test_settings_of_a_backbone_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    settings = ["model.static_expansion=[4,8,16]", "model.num_heads=4"]
-    with pytest.raises(UserError, match=r"--set backbone.image_size=96: .* holds no Swin"):
-        importing(tmp_path, overrides=[*settings, "backbone.image_size=96"])
-    config = tmp_path / "config.yaml"
-    config.write_text("backbone: {name: swin_large_patch4_window12_384}\n")
-    importing(tmp_path, overrides=settings, config=config)  # a run's own file may say more
 
 
 @pytest.mark.parametrize(
@@ -230,22 +199,6 @@ def test_a_checkpoint_that_is_larger_inside_is_refused_before_it_is_read(
             read_tensors(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"layers.0.blocks.0.attn.relative_position_bias_table": torch.zeros(9)},
-        {"layers.0.blocks.0.attn.relative_position_bias_table": None},
-        {"patch_embed.proj.weight": torch.tensor(0.0)},
-        {"layers.a.blocks.0.attn.relative_position_bias_table": torch.zeros(9, 2), "patch_embed.proj.weight": None},
-    ],
-)
-def test_files_that_are_nearly_a_swin_are_refused(tmp_path: Path, change: dict[str, torch.Tensor | None]) -> None:
-    state = read_tensors(GOLDEN / "swin_microsoft_format.pth") | change
-    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "swin.safetensors")
-    with pytest.raises(UserError, match="the backbone file is no Swin"):
-        importing(tmp_path, backbone=tmp_path / "swin.safetensors")
-
-
 class Trap:
     """Unpickling it would create a file."""
 
@@ -288,18 +241,3 @@ def test_vocabularies_that_are_none_are_refused(tmp_path: Path, content: Any, wo
     (tmp_path / "cut.pickle").write_bytes((GOLDEN / "tokens.pickle").read_bytes()[:100])
     with pytest.raises(ValueError, match="is (refused|no readable pickle)"):
         read_expansionnet_vocabulary(tmp_path / "cut.pickle")
-
-
-def test_the_published_sizes_need_no_settings() -> None:
-    published = Inferred(
-        {"d_model": 512, "d_ff": 2048, "num_encoder_layers": 3, "num_decoder_layers": 3, "dynamic_expansion": 16},
-        1536, 10_000, 74, sum(PUBLISHED_GROUPS),
-    )  # fmt: skip
-    assert complete_config(published, {}) == ExpansionNetConfig()
-    large = {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48), "window_size": 12}
-    assert backbone_config(large, {"drop_path": 0.1}) == BackboneConfig(drop_path=0.1)
-    with torch.device("meta"):
-        swin = Backbone(BackboneConfig()).swin.state_dict()
-    assert infer_swin(swin) == large  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="backbone.image_size is missing"):
-        backbone_config(large | {"embed_dim": 96}, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -66,26 +65,6 @@ def test_the_language_is_written(
     assert (data.language, data.tokenizer) == (code, tokenizer)
 
 
-def test_files_that_are_not_used_are_printed(
-    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
-) -> None:
-    FORMS["text"](tmp_path / "set", images)
-    for number in range(7):
-        write_images(tmp_path / "set" / "logo", [images[0]._replace(name=f"logo{number}.png")])
-    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml", "--no-pretrained") == 0
-    first = ", ".join(f"logo/logo{number}.png" for number in range(5))
-    assert f"left out  7 files: {first}, ...; add those that belong to the data" in capsys.readouterr().out
-
-
-def test_an_image_whose_captions_have_no_word_is_refused(
-    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
-) -> None:
-    FORMS["table"](tmp_path / "set", [images[0]._replace(captions=["!!!"]), *images[1:]])
-    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml", "--no-pretrained") == 2
-    assert "has no caption with a word in it; add one" in capsys.readouterr().err
-    assert not (tmp_path / "x.yaml").exists()
-
-
 def test_a_file_is_not_replaced_without_force(
     tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,13 +79,6 @@ def test_a_file_is_not_replaced_without_force(
     assert [stage.name for stage in load_config(out).stages] == ["xe_frozen"]
 
 
-def test_one_annotation_file_is_read(tmp_path: Path, images: list[Captioned]) -> None:
-    FORMS["karpathy"](tmp_path / "set", images)
-    FORMS["metadata.csv"](tmp_path / "set", images)
-    assert init(tmp_path / "set" / "metadata.csv", "--out", tmp_path / "x.yaml") == 0
-    assert load_config(tmp_path / "x.yaml").data.annotations == "metadata.csv"
-
-
 def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captioned]) -> None:
     write_images(tmp_path / "set" / "photos", images)
     rows = [{"img": image.name, "description": image.captions[0]} for image in images]
@@ -119,15 +91,6 @@ def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captione
         "split_fractions": {"train": 0.8, "val": 0.1, "test": 0.1},
     }
     assert set(found.dataset.column("split")) == {"train", "val", "test"}
-
-
-def test_a_training_split_is_divided_beside_a_test_split(tmp_path: Path, images: list[Captioned]) -> None:
-    for split, part in (("train", images[:50]), ("test", images[50:])):
-        FORMS["text"](tmp_path / "other", [image._replace(split=split) for image in part])
-        shutil.copytree(tmp_path / "other" / split, tmp_path / "set" / split)
-    found = survey(str(tmp_path / "set"))
-    assert found.keys["sources"] == [{"annotations": "test", "split": "test"}, {"annotations": "train"}]
-    assert found.dataset.column("split").count("test") == 10 and found.dataset.column("split").count("val") > 0
 
 
 @pytest.mark.parametrize(

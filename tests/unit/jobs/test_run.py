@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from raycap.jobs.image_tasks import ImageTasks
 from raycap.jobs.journal_printer import JournalPrinter
-from raycap.jobs.run import RunDriver, find_run_data, run, run_log, shares_text, stage_groups
+from raycap.jobs.run import RunDriver, run_log, shares_text, stage_groups
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.run_bundle import bundle_run, stored_confidences
 from raycap.pipeline.storage.s3 import StorageError
-from raycap.pipeline.tracking.run_sync import stored_records
 from tests.conftest import small_config
-from tests.support.confidence import make_confidence
-from tests.support.runs import empty_run
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
 TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
@@ -65,41 +58,6 @@ def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, gr
     formed = stage_groups(stages(pattern))
     assert ["".join(stage.name[0] for stage in group) for group in formed] == groups
     assert [stage for group in formed for stage in group] == list(stages(pattern)), "each stage once, in order"
-
-
-@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"table": ""}'])
-def test_a_damaged_summary_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, log_lines: list[str]
-) -> None:
-    calls: list[str] = []
-    driver = SimpleNamespace(train=lambda: calls.append("train"), evaluate=lambda: calls.append("evaluate"))
-    monkeypatch.setattr("raycap.pipeline.runs.prepare.prepare", lambda *_: empty_run(tmp_path))
-    monkeypatch.setattr("raycap.jobs.run.RunDriver", lambda *_: driver)
-    (tmp_path / "COMPLETE.json").write_text(content)
-    run(cast(RunConfig, None), data=cast(Any, "data"))
-    assert calls == ["train", "evaluate"], "the driver repeats only what is not finished"
-    assert log_lines[0].startswith(f"damaged   {tmp_path}/COMPLETE.json is damaged: ")
-
-
-def test_a_damaged_bundle_has_no_confidences_to_keep(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = prepare(parse_config(small_config(tmp_path)))
-    log_lines.clear()
-    assert stored_confidences(folder) == () and log_lines == [], "no bundle yet"
-    bundle = bundle_run(folder, confidences=[make_confidence("a"), make_confidence("b")])
-    assert [fit.search for fit in stored_confidences(folder)] == ["a", "b"] and log_lines == []
-    content = (bundle / "confidence.json").read_bytes()
-    (bundle / "confidence.json").write_bytes(content.replace(b"100", b"101"))
-    assert stored_confidences(folder) == ()
-    assert len(log_lines) == 1 and log_lines[0].startswith(f"damaged   {bundle / 'confidence.json'} does not have the")
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"http://tracker": 3}'])
-def test_a_damaged_record_of_the_tracker_counts_as_empty(tmp_path: Path, content: str, log_lines: list[str]) -> None:
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "tracked.json").write_text(content)
-    assert stored_records(empty_run(tmp_path)) == {}
-    (line,) = log_lines
-    assert line.startswith(f"damaged   {tmp_path}/log/tracked.json is damaged: ")
 
 
 @pytest.mark.parametrize(
@@ -148,21 +106,6 @@ def test_the_disk_needs_no_room_for_features_that_are_computed(
     assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
 
 
-@pytest.mark.parametrize("features", [{"store": "never"}, {"views": 2}])
-def test_new_images_without_an_extraction_are_read_by_the_cluster(
-    tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = list[Any]()
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raycap.jobs.run.find_data", lambda _, hash_files: used.append(hash_files))
-    config = parse_config(small_config(tmp_path, features=features))
-    find_run_data(config, "head:6379")
-    find_run_data(config, None)
-    tasks, threads = used
-    assert tasks.__self__ == ImageTasks(config, "head:6379") and tasks.__name__ == "hash_files"
-    assert threads is None
-
-
 class Folder:
     """As much of a run's folder as the printer uses."""
 
@@ -181,13 +124,6 @@ class Folder:
 
     def printer(self) -> JournalPrinter:
         return JournalPrinter(cast(RunFolder, self))
-
-
-def wait_until(is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
@@ -224,56 +160,6 @@ def test_scst_that_cannot_climb_is_named(
         assert "CIDEr-D is 0.0000 after xe" in found[0] and "stages.xe.epochs" in found[0] and "check" in found[0]
 
 
-@pytest.mark.parametrize(("score", "count"), [(0.0, 1), (0.2, 0)])
-def test_scst_that_cannot_climb_from_another_model_is_named_once(
-    tmp_path: Path, log_lines: list[str], score: float, count: int
-) -> None:
-    """After `init_from` the first score is that of SCST's own first validation."""
-    folder = Folder(tmp_path / "journal")
-    with folder.printer():
-        folder.write(kind="reward", step=0, time=2.0, text="checked", stage="scst")
-        for step in (4, 8):
-            values = {"best": score, "seconds": 1.0, "CIDEr-D": score}
-            folder.write(kind="validation", step=step, time=3.0, stage="scst", **values)
-    found = [line for line in log_lines if "cannot climb" in line]
-    assert len(found) == count
-    assert all("after its first epochs" in line and "a better model" in line for line in found)
-
-
-@pytest.mark.parametrize("is_new", [False, True], ids=["late", "new"])
-def test_the_score_of_scst_itself_is_not_taken_for_that_of_the_stage_before(
-    is_new: bool, tmp_path: Path, log_lines: list[str]
-) -> None:
-    """The printer is late, or new in a resumed stage, so that the journal has scores of SCST before the warning."""
-    folder = Folder(tmp_path / "journal")
-    printer = folder.printer()
-
-    def score(step: int, best: float, **values: Any) -> None:
-        folder.write(kind="validation", step=step, time=1.0, best=best, seconds=1.0, **{"CIDEr-D": best}, **values)
-
-    score(9, 0.00004)
-    folder.write(kind="reward", step=0, time=2.0, text="checked", stage="scst")
-    score(4, 0.00001, stage="scst")
-    score(2, 0.00002, stage="later")
-    if is_new:
-        printer = folder.printer()
-    with printer:
-        score(8, 0.00001, stage="scst")
-    found = [line for line in log_lines if "cannot climb" in line]
-    assert len(found) == 1 and "is 0.0000 after xe" in found[0] and "(stages.xe.epochs)" in found[0]
-
-
-def test_scores_of_cross_entropy_do_not_read_the_journal_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    folder, reads = Folder(tmp_path / "journal"), []
-    with folder.printer():
-        monkeypatch.setattr("raycap.jobs.journal_printer.read_journal", lambda path: reads.append(path) or [])
-        for step in range(3):
-            folder.write(kind="validation", step=step, time=1.0, best=0.0, seconds=1.0, **{"CIDEr-D": 0.0})
-    assert len(log_lines) == 3 and not reads
-
-
 def test_the_time_left_counts_from_where_a_stage_resumed(tmp_path: Path, log_lines: list[str]) -> None:
     folder = Folder(tmp_path / "journal")
     folder.write(kind="event", step=0, time=100.0, text="of an earlier attempt")
@@ -295,52 +181,12 @@ def test_steps_that_are_repeated_after_a_failure_count_as_progress(tmp_path: Pat
     assert len(log_lines) == 1 and len(changes) == 2
 
 
-def test_a_step_without_a_known_beginning_has_no_time_left(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "journal")
-    with folder.printer():
-        folder.write(step=0, time=100.0, **TRAIN)
-    assert log_lines[0].endswith("  0 s left")
-
-
 def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, log_lines: list[str]) -> None:
     folder = Folder(tmp_path / "journal", OSError("the storage does not answer"))
     with pytest.raises(ZeroDivisionError), folder.printer():
         folder.write(kind="event", step=3, time=1.0, text="the loss is not finite")
         raise ZeroDivisionError
     assert log_lines == ["xe  the loss is not finite"] and folder.pulls >= 1
-
-
-def test_an_entry_that_cannot_be_printed_stops_neither_output_nor_progress(
-    tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One bit of a key was flipped. `log_lines` has what is logged."""
-    monkeypatch.setattr("raycap.jobs.journal_printer.POLL_S", 0.01)
-    folder, changes = Folder(tmp_path / "journal"), []
-    with JournalPrinter(cast(RunFolder, folder), lambda: changes.append(1)):
-        for step in (1, 2, 3):
-            folder.write(step=step, time=1.0, **{("losr" if key == "loss" else key): TRAIN[key] for key in TRAIN})
-            wait_until(lambda count=step: len(changes) == count)
-        folder.write(kind="event", step=4, time=2.0, text="continues")
-        wait_until(lambda: len(log_lines) == 2)
-    assert log_lines == [f"journal   {folder.journal} cannot be printed: KeyError: 'loss'", "xe  continues"]
-
-
-def test_a_copy_that_is_refused_is_like_a_storage_that_fails(tmp_path: Path, log_lines: list[str]) -> None:
-    folder = Folder(tmp_path / "journal", UserError("a name leads out of the folder"))
-    with folder.printer():
-        folder.write(kind="event", step=3, time=1.0, text="begins")
-    assert log_lines == ["xe  begins"] and folder.pulls >= 1
-
-
-def test_steps_move_the_bar(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "journal")
-    printer, shown = folder.printer(), []
-    bar = SimpleNamespace(update=lambda *values: shown.append(values), close=lambda: shown.append("closed"))
-    printer.bar = cast(Any, bar)
-    with printer:
-        folder.write(kind="event", step=0, time=1.0, text="begins")
-        folder.write(step=10, time=2.0, **TRAIN)
-    assert shown == [("xe", 10, 40), "closed"]
 
 
 @pytest.mark.parametrize(

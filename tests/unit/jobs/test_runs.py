@@ -41,13 +41,6 @@ def test_the_tables(storage: FakeStorage, capsys: pytest.CaptureFixture[str]) ->
     assert "; runs 3, searches 0, retrain 0, features 1, models 1" in out
 
 
-def test_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(tmp_path), "--prune"]) == 0
-    out = capsys.readouterr().out
-    assert ": 0 B; runs 0" in out and "nothing to remove" in out and "--older-than" in out
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_json(storage: FakeStorage, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(storage.place), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

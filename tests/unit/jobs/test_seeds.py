@@ -14,10 +14,10 @@ import pytest
 from raycap.jobs.run import command, run_seeds
 from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from raycap.jobs.submit import parse_arguments
-from raycap.pipeline.config.load import dump_config, parse_config
+from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import StageSection, TrackingSection
-from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.config.sections import StageSection
+from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compare, summarize_systems
@@ -27,7 +27,6 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import run_identity
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.tracking.mlflow_client import public_uri
 from tests.conftest import ROOT, small_config
 from tests.support.captioning import captions_of
 
@@ -40,19 +39,6 @@ def test_the_configurations_differ_only_in_the_seed(tmp_path: Path) -> None:
     assert run_identity(configs[1], "data") == run_identity(alone, "data") != run_identity(config, "data")
     with pytest.raises(UserError, match="--seeds 2: the last seed would be 4611686018427387904; lower seed"):
         seed_configs(parse_config(small_config(tmp_path, seed=2**62 - 1)), 2)
-
-
-def test_the_variables_of_a_configuration_are_stored_as_they_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYCAP_TEST_PLACE", str(tmp_path))
-    values = small_config({"uri": "${RAYCAP_TEST_PLACE}/results"})
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(values))
-    from raycap.pipeline.config.load import load_config
-
-    for config in seed_configs(load_config(file), 2):
-        assert "${RAYCAP_TEST_PLACE}" in dump_config(config) and str(tmp_path) not in dump_config(config)
 
 
 def test_ensembles_need_seeds_and_submitted_commands_take_them(tmp_path: Path) -> None:
@@ -115,33 +101,6 @@ def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str], monkeypatch: 
     assert "0.850 ± 0.071" in page and "seed 1" in page and "ensemble of 2" in page
 
 
-def test_a_run_without_readable_scores_is_named(tmp_path: Path) -> None:
-    configs, folders = runs(tmp_path, (0.8, 0.9))
-    for content in ("", "[]", "{}"):
-        (folders[1].path / "scores.json").write_text(content)
-        with pytest.raises(DamagedError, match="demo-1/scores.json .*remove .*demo-1/COMPLETE.json, and the same"):
-            summarize_runs(configs, folders, {})
-    assert not (tmp_path / "seeds").exists()
-
-
-def test_the_runs_in_the_tracker_get_the_name_of_their_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    """The second run is not in the tracker. A tracker that is down costs no summary."""
-    configs, folders = runs(tmp_path, (0.8, 0.9))
-    configs = [config.model_copy(update={"tracking": TrackingSection()}) for config in configs]
-    tags: list[tuple[str, ...]] = []
-    client = SimpleNamespace(set_tag=lambda *tag: tags.append(tag))
-    monkeypatch.setattr("raycap.jobs.seeds.tracking_client", lambda _: client)
-    monkeypatch.setattr(Run, "push", lambda *_: None, raising=False)
-    write_json(folders[0].path / "log" / "tracked.json", {public_uri(configs[0]): {"parent": "id-0"}})
-    summarize_runs(configs, folders, {})
-    assert tags == [("id-0", "raycap.seeds", group_place(configs[0], folders).name)]
-    del client.set_tag
-    summarize_runs(configs, folders, {})
-    assert "the tag of the seeds in the tracker could not be made (AttributeError" in log_lines[-2]
-
-
 def test_seeds_run_in_order_on_data_that_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
     monkeypatch.setattr("raycap.jobs.run.find_data", lambda *_: calls.append(("data", None)) or "data")
@@ -169,27 +128,6 @@ def test_systems_are_compared_over_images_and_seeds(log_lines: list[str]) -> Non
     assert "difference by image and seed" in log_lines[0] and " ± " in log_lines[1]
     with pytest.raises(JobFailedError, match="some images could be read for one model and not for another"):
         compare(sides[0], [result(theirs[0], range(1, 31))])
-
-
-def test_of_some_metrics_less_is_better(log_lines: list[str]) -> None:
-    """The first system has the smaller score of every image."""
-    names = ("CIDEr-D", "CHAIR-s", "mBLEU-4")
-    sides = [
-        [
-            SplitScores(
-                "test",
-                {},
-                scores=MetricScores({name: Score(value, [value] * 4) for name in names}, [*range(4)], "", {}),
-            )
-        ]
-        for value in (0.2, 0.6)
-    ]
-    found = compare(*sides)
-    assert {name: each.better for name, each in found.items()} == {"CIDEr-D": 0, "CHAIR-s": 1, "mBLEU-4": 1}
-    assert all(each.mean == pytest.approx(-0.4) for each in found.values())
-    assert [line.rpartition("better in ")[2] for line in log_lines[1:]] == [
-        f"{share} of resamples" for share in ("0.0%", "100.0%", "100.0%")
-    ]
 
 
 class Namespace(SimpleNamespace):

@@ -15,10 +15,7 @@ import raycap.pipeline.evaluation.evaluate
 import raycap.pipeline.evaluation.reports.report
 from raycap.jobs.compare import compare_models
 from raycap.jobs.evaluate import evaluate
-from raycap.models.encoders.backbone import backbone_macs
-from raycap.models.registry import cost
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
@@ -103,30 +100,6 @@ def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: P
     assert page.count("<dt>best (2), CIDEr-D ") == len(shown) == page.count("data:image/jpeg")
     assert f"The {len(shown)} of 5 images" in page
     assert not re.search(r"https?://|@import|url\(", page)
-
-
-def test_the_cost_of_a_model(tmp_path: Path, bundles: list[str], config: Path) -> None:
-    compare_models(bundles[:2], config, split="val", out=str(tmp_path / "out"))
-    costs = json.loads((tmp_path / "out" / "compare.json").read_text())["costs"]["best (1)"]
-    captioner = load_bundle(Path(bundles[0])).captioner
-    backbone, model = captioner.backbone, captioner.model
-    assert backbone is not None
-    of_model = cost(model.config, model.sizes, image_tokens=backbone.num_tokens, caption_tokens=1, beams=2, steps=8)
-    assert costs["macs"] == of_model.beam_search + backbone_macs(backbone.config)
-    assert costs["parameters"] == of_model.parameters + sum(each.numel() for each in backbone.parameters())
-    assert 0 < costs["seconds_per_image"] < 600
-
-
-def test_a_page_that_fails_costs_no_score(
-    tmp_path: Path, bundles: list[str], config: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    def broken(*_: Any) -> str:
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr("raycap.jobs.compare.report_html", broken)
-    assert compare_models(bundles[:2], config, out=str(tmp_path / "out")) == 0
-    assert (tmp_path / "out" / "compare.json").is_file() and not (tmp_path / "out" / "compare.html").exists()
-    assert any("the page of the comparison could not be made" in line for line in log_lines)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 
 from raycap.jobs.cli import main
 from raycap.jobs.soup import mixed_tensors
-from raycap.models.config import PLAIN, Decoding
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
-from tests.support.bundles import make_bundle, without_digests
+from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
 from tests.support.models import (
     one_thread,  # noqa: F401
@@ -29,10 +26,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two bundles of one architecture; only their random weights differ."""
     folder = tmp_path_factory.mktemp("bundles")
     return [str(make_bundle(folder / name, seed)) for seed, name in enumerate("ab")]
-
-
-def weights_of(folder: Path | str) -> dict[str, torch.Tensor]:
-    return load_bundle(Path(folder)).captioner.state_dict()
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -60,21 +53,6 @@ def test_a_soup_is_a_bundle_that_names_its_sources(
     assert_equal(joined.captioner.state_dict(), expected)
     assert main(["soup", *bundles, "-o", str(out)]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
-
-
-def test_members_remain_bit_for_bit(tmp_path: Path, bundles: list[str]) -> None:
-    """With the weight 1, and where all are equal: 0.3 x + 0.7 x is not always x."""
-    a, b = bundles
-    for name, members, weights, expected in (
-        ("first", [a, b], "1,0", a),
-        ("second", [a, b], "0,1", b),
-        ("equal", [a, a], "0.3,0.7", a),
-    ):
-        assert main(["soup", *members, "--weights", weights, "-o", str(tmp_path / name)]) == 0
-        assert_equal(weights_of(tmp_path / name), weights_of(expected))
-    for name, members, weights in (("ab", [a, b], "0.3,0.7"), ("ba", [b, a], "0.7,0.3")):
-        assert main(["soup", *members, "--weights", weights, "-o", str(tmp_path / name)]) == 0
-    assert_equal(weights_of(tmp_path / "ab"), weights_of(tmp_path / "ba"))
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any), st.integers(0, 10**6))
@@ -127,33 +105,6 @@ def test_options_that_do_not_fit_are_refused(
     assert words in capsys.readouterr().err and not (tmp_path / "soup").exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("vocabulary.json", ('"mat"', '"rug"'), "the vocabularies differ; give models of one recipe"),
-        ("vocabulary.json", ('"expansionnet"', '"spacy"'), "the tokenizer is expansionnet and spacy"),
-        ("config.yaml", ("language: en", "language: de"), "captions in en and captions in de"),
-        ("config.yaml", ("language: en", "language: <script>"), "protocol.language"),
-        ("preprocessing.json", ("0.485", "0.1"), "the image transforms differ"),
-    ],
-)
-def test_bundles_of_other_words_or_images_are_refused(
-    tmp_path: Path,
-    bundles: list[str],
-    capsys: pytest.CaptureFixture[str],
-    file: str,
-    content: tuple[str, str],
-    words: str,
-) -> None:
-    path = without_digests(make_bundle(tmp_path / "other", 1)) / file
-    text = path.read_text()
-    assert content[0] in text
-    path.write_text(text.replace(*content))
-    assert main(["soup", bundles[0], str(path.parent), "-o", str(tmp_path / "soup")]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and words in said[0] and not (tmp_path / "soup").exists()
-
-
 def test_other_architectures_are_refused(
     tmp_path: Path, bundles: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,13 +116,3 @@ def test_other_architectures_are_refused(
     ):
         assert main(["soup", *members, "-o", str(tmp_path / "soup")]) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "soup").exists()
-
-
-def test_the_protocol_is_what_the_members_share(tmp_path: Path) -> None:
-    """Members with different rules of decoding give a bundle without rules."""
-    one, two = Protocol(objective="scst", beam_size=5, decoding=Decoding()), Protocol(objective="scst", beam_size=3)
-    members = [str(make_bundle(tmp_path / name, protocol=each)) for name, each in (("one", one), ("two", two))]
-    assert main(["soup", *members, "-o", str(tmp_path / "soup")]) == 0
-    protocol = load_bundle(tmp_path / "soup").config["protocol"]
-    assert protocol["objective"] == "scst" and protocol["beam_size"] is None
-    assert protocol["decoding"] == asdict(PLAIN)

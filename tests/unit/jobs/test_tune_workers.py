@@ -53,8 +53,8 @@ def test_a_trial_outlasts_downloads_that_fail(folder: Folder, monkeypatch: pytes
         wait_for(lambda: bool(reports))
 
     monkeypatch.setattr(module, "fit", fit)
-    job, config, context = SimpleNamespace(folder=folder), None, SimpleNamespace(report=reports.append)
-    train_on_workers(job, config, context)  # type: ignore[arg-type]
+    job, context = SimpleNamespace(folder=folder), SimpleNamespace(report=reports.append)
+    train_on_workers(job, context)  # type: ignore[arg-type]
     assert reports == [{"stage": "a", "step": 7}] and folder.pulled[-3:] == ["stages", "predictions", JOURNAL]
 
 
@@ -67,9 +67,9 @@ def test_an_outage_keeps_its_type(folder: Folder, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(module, "fit", fit)
     job: Any = SimpleNamespace(folder=folder)
-    arguments: Any = (None, SimpleNamespace())
+    context: Any = SimpleNamespace()
     with pytest.raises(OutageError):
-        train_on_workers(job, *arguments)
+        train_on_workers(job, context)
     error = KeyError("a\nb")
     with pytest.raises(RuntimeError, match="a.*b"):
-        train_on_workers(job, *arguments)
+        train_on_workers(job, context)

@@ -103,7 +103,7 @@ def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
 
 def test_a_text_encoder_counts_by_the_contents_of_its_files(tmp_path: Path) -> None:
     def identity_with(folder: Path | None) -> str:
-        inputs = "{}" if folder is None else f"{{bert: {{folder: {folder}}}}}"
+        inputs = "{}" if folder is None else f"{{bert: {{folder: {folder}, layer: 2}}}}"
         return config_identity(load_config(ROOT / "raycap" / "configs" / "demo.yaml", [f"evaluation.inputs={inputs}"]))
 
     for name in ("one", "copy", "other", "empty"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.runs import journal as journals
-from raycap.pipeline.runs.journal import Follower, Journal, journal_bytes, read_journal
+from raycap.pipeline.runs.journal import Follower, Journal, read_journal
 from raycap.pipeline.storage.path import StoragePath
 
 
@@ -87,14 +87,6 @@ def test_a_resumed_stage_repeats_steps_and_changes_no_line(tmp_path: Path) -> No
     assert all((folder / name).read_bytes().startswith(content) for name, content in before.items())
     Journal(folder, "b", 0)
     assert steps(folder, "b") == [] and len(steps(folder, "a")) == 12
-
-
-def test_the_journal_of_an_earlier_version_is_read_first(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"stage": "a", "kind": "train", "step": 1, "time": 1.0}) + "\n")
-    folder = tmp_path / "journal"
-    assert steps(folder) == [1] and Follower(folder).new() == [] and journal_bytes(folder) > 0
-    Journal(folder, "a", 1).write("train", 2, {})
-    assert steps(folder) == [1, 2]
 
 
 def test_a_follower_reads_across_parts_and_waits_for_whole_lines(tmp_path: Path) -> None:

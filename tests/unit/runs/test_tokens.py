@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +12,15 @@ import pytest
 import torch
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.runs.distilled import with_distilled_captions
-from raycap.pipeline.runs.folder import DISTILLED_TOKENS, TOKENS, RunFolder
+from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.runs.folder import TOKENS, RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.training.batches import CaptionTokens
+from raycap.pipeline.training.batches import CaptionTokens, num_samples
 from raycap.pipeline.training.loop import StageJob, StageRun
-from tests.conftest import small_config
-from tests.support.bundles import make_bundle
+from tests.conftest import small_config, write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens
 from tests.support.damage import cut, flip_any
-from tests.support.distillation import store_captions
 from tests.support.runs import prepare_run
 
 
@@ -41,6 +38,48 @@ def assert_equal(captions: CaptionTokens, plain: PlainCaptionTokens) -> None:
     assert len(captions) == len(every) and np.array_equal(captions.first, plain.first)
     assert np.array_equal(captions.images_of(every), plain.image_of)
     assert torch.equal(captions.padded(every), plain.padded(every))
+
+
+def test_cross_entropy_learns_captions_of_a_model_and_scst_rewards_those_of_people(tmp_path: Path) -> None:
+    """A model's file has lines for images of all splits, and lines without a caption."""
+    root = write_karpathy(tmp_path / "set", {"train": 6, "val": 2, "test": 2})
+    taught = {number: f"a model says color {number}" for number in (0, 2, 3, 7, 9)}
+    lines = [{"image": str(root / f"images/{number}.png"), "caption": text} for number, text in taught.items()]
+    lines.append({"image": str(root / "images/1.png"), "error": "it cannot be read"})
+    (root / "teacher.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sources = [{"annotations": "dataset.json"}, {"annotations": "teacher.jsonl", "split": "model", "rewarded": False}]
+    data = {"root": str(root), "sources": sources, "train_splits": ["train", "model"], "min_count": 1}
+    config = parse_config(small_config(tmp_path / "storage") | {"data": data})
+    folder = prepare(config)
+    people = folder.dataset.split("train")
+    keys = dict(zip(people.column("image_id"), people.column("key"), strict=True))
+    model = folder.dataset.split("model")
+    assert dict(zip(model.column("key"), model.column("captions"), strict=True)) == {
+        keys[100 + number]: [taught[number]] for number in (0, 2, 3)
+    }
+    assert "says" not in folder.vocabulary.ids
+    for stage in config.stages:
+        images = folder.training_images(stage)
+        expected = people.column("captions")
+        if stage.objective == "cross_entropy":
+            expected += model.column("captions")
+        assert_equal(CaptionTokens.of_images(folder, images), plain_tokens(folder, expected))
+        assert num_samples(stage, folder) == len(images)
+
+
+@pytest.mark.parametrize(
+    ("split", "train_splits"),
+    [("model", ["train"]), (None, ["train"]), ("train", ["train"]), ("val", ["train", "val"])],
+)
+def test_captions_of_a_model_need_a_training_split_of_their_own(
+    tmp_path: Path, split: str | None, train_splits: list[str]
+) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 6, "val": 2, "test": 2})
+    (root / "teacher.jsonl").write_text('{"image": "images/0.png", "caption": "a color"}\n')
+    sources = [{"annotations": "dataset.json"}, {"annotations": "teacher.jsonl", "split": split, "rewarded": False}]
+    data = {"root": str(root), "sources": sources, "train_splits": train_splits, "min_count": 1}
+    with pytest.raises(UserError, match="data.sources"):
+        prepare(parse_config(small_config(tmp_path / "storage") | {"data": data}))
 
 
 def test_a_stage_has_the_captions_of_its_images(tmp_path: Path) -> None:
@@ -64,35 +103,16 @@ def test_damaged_token_files_are_named_and_written_again(
 ) -> None:
     config = parse_config(small_config(tmp_path))
     folder = prepare(config)
-    before, stage = contents(folder.path / TOKENS), config.stages[0]
+    before = contents(folder.path / TOKENS)
     damage(folder.path / TOKENS / name)
     with pytest.raises(DamagedError, match=r"tokens/\S+ is .*; `raycap run` writes it again"):
-        CaptionTokens.of_stage(folder, stage, folder.dataset.split("train"))
+        CaptionTokens.of_images(folder, folder.dataset.split("train"))
     assert_equal(
-        CaptionTokens.of_stage(prepare(config), stage, folder.dataset.split("train")),
+        CaptionTokens.of_images(prepare(config), folder.dataset.split("train")),
         plain_tokens(folder, folder.dataset.split("train").column("captions")),
     )
     assert contents(folder.path / TOKENS) == before
     assert sum(f"damaged   {folder.path / TOKENS}" in line for line in log_lines) == 1
-
-
-def test_a_run_of_an_older_version_gets_token_files(tmp_path: Path, log_lines: list[str]) -> None:
-    """Also those of a teacher. A complete run needs none."""
-    make_bundle(tmp_path / "teacher")
-    distill = {"model": str(tmp_path / "teacher"), "captions_per_image": 2}
-    config = parse_config(small_config(tmp_path / "storage") | {"distill": distill})
-    store_captions(config, ["a big red circle", "a green triangle"])
-    folder = with_distilled_captions(prepare(config))
-    before = {name: contents(folder.path / name) for name in (TOKENS, DISTILLED_TOKENS)}
-    for name in before:
-        shutil.rmtree(folder.path / name)
-    (folder.path / "COMPLETE.json").write_text("{}")
-    prepare(config)
-    assert not any((folder.path / name).exists() for name in before)
-    (folder.path / "COMPLETE.json").unlink()
-    prepare(config)
-    assert {name: contents(folder.path / name) for name in before} == before
-    assert not any("damaged" in line for line in log_lines)
 
 
 def test_token_files_of_other_images_are_refused(tmp_path: Path) -> None:
@@ -100,4 +120,4 @@ def test_token_files_of_other_images_are_refused(tmp_path: Path) -> None:
     shorter = type(folder.dataset)(folder.dataset.table.slice(1))
     shorter.save(folder.path / "data.arrow")
     with pytest.raises(DamagedError, match=r"tokens is damaged: it has \d+ of \d+ images; `raycap run` writes it"):
-        replace(folder).tokens(TOKENS)
+        replace(folder).tokens()

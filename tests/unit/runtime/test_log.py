@@ -18,7 +18,6 @@ import pytest
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.log import (
     PACKAGE,
-    ProgressBar,
     configure_logging,
     indented,
     log_file,
@@ -84,14 +83,6 @@ def test_names_in_records_cannot_control_the_terminal(tmp_path: Path, capsys: py
     assert (tmp_path / "run.log").read_text(encoding="utf-8").endswith(f"{expected}\n")
 
 
-def test_configuring_twice_changes_the_level_and_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
-    for level, shown in ((logging.INFO, "i\n"), (logging.WARNING, ""), (logging.DEBUG, "debug     d\ni\n")):
-        configure_logging(level)
-        LOGGER.debug("d")
-        LOGGER.info("i")
-        assert capsys.readouterr().out == shown
-
-
 def test_the_file_has_times_levels_and_what_the_terminal_hides(tmp_path: Path) -> None:
     path = tmp_path / "log" / "run.log"
     configure_logging(logging.WARNING)
@@ -120,15 +111,6 @@ def test_the_file_ends_with_the_error(error: Exception, tmp_path: Path) -> None:
     assert ("Traceback" in text) == (not isinstance(error, UserError)), "a mistake of the caller needs no traceback"
 
 
-def test_a_file_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging()
-    (tmp_path / "log").write_text("a file where a folder should be")
-    with log_file(tmp_path / "log" / "run.log"):
-        LOGGER.info("goes on")
-    warning, line = capsys.readouterr().out.splitlines()
-    assert "cannot be written" in warning and line == "goes on"
-
-
 def test_without_a_terminal_progress_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,15 +121,6 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
         for _ in range(4):
             advance(10)
     assert capsys.readouterr().out == "captions  30/40 images, 5.0 images/s, 2 s left\n"
-
-
-def test_a_bar_is_for_terminals_that_show_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert not ProgressBar().is_drawn, "logging is not configured: this is somebody else's program"
-    configure_logging()
-    assert ProgressBar().is_drawn
-    configure_logging(logging.WARNING)
-    assert not ProgressBar().is_drawn
 
 
 def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:

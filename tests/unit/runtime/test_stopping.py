@@ -7,14 +7,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from raycap.pipeline.runtime import stopping
 from raycap.pipeline.runtime.stopping import (
-    REPEAT_S,
     SAVING,
     STOPPED,
     call_in_thread,
@@ -59,10 +57,6 @@ def test_the_first_signal_interrupts_and_a_second_one_ends_the_process(
     assert capfd.readouterr().err == f"{STOPPED}\n"
 
 
-def test_an_interrupt_without_a_signal_counts_as_ctrl_c() -> None:
-    assert exit_code() == 130
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_work_is_saved_first(fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
     """Its outcome does not matter: the signal has the last word."""
@@ -77,37 +71,12 @@ def test_the_work_is_saved_first(fails: bool, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == f"{SAVING}\n", "who waits knows what a second signal does"
 
 
-def test_two_quick_presses_of_a_person_are_two_signals() -> None:
-    assert REPEAT_S < 0.2
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    time.sleep(REPEAT_S + 0.01)
-    with pytest.raises(Ended, match="130"):
-        signal.raise_signal(signal.SIGINT)
-
-
 def test_saving_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "SAVE_LIMIT_S", 1)
     with pytest.raises(KeyboardInterrupt), saving_first(lambda: None):
         signal.raise_signal(signal.SIGINT)
         threading.Event().wait(60)
         pytest.fail("the alarm did not come")
-
-
-def test_without_a_signal_nothing_changes() -> None:
-    with saving_first(lambda: None):
-        pass
-    with pytest.raises(ValueError, match="x"), saving_first(lambda: None):
-        raise ValueError("x")
-
-
-def test_a_second_signal_does_not_wait_for_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "REPEAT_S", 0.0)
-    with pytest.raises(KeyboardInterrupt), saving_first(lambda: None):
-        signal.raise_signal(signal.SIGTERM)
-        time.sleep(0.001)
-        with pytest.raises(Ended):
-            signal.raise_signal(signal.SIGTERM)
 
 
 def test_handlers_are_restored_after_a_library_replaced_them() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,17 +28,3 @@ def test_gpus_are_measured_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
         "system/gpu_1_memory_usage_megabytes": 2000.0,
         "system/gpu_1_utilization_percentage": 51.0,
     }
-
-
-def test_without_nvml_only_the_own_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: Any) -> int:
-        raise ModuleNotFoundError("nvidia-ml-py")
-
-    asked: list[torch.device] = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.device_memory_used", missing)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (asked.append(device), (10**9, 3 * 10**9))[1])
-    metrics = system_metrics(torch.device("cuda", 1))
-    assert asked == [torch.device("cuda", 1)]
-    assert {name for name in metrics if "gpu" in name} == {"system/gpu_1_memory_usage_megabytes"}
-    assert metrics["system/gpu_1_memory_usage_megabytes"] == 2000.0

@@ -1,62 +1,75 @@
-"""CLIPScore and PAC-S with tiny random weights, against plain implementations of the tokenizer and the formulas."""
+"""CLIPScore, PAC-S and BERTScore with tiny models, against the packages' own transforms and plain formulas."""
 
 from __future__ import annotations
 
-import gzip
 import json
+import math
+import random
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import BertModel, RobertaModel
 
 from raycap.jobs.score import score
-from raycap.models.encoders.dual_encoder import DualEncoder
-from raycap.pipeline.data.language.subwords import ClipTokenizer
-from raycap.pipeline.evaluation.scores.grounding import image_similarity, with_references
-from tests.support.clip import IMAGE_SIZE, MERGES, NUM_PIECES, POSITIONS, clip_tensors
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.config.sections import TextEncoderSection
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.scores import encoders, grounding
+from raycap.pipeline.evaluation.scores.encoders import BertEncoder
+from raycap.pipeline.evaluation.scores.grounding import bert_score, image_similarity, with_references
+from raycap.pipeline.runs.preflight import check_score_inputs
+from tests.conftest import small_config
+from tests.support.golden import GOLDEN
 
+FOLDER = GOLDEN / "bert_score"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text())
+BERT_NAMES = ["BERTScore", "BERTScore-P", "BERTScore-R"]
+CLIP_NAMES = ["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S"]
 REFERENCES = {7: ["a red dog", "a photo on a dog"], 8: ["two cats"], 9: ["ein Hund", "a red", "in red"]}
 CAPTIONS = {7: "A red dog!", 8: "a photo to a dog", 9: "red"}
-NAMES = ["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S"]
-MERGE_LINES = ["#version: 0.2", *map(" ".join, MERGES), "unused merge"]
+TINY_CLIP = {
+    "embed_dim": 24,
+    "quick_gelu": True,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
 
 
-def plain_ids(text: str) -> list[int]:
-    """CLIP's ids of an ASCII text, merged pair by pair."""
-    printable = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))]
-    letters = printable + [chr(256 + i) for i in range(256 - len(printable))]
-    pieces = letters + [letter + "</w>" for letter in letters] + ["".join(pair) for pair in MERGES]
-    found = []
-    for word in re.findall(r"'s|'t|'re|'ve|'m|'ll|'d|[a-z]+|[0-9]|[^\sa-z0-9]+", text.lower()):
-        parts = [*word[:-1], f"{word[-1]}</w>"]
-        for left, right in MERGES:
-            i = 0
-            while i < len(parts) - 1:
-                if (parts[i], parts[i + 1]) == (left, right):
-                    parts[i : i + 2] = [left + right]
-                i += 1
-        found += [pieces.index(part) for part in parts]
-    return [NUM_PIECES - 2, *found, NUM_PIECES - 1]
+def write_tiny_clip(path: Path, seed: int = 0) -> Any:
+    """Writes random weights of the model tiny-clip, which open_clip then knows, and returns the model."""
+    (path.parent / "tiny-clip.json").write_text(json.dumps(TINY_CLIP))
+    open_clip.add_model_config(path.parent / "tiny-clip.json")
+    torch.manual_seed(seed)
+    model = open_clip.CLIP(**TINY_CLIP).eval()
+    constants = {"context_length": torch.tensor(16), "vocab_size": torch.tensor(49408)}  # as in OpenAI's files
+    save_file(model.state_dict() | constants, path)
+    return model
 
 
-@pytest.mark.parametrize("text", ["A photo  depicts", "red dogs on 12 dog's beds!?", "it's in", "", "inonto don't"])
-def test_the_tokenizer_merges_by_rank(text: str) -> None:
-    expected = plain_ids(text)
-    assert ClipTokenizer(MERGE_LINES, NUM_PIECES).ids(text, 40) == expected + [0] * (40 - len(expected))
+def write_captions(folder: Path, references: dict[int, list[str]], captions: dict[int, str], inputs: Any) -> None:
+    rows = [{"image_id": image, "caption": text} for image, texts in references.items() for text in texts]
+    names = [{"id": image, "file_name": f"{image}.png"} for image in references]
+    predictions = [{"image_id": image, "caption": text} for image, text in captions.items()]
+    (folder / "references.json").write_text(json.dumps({"images": names, "annotations": rows}))
+    (folder / "predictions.json").write_text(json.dumps(predictions))
+    (folder / "inputs.json").write_text(json.dumps(inputs))
 
 
-def test_the_tokenizer_cuts_long_texts_and_takes_other_scripts() -> None:
-    tokenizer = ClipTokenizer(MERGE_LINES, NUM_PIECES)
-    assert tokenizer.ids("dog " * 50, 6) == [NUM_PIECES - 2, *plain_ids("dog")[1:2] * 4, NUM_PIECES - 1]
-    assert len([each for each in tokenizer.ids("कुत्ता 狗", 60) if each]) > 10  # pieces of bytes
-    for lines in (MERGE_LINES[:3], ["a", *MERGE_LINES[1:]], ["x y z", *MERGE_LINES[2:]], ["zz yy", *MERGE_LINES[2:]]):
-        with pytest.raises(ValueError, match=r"merges|lines of two pieces"):
-            ClipTokenizer(lines, NUM_PIECES)
+def run_score(folder: Path, names: list[str], **options: Any) -> Any:
+    defaults: dict[str, Any] = {"metrics": names, "inputs": folder / "inputs.json"}
+    return score(folder / "references.json", folder / "predictions.json", **defaults | options)
+
+
+# CLIP -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_formulas() -> None:
@@ -75,95 +88,207 @@ def test_the_formulas() -> None:
         start += count
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
-    """Images, references, captions, and the files of two encoders."""
-    source = np.random.default_rng(1)
-    rows = [{"image_id": image, "caption": text} for image, texts in REFERENCES.items() for text in texts]
-    (tmp_path / "images").mkdir()
+def test_clip_score_and_pac_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoders, "BATCH", 2)
+    source, pictures = np.random.default_rng(1), dict[int, Image.Image]()
     for image, size in zip(REFERENCES, [(40, 32), (32, 50), (64, 64)], strict=True):
-        pixels = source.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "images" / f"{image}.png")
-    inputs: dict[str, Any] = {}
-    for seed, key in enumerate(("clip", "pac")):
-        save_file(clip_tensors(seed), tmp_path / f"{key}.safetensors")
-        inputs[key] = {"weights": str(tmp_path / f"{key}.safetensors"), "merges": str(tmp_path / "merges.txt.gz")}
-    (tmp_path / "merges.txt.gz").write_bytes(gzip.compress("\n".join(MERGE_LINES).encode()))
-    names = [{"id": image, "file_name": f"{image}.png"} for image in REFERENCES]
-    contents = {
-        "references": {"images": names, "annotations": rows},
-        "predictions": [{"image_id": image, "caption": text} for image, text in CAPTIONS.items()],
-        "inputs": inputs,
-    }
-    for name, content in contents.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    return {name: tmp_path / f"{name}.json" for name in contents} | {"images": tmp_path / "images"}
+        pictures[image] = Image.fromarray(source.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+        pictures[image].save(tmp_path / f"{image}.png")
+    models = {key: write_tiny_clip(tmp_path / f"{key}.safetensors", seed) for seed, key in enumerate(("clip", "pac"))}
+    inputs = {key: {"model": "tiny-clip", "weights": str(tmp_path / f"{key}.safetensors")} for key in models}
+    write_captions(tmp_path, REFERENCES, CAPTIONS, inputs)
+    scores = run_score(tmp_path, CLIP_NAMES, images=tmp_path)
+    transform, tokenize = open_clip.image_transform(32, is_train=False), open_clip.get_tokenizer("tiny-clip")
+    for (key, model), weight in zip(models.items(), (2.5, 2.0), strict=True):
 
+        @torch.inference_mode()
+        def text(caption: str, model: Any = model) -> torch.Tensor:
+            return model.encode_text(tokenize(f"A photo depicts {caption}"), normalize=True)[0]
 
-def plain_scores(key: str, files: dict[str, Path], weight: float) -> tuple[list[float], list[float]]:
-    """The scores of each image without and with references."""
-    tensors = clip_tensors(("clip", "pac").index(key))
-    encoder = DualEncoder(tensors, "quick_gelu", "cpu")
-
-    def text(caption: str) -> torch.Tensor:
-        ids = plain_ids(f"A photo depicts {caption}")
-        ids = ids if len(ids) <= POSITIONS else [*ids[: POSITIONS - 1], ids[-1]]
-        return encoder.encode_texts(torch.tensor([ids]))[0]
-
-    alone, referenced = [], []
-    mean, std = torch.tensor([[0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]])
-    for image, caption in CAPTIONS.items():
-        with Image.open(files["images"] / f"{image}.png") as picture:
-            width, height = picture.size
-            scale = IMAGE_SIZE / min(width, height)
-            resized = picture.resize((int(width * scale), int(height * scale)), Image.Resampling.BICUBIC)
-        left, top = (round((side - IMAGE_SIZE) / 2) for side in resized.size)
-        square = np.asarray(resized.crop((left, top, left + IMAGE_SIZE, top + IMAGE_SIZE)), np.float32) / 255
-        pixels = ((torch.tensor(square) - mean) / std).permute(2, 0, 1)[None]
-        similarity = weight * max(float(encoder.encode_images(pixels)[0] @ text(caption)), 0.0)
-        nearest = max(0.0, *(float(text(caption) @ text(reference)) for reference in REFERENCES[image]))
-        alone.append(similarity)
-        total = similarity + nearest
-        referenced.append(2 * similarity * nearest / total if total else 0.0)
-    return alone, referenced
-
-
-def run_score(files: dict[str, Path], **options: Any) -> Any:
-    return score(files["references"], files["predictions"], **{"metrics": NAMES, "inputs": files["inputs"]} | options)
-
-
-def test_score_computes_clip_score_and_pac_s(files: dict[str, Path]) -> None:
-    scores = run_score(files, images=files["images"])
-    for key, weight, names in (("clip", 2.5, NAMES[:2]), ("pac", 2.0, NAMES[2:])):
-        for name, expected in zip(names, plain_scores(key, files, weight), strict=True):
-            assert scores.by_name[name].per_image == pytest.approx(expected, abs=1e-5), name
-            assert scores.values[name] == pytest.approx(np.mean(expected), abs=1e-5)
-    parts = dict(part.split(":", 1) for part in scores.signature.split("|"))
-    digest = r"[0-9a-f]{10}"
-    assert all(re.fullmatch(f"{digest}-{digest}-(quick_)?gelu", parts[key]) for key in ("clip", "pac"))
-    assert parts["clip"] != parts["pac"]
+        for row, (image, caption) in enumerate(CAPTIONS.items()):
+            with torch.inference_mode():
+                vector = model.encode_image(transform(pictures[image])[None], normalize=True)[0]
+            similarity = weight * max(float(vector @ text(caption)), 0.0)
+            nearest = max(0.0, *(float(text(caption) @ text(reference)) for reference in REFERENCES[image]))
+            total = similarity + nearest
+            expected = similarity, 2 * similarity * nearest / total if total else 0.0
+            names = CLIP_NAMES[:2] if key == "clip" else CLIP_NAMES[2:]
+            found = [scores.by_name[name].per_image[row] for name in names]
+            assert found == pytest.approx(expected, abs=1e-5)
     assert max(scores.by_name["CLIPScore"].per_image) > 0
+    parts = dict(part.split(":", 1) for part in scores.signature.split("|"))
+    assert re.fullmatch(r"tiny-clip-[0-9a-f]{10}", parts["clip"]) and parts["clip"] != parts["pac"]
 
-
-def test_what_is_missing_makes_them_unavailable(files: dict[str, Path]) -> None:
     def reason(**options: Any) -> str:
-        scores = run_score(files, **options)
+        scores = run_score(tmp_path, CLIP_NAMES, **options)
         assert all(value is None for value in scores.values.values()) and "clip:" not in scores.signature
         return scores.by_name["RefCLIPScore"].unavailable or ""
 
     assert "give `raycap score` --images" in reason()
     assert "evaluation.inputs.clip" in reason(inputs=None)
     assert "defined for English" in reason(language="de")
-    picture = files["images"] / "8.png"
-    data = picture.read_bytes()
-    picture.write_bytes(b"no image")
-    assert "8.png cannot be read: not an image" in reason(images=files["images"])
-    picture.write_bytes(data)
-    merges = files["images"].parent / "merges.txt.gz"
-    merges.write_bytes(b"a b\n")
-    assert "merges.txt.gz is no file of CLIP's merges" in reason(images=files["images"])
-    merges.unlink()
-    assert "merges.txt.gz is no file of CLIP's merges" in reason(images=files["images"])
-    for key in ("clip", "pac"):
-        (files["images"].parent / f"{key}.safetensors").write_bytes(b"nothing")
-    assert "clip.safetensors cannot be used" in reason(images=files["images"])
+    (tmp_path / "8.png").write_bytes(b"no image")
+    assert "8.png cannot be read: not an image" in reason(images=tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "pac.safetensors")
+    (tmp_path / "clip.safetensors").write_bytes(b"nothing")
+    assert "clip.safetensors are no weights of tiny-clip" in reason(images=tmp_path)
+    for name in ("no-such-model", "hf-hub:someone/clip", "ViT-B-16-SigLIP", "roberta-ViT-B-32"):
+        write_captions(tmp_path, REFERENCES, CAPTIONS, {key: inputs[key] | {"model": name} for key in inputs})
+        assert "none of open_clip's models with the text tower of CLIP" in reason(images=tmp_path), name
+
+
+# BERTScore --------------------------------------------------------------------------------------------------------
+
+
+def encoder(name: str, layer: int = 2, **options: Any) -> BertEncoder:
+    return BertEncoder(TextEncoderSection(folder=str(FOLDER / name), layer=layer, **options))
+
+
+def made_up(num_images: int, seed: int) -> tuple[list[str], list[list[str]]]:
+    source = random.Random(seed)
+    words = ["a", "the", "Dog", "red", "horse's", "zebra", "21", "!", "café", "狗", "\N{DOG FACE}", "ß"]
+
+    def caption() -> str:
+        return " ".join(source.choice(words) for _ in range(source.choice([0, 1, 2, 3, 5, 9, 40])))
+
+    return [caption() for _ in range(num_images)], [
+        [caption() for _ in range(source.randint(1, 4))] for _ in range(num_images)
+    ]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_ids_are_those_of_the_slow_tokenizers(name: str) -> None:
+    texts = [*EXPECTED["captions"], *(text for image in EXPECTED["references"] for text in image)]
+    expected = [ids for part in EXPECTED["ids"][name] for ids in part]
+    assert [list(ids) for ids in encoder(name).ids(texts)] == expected
+    assert max(map(len, expected)) == EXPECTED["max_tokens"] and min(map(len, expected)) == 2
+
+
+@pytest.mark.parametrize("key", EXPECTED["scores"])
+def test_scores_are_those_of_the_package_bert_score(key: str) -> None:
+    name, layer, idf, kind = key.split(", ")
+    references = EXPECTED["references"] if kind == "all" else [texts[:1] for texts in EXPECTED["references"]]
+    found = bert_score(encoder(name, int(layer[-1]), idf=idf == "idf"), EXPECTED["captions"], references)
+    np.testing.assert_allclose(found.T, EXPECTED["scores"][key], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize(("layer", "idf"), [(0, False), (1, True), (2, False)])
+def test_scores_follow_their_definition(name: str, layer: int, idf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pair by pair and token by token, each text alone in the whole model of transformers."""
+    model = {"bert": BertModel, "roberta": RobertaModel}[name].from_pretrained(FOLDER / name).eval()
+    (captions, references), split = made_up(8, seed=layer), encoder(name).ids
+    documents = [set(split([text])[0]) for image in references for text in image]
+
+    @torch.inference_mode()
+    def states(ids: tuple[int, ...]) -> torch.Tensor:
+        return model(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0].double()
+
+    def weight(token: int) -> float:
+        return math.log((len(documents) + 1) / (sum(token in each for each in documents) + 1)) if idf else 1.0
+
+    def mean(ids: tuple[int, ...], others: tuple[int, ...]) -> float:
+        total = weights = 0.0
+        for token, state in list(zip(ids, states(ids), strict=True))[1:-1]:
+            nearest = max(float(state @ other / state.norm() / other.norm()) for other in states(others))
+            total, weights = total + weight(token) * nearest, weights + weight(token)
+        return total / weights if weights else 0.0
+
+    expected = []
+    for caption, texts in zip(captions, references, strict=True):
+        best = (-math.inf,) * 3
+        for text in texts:
+            one, other = split([caption, text])
+            has_words = min(len(one), len(other)) > 2
+            precision, recall = (mean(one, other), mean(other, one)) if has_words else (0.0, 0.0)
+            total = precision + recall
+            f1 = 2 * precision * recall / total if total else 0.0
+            best = tuple(map(max, best, (precision, recall, f1)))  # type: ignore[assignment]
+        expected.append(best)
+    np.testing.assert_allclose(bert_score(encoder(name, layer, idf=idf), captions, references), expected, atol=1e-6)
+    monkeypatch.setattr(grounding, "IMAGES_AT_ONCE", 3)
+    monkeypatch.setattr(encoders, "BATCH", 2)
+    np.testing.assert_allclose(bert_score(encoder(name, layer, idf=idf), captions, references), expected, atol=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Captions, and the folder `model` with a RoBERTa."""
+    shutil.copytree(FOLDER / "roberta", tmp_path / "model")
+    inputs = {"bert": {"folder": str(tmp_path / "model"), "layer": 1}}
+    write_captions(tmp_path, dict(enumerate(EXPECTED["references"])), dict(enumerate(EXPECTED["captions"])), inputs)
+    return tmp_path
+
+
+def change_inputs(folder: Path, **values: Any) -> None:
+    path = folder / "inputs.json"
+    path.write_text(json.dumps({"bert": json.loads(path.read_text())["bert"] | values}))
+
+
+def test_score_computes_bert_score(folder: Path) -> None:
+    scores = run_score(folder, BERT_NAMES)
+    precision, recall, f1 = EXPECTED["scores"]["roberta, layer 1, no idf, all"]
+    for name, expected in zip(BERT_NAMES, (f1, precision, recall), strict=True):
+        assert scores.by_name[name].per_image == pytest.approx(expected, abs=1e-6)
+    digests = r"[0-9a-f]{10}-[0-9a-f]{10}-[0-9a-f]{10}"
+    assert re.search(rf"\|bert:{digests}-L1-no-idf\|raycap:", scores.signature)
+    (folder / "baseline.tsv").write_text("LAYER,P,R,F\n0,0.1,0.1,0.1\n1,0.3,0.4,0.35\n2,0.5,0.6,0.55\n")
+    change_inputs(folder, baseline=str(folder / "baseline.tsv"), idf=True)
+    rescaled = run_score(folder, BERT_NAMES, language="de")
+    baseline = np.array([[0.3], [0.4], [0.35]])
+    expected = (np.array(EXPECTED["scores"]["roberta, layer 1, idf, all"]) - baseline) / (1 - baseline)
+    for name, row in zip(BERT_NAMES, (2, 0, 1), strict=True):
+        assert rescaled.by_name[name].per_image == pytest.approx(expected[row].tolist(), abs=3e-6)
+    assert re.search(rf"\|bert:{digests}-L1-idf-rescaled-[0-9a-f]{{10}}\|raycap:", rescaled.signature)
+
+
+def without_weights(model: Path, name: str | None = None, value: float = math.nan) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop("embeddings.word_embeddings.weight") if name is None else tensors[name].fill_(value)
+    save_file(tensors, model / "model.safetensors")
+
+
+def pickled_weights(model: Path) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def with_config(**values: Any) -> Callable[[Path], object]:
+    def change(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: (model / "config.json").unlink(), "model cannot be used"),
+        (lambda model: (model / "config.json").write_text("["), "model cannot be used"),
+        (with_config(model_type="gpt2"), "neither bert nor roberta"),
+        (with_config(num_hidden_layers=0), "it has 0 layers; set evaluation.inputs.bert.layer"),
+        (with_config(hidden_size=64), "model cannot be used"),
+        (lambda model: (model / "model.safetensors").write_bytes(b"nothing"), "model cannot be used"),
+        (pickled_weights, "model cannot be used"),
+        (without_weights, "model.safetensors lacks embeddings.word_embeddings.weight"),
+        (lambda model: without_weights(model, "encoder.layer.0.output.dense.bias"), "not finite"),
+        (lambda model: (model / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be used"),
+        (lambda model: (model.parent / "baseline.tsv").write_text("LAYER,P,R,F\n0,0,0,0\n"), "no baseline of layer 1"),
+    ],
+)
+def test_what_is_no_model_is_unavailable(folder: Path, change: Callable[[Path], object], words: str) -> None:
+    change(folder / "model")
+    if (folder / "baseline.tsv").exists():
+        change_inputs(folder, baseline=str(folder / "baseline.tsv"))
+    scores = run_score(folder, BERT_NAMES)
+    assert words in (scores.by_name["BERTScore"].unavailable or ""), scores.by_name
+    assert scores.values["BERTScore"] is None and "bert:" not in scores.signature
+
+
+def test_missing_files_are_found_before_a_run(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "bert", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    inputs = {"bert": {"folder": str(tmp_path / "model"), "layer": 2}}
+    with pytest.raises(UserError, match=r"evaluation.inputs.bert.folder/tokenizer.json: .* does not exist"):
+        check_score_inputs(parse_config(small_config(tmp_path) | {"evaluation": {"inputs": inputs}}))

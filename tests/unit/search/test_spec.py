@@ -13,12 +13,10 @@ import yaml
 
 from raycap.pipeline.config.load import parse_config, parse_section
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.search.results import selection_note
 from raycap.pipeline.search.space import GenerateSection, SpaceSection, show_value, space_of
 from raycap.pipeline.search.spec import Search, SearchConfig, flatten, load_search
 from tests.conftest import ROOT, small_config
-from tests.support.bundles import make_bundle
 from tests.support.checkout import own
 from tests.support.searches import LR, N_E, G, small_search, write_search
 
@@ -222,21 +220,6 @@ def test_combinations_that_the_model_refuses_are_found_before_anything_starts(tm
     """Each choice is valid with the first ones; d_model 12 with 8 heads is not."""
     with pytest.raises(UserError, match=r"d_model 12, num_heads 8 is refused: .*12 does not divide"):
         small_search(tmp_path, space={"model.d_model": [16, 12], "model.num_heads": [2, 8]})
-
-
-def test_a_search_may_vary_the_number_of_a_teachers_captions_up_to_its_beam(tmp_path: Path) -> None:
-    make_bundle(tmp_path / "teacher", protocol=Protocol(beam_size=3))
-    captions, given = "distill.captions_per_image", {"set": {"distill.model": str(tmp_path / "teacher")}}
-    search = small_search(tmp_path, space={captions: [1, 3]}, **given)
-    search.check_teacher()
-    distill = search.trial_config({captions: "3"}, 0).distill
-    assert distill is not None and distill.captions_per_image == 3
-    with pytest.raises(UserError, match=f"^space.{captions}: the choice 4 is refused: .*beam of .*, which is 3; lower"):
-        small_search(tmp_path, space={captions: [1, 4]}, **given).check_teacher()
-    with pytest.raises(UserError, match="space.distill.model cannot be searched"):
-        small_search(tmp_path, space={"distill.model": ["a", "b"]}, **given)
-    with pytest.raises(UserError, match=f"space.{captions}: algorithm pbt copies weights and steps"):
-        small_search(tmp_path, space={captions: [1, 3]}, algorithm="pbt", **given)
 
 
 def test_a_point_is_the_base_with_its_changes(tmp_path: Path) -> None:

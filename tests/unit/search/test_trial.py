@@ -240,7 +240,7 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
 
     monkeypatch.setattr(StageRun, "step", counted_step)
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("raycap.pipeline.training.split_captions.write_predictions", stop)
+        interrupted.setattr("raycap.pipeline.training.loop.write_predictions", stop)
         with pytest.raises(SystemExit):
             run_trial(task, lambda _: None)
     assert steps

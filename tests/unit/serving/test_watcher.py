@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import shutil
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,27 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import ValidationError
 
 import raycap
 from raycap.jobs.cli import main
 from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
-from raycap.jobs.serve.command import require_free
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.serving.address import parse_address, split_name, weights_digest
-from raycap.pipeline.serving.guard import FAILED
-from raycap.pipeline.serving.host import ModelHost
-from raycap.pipeline.serving.limits import Limits, RefusedError
-from raycap.pipeline.serving.loading import LoadedModel, load_source
-from raycap.pipeline.serving.metrics import Metrics
+from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
+from raycap.pipeline.serving.limits import FAILED, RefusedError
 from raycap.pipeline.serving.served_models import (
     Answer,
     Decoder,
     ImageFile,
     ImageJob,
     Made,
+    Metrics,
     Search,
     ServedModel,
     StaleTransform,
     transform_key,
 )
-from raycap.pipeline.serving.watcher import ChampionWatcher
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, crown, host_of
 
@@ -85,26 +79,6 @@ def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
     crown(tmp_path, "demo", bundles[0], 1)
     assert watcher.look() and not watcher.has_failed, "a rollback"
     assert host.current.digest == first.files["model.safetensors"][:16]
-
-
-def test_the_thread_of_a_watcher_looks_and_ends(bundles: list[Path], tmp_path: Path) -> None:
-    crown(tmp_path, "demo", bundles[0], 1)
-    address = parse_address("champion:demo", str(tmp_path))
-    source = address.resolve()
-
-    def load(bundle: StoredBundle) -> LoadedModel:
-        return load_source(bundle, weights_digest(bundle), {"device": "cpu"}, address)
-
-    host = ModelHost(load(source))
-    before = host.current.digest
-    watcher = ChampionWatcher(address, host, source, load, 0.01)
-    watcher.start()
-    crown(tmp_path, "demo", bundles[1], 2)
-    while host.current.digest == before:
-        time.sleep(0.01)
-    watcher.stop()
-    watcher._thread.join(60)
-    assert not watcher._thread.is_alive()
 
 
 def test_requests_with_unlike_searches_share_a_batch_as_far_as_they_can(bundles: list[Path], tmp_path: Path) -> None:
@@ -279,13 +253,3 @@ def test_mistakes_are_said_before_ray_is_started(
             assert main(["serve", *options]) == 2, options
             said = capsys.readouterr().err.splitlines()
             assert len(said) == 1 and words in said[0], (options, said)
-
-
-def test_mistakes_of_the_options_are_one_sentence() -> None:
-    with pytest.raises(UserError, match="--host 256.1.1.1 --port 80"):
-        require_free("256.1.1.1", 80)
-    for replicas in (0, -1, (0, 1)):
-        with pytest.raises(ValidationError, match="greater than 0"):
-            ServeArguments(models=("a",), replicas=replicas)
-    with pytest.raises(UserError, match="the limit pixels is 0; expected a number above 0"):
-        Limits(pixels=0)

@@ -89,9 +89,7 @@ def test_the_number_of_samples_is_the_batches(
 ) -> None:
     train, _ = read_annotations(DataSection(root=str(tmp_path / "set")), tmp_path / "set")
     section = stage(**settings)
-    config = SimpleNamespace(data=SimpleNamespace(train_splits=("train",)))
-    metadata = SimpleNamespace(distilled=None)
-    folder = SimpleNamespace(dataset=train, config=config, metadata=metadata, learns_of_teacher=lambda _: False)
+    folder = SimpleNamespace(training_images=lambda _: train)
     assert (
         num_samples(section, cast(Any, folder))
         == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples
@@ -119,22 +117,19 @@ def test_a_batch_moves_as_a_whole() -> None:
 
 
 def test_caption_tokens_equal_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random captions of one and two files, of which some images are left out."""
+    """Random captions, of which those of some images are left out."""
     monkeypatch.setattr(module, "_CAPTIONS_PER_BLOCK", 5)
     rng = np.random.default_rng(0)
     for size in (1, 2, 7, 60):
-        for num_files in (1, 2, 3):
-            by_file = [
-                [
-                    [[1, *rng.integers(3, 99, rng.integers(0, 6)).tolist(), 2] for _ in range(rng.integers(0, 4))]
-                    for _ in range(size)
-                ]
-                for _ in range(num_files)
+        for _ in range(3):
+            ids = [
+                [[1, *rng.integers(3, 99, rng.integers(0, 6)).tolist(), 2] for _ in range(rng.integers(0, 4))]
+                for _ in range(size)
             ]
-            by_file[0][0].append([1, 2])  # a caption without a word, and at least one caption
+            ids[0].append([1, 2])  # a caption without a word, and at least one caption
             rows = np.union1d(0, np.flatnonzero(rng.random(size) < 0.7))
-            plain = PlainCaptionTokens([[text for ids in by_file for text in ids[row]] for row in rows], pad=0)
-            captions = CaptionTokens([open_tokens(ids) for ids in by_file], rows, pad=0)
+            plain = PlainCaptionTokens([ids[row] for row in rows], pad=0)
+            captions = CaptionTokens(open_tokens(ids), rows, pad=0)
             every = np.arange(len(plain.image_of))
             assert len(captions) == len(every) and np.array_equal(captions.first, plain.first)
             for numbers in (every, rng.permutation(every), every[:1], rng.choice(every, 9)):

@@ -21,7 +21,6 @@ from raycap.pipeline.training.objectives import (
     caption_divergences,
     caption_log_probs,
     scst_objective,
-    scst_signature,
     smoothed_cross_entropy,
 )
 
@@ -51,14 +50,11 @@ def test_caption_log_probs_leave_padding_out() -> None:
 
 
 def test_the_signature_names_the_setting() -> None:
-    assert scst_signature(ScstSection()) == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
+    assert ScstSection().signature == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
     meshed = ScstSection(sampler="beam", baseline="mean", eos_in_reward=False, document_frequency="captions")
-    assert (
-        scst_signature(meshed)
-        == "NO<EOS>MODE_wInit+Cider-D[n4,s6.0]+average_all[beam5]+1.0.0|document_frequency:captions"
-    )
+    assert meshed.signature == "NO<EOS>MODE_wInit+Cider-D[n4,s6.0]+average_all[beam5]+1.0.0|document_frequency:captions"
     signatures = {
-        scst_signature(ScstSection(**{key: value}))
+        ScstSection(**{key: value}).signature
         for key, value in (
             ("num_samples", 4),
             ("max_length", 21),
@@ -78,10 +74,10 @@ def test_the_signature_names_the_setting() -> None:
     assert len(signatures) == len(ScstSection.model_fields) - 1, (
         "all settings but max_cider_drop, which only ends a stage"
     )
-    assert scst_signature(ScstSection()) not in signatures
-    assert scst_signature(ScstSection(eos_in_loss=False)).endswith("+1.0.0|eos_in_loss:false")
+    assert ScstSection().signature not in signatures
+    assert ScstSection(eos_in_loss=False).signature.endswith("+1.0.0|eos_in_loss:false")
     mixed = ScstSection(reward={"length": -0.01, "ciderd": 1}, kl=0.05, divide_by_deviation=True)
-    assert scst_signature(mixed).endswith("+1.0.0|divide_by_deviation:true|kl:0.05|reward:1*ciderd+-0.01*length")
+    assert mixed.signature.endswith("+1.0.0|divide_by_deviation:true|kl:0.05|reward:1*ciderd+-0.01*length")
 
 
 def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:

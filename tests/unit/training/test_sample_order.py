@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycap.pipeline.training import sample_order
-from raycap.pipeline.training.sample_order import samples_at, seed_of
+from raycap.pipeline.training import batches
+from raycap.pipeline.training.batches import samples_at, seed_of
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 10**12))
@@ -70,13 +70,13 @@ def test_an_order_has_no_structure() -> None:
 
 def test_a_far_position_costs_what_the_first_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of Feistel evaluations does not grow with the position."""
-    original, evaluations = sample_order._feistel, []
+    original, evaluations = batches._feistel, []
 
     def counted(values: np.ndarray, shift: np.uint64, keys: np.ndarray) -> np.ndarray:
         evaluations.append(len(values))
         return original(values, shift, keys)
 
-    monkeypatch.setattr(sample_order, "_feistel", counted)
+    monkeypatch.setattr(batches, "_feistel", counted)
     far = samples_at(np.arange(10**14, 10**14 + 100), 10**8, 1)
     assert len(set(far.tolist())) == 100 and far.max() < 10**8
     assert sum(evaluations) < 1000

@@ -42,7 +42,6 @@ ALLOWED = {
     ): "looks up no class, after the operations were counted",
     ("pipeline/data/dataset.py", "pa.ipc.open_file"): OWN,
     ("pipeline/data/images.py", "Image.open"): "the one place that decodes images",
-    ("pipeline/runs/distillation/taken_captions.py", "pa.ipc.open_file"): OWN,
     ("pipeline/features/regions.py", "h5py.File"): "the one place that reads HDF5",
     ("pipeline/features/regions.py", "zlib.decompressobj"): "measures a chunk, up to its limit",
     ("pipeline/features/store/shards.py", "np.load"): OWN,

@@ -114,48 +114,6 @@ class SubwordModel:
         return _new_tokenizer({piece: number for number, piece in enumerate(self.pieces)}, list(self.merges))
 
 
-class ClipTokenizer:
-    """The tokenizer of CLIP (Radford et al. 2021): byte-pair encoding of lower-case words, whose last piece has a mark.
-
-    merges: the lines of the published file of merges, from which as many are used as give `num_pieces` pieces: bytes,
-    bytes at the end of a word, merges, and two marks for the begin and the end of a text. Raises ValueError for lines
-    that do not give them.
-    """
-
-    def __init__(self, merges: Sequence[str], num_pieces: int) -> None:
-        lines = [line for line in merges if line.strip()]
-        if lines and "#version" in lines[0]:
-            lines = lines[1:]
-        end, num_merges = "</w>", num_pieces - 2 * NUM_BYTES - 2
-        pairs = [tuple(line.split()) for line in lines[: max(num_merges, 0)]]
-        if len(pairs) != num_merges or any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"expected lines of two pieces, of which {num_pieces} pieces need {num_merges}")
-        letters = list(_byte_of())
-        pieces = [*letters, *(letter + end for letter in letters), *map("".join, pairs)]
-        self.begin, self.end = num_pieces - 2, num_pieces - 1
-        try:
-            self._tokenizer = _clip_tokenizer({piece: number for number, piece in enumerate(pieces)}, pairs, end)
-        except Exception as error:  # the package raises no other type
-            raise ValueError(f"the merges are not in order: {error}") from error
-
-    def ids(self, text: str, length: int) -> list[int]:
-        """The `length` ids of a text between begin and end, with zeros after it. A long text is cut off."""
-        pieces = self._tokenizer.encode(" ".join(normalized(text).split())).ids
-        ids = [self.begin, *pieces[: length - 2], self.end]
-        return ids + [0] * (length - len(ids))
-
-
-def _clip_tokenizer(ids: dict[str, int], merges: Sequence[tuple[str, ...]], end: str) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    model = models.BPE(ids, [(left, right) for left, right in merges], end_of_word_suffix=end)
-    tokenizer = Tokenizer(model)
-    words = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+")
-    split = pre_tokenizers.Split(words, "removed", invert=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    return tokenizer
-
-
 def _prepared(caption: str) -> str:
     """The normalized caption with one space before every word."""
     return "".join(f" {word}" for word in normalized(caption).split())

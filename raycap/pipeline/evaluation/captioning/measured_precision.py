@@ -57,14 +57,6 @@ def with_precision(config: RunConfig, address: str | None) -> RunConfig:
     return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"precision": precision})})
 
 
-def with_kept_precision(config: RunConfig, kept: RunConfig) -> RunConfig:
-    """The configuration with the precision that its run keeps in the configuration `kept`, where it is `auto`."""
-    if config.evaluation.precision != "auto":
-        return config
-    evaluation = config.evaluation.model_copy(update={"precision": kept.evaluation.precision})
-    return config.model_copy(update={"evaluation": evaluation})
-
-
 def measure_search(config: RunConfig) -> PrecisionTimes:
     """Seconds per image of a short beam search with the configured model, on random features.
 

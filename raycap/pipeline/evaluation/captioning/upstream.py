@@ -1,15 +1,28 @@
-"""Reads vocabularies of other projects, which are pickles, as plain values. No code in a pickle is executed."""
+"""Reads models of other projects: their checkpoints, and their vocabularies, which are pickles, as plain values.
+
+No code in a pickle is executed.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from raycap.models.base import CaptionModel, load_strictly
+from raycap.models.captioner import Captioner
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.convert import upstream as convert
+from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.encoders.backbone import Backbone, load_tensors
+from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
@@ -183,3 +196,96 @@ def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label
         word = quoted(words[different[0]])
         raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {word} in one only")
     return words
+
+
+class ImportRequest(NamedTuple):
+    """The files to import, and the checked settings of the sections `model` and `backbone` that the user gave."""
+
+    checkpoint: Path
+    tokens: Path
+    settings: dict[str, dict[str, Any]]
+    backbone_file: Path | None
+    backbone_overrides: Sequence[str]
+
+
+# The imported model, its vocabulary, and two texts for the user: the model's sizes, and the features that it takes.
+Imported = tuple[Captioner, Vocabulary, str, str]
+
+
+def _import_expansionnet(request: ImportRequest) -> Imported:
+    """Reads an ExpansionNet v2 checkpoint. The backbone is its Swin, or that of --backbone, or none."""
+    vocabulary, tensors = read_expansionnet_vocabulary(request.tokens), read_tensors(request.checkpoint)
+    # the checkpoint of a whole system contains its backbone, a Swin, under names with a prefix
+    swin_names = [name for name in tensors if name.startswith(convert.SWIN_PREFIX)]
+    swin = {name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name) for name in swin_names}
+    if swin and request.backbone_file is not None:
+        raise UserError(f"{request.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
+    inferred = convert.infer_expansionnet(tensors)
+    config = convert.complete_config(inferred, request.settings["model"])
+    model = _build(request, config, inferred, vocabulary, convert.convert_expansionnet(tensors, config))
+    sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
+    if request.backbone_file is not None:
+        swin = read_tensors(request.backbone_file)
+    if swin:
+        backbone = _build_backbone(swin, request.settings["backbone"], inferred.feature_width)
+        features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
+        return Captioner(model, backbone), vocabulary, sizes, features
+    if request.backbone_overrides:
+        raise UserError(
+            f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
+            "leave it out"
+        )
+    features = (
+        f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
+        "images, so import again with --backbone FILE for it"
+    )
+    return Captioner(model), vocabulary, sizes, features
+
+
+def _import_meshed_memory(request: ImportRequest) -> Imported:
+    """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
+
+    if request.backbone_file is not None or request.backbone_overrides:
+        raise UserError(
+            "the Meshed-Memory Transformer works on region features; leave --backbone out, and its settings"
+        )
+    vocabulary, tensors = read_meshed_vocabulary(request.tokens), read_tensors(request.checkpoint)
+    inferred = convert.infer_meshed_memory(tensors)
+    config = convert.complete_meshed_config(inferred, request.settings["model"])
+    model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
+    features = f"No backbone: the bundle captions stored region features of width {inferred.feature_width}"
+    return Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features
+
+
+def _build(
+    request: ImportRequest,
+    config: ModelConfig,
+    inferred: convert.Inferred,
+    vocabulary: Vocabulary,
+    tensors: dict[str, Tensor],
+) -> CaptionModel:
+    """Builds the model and loads `tensors`, which have raycap's names. Raises ValueError if they do not fit."""
+    vocabulary_sizes = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
+    model = build_model(config, convert.imported_sizes(inferred, vocabulary_sizes))
+    load_strictly(model, tensors, str(request.checkpoint))
+    return model
+
+
+def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
+    """Builds the backbone and loads a Swin's tensors. UserError if the model takes features of another width."""
+
+    backbone = Backbone(convert.backbone_config(convert.infer_swin(swin), settings))
+    if backbone.width != feature_width:
+        raise UserError(
+            f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; "
+            "they do not belong together"
+        )
+    load_tensors(backbone, swin)
+    return backbone
+
+
+# By format: the project's name, the function that reads its files, and the class of its model's configuration.
+FORMATS: dict[str, tuple[str, Callable[[ImportRequest], Imported], type[ModelConfig]]] = {
+    "expansionnet_v2": ("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
+    "meshed_memory": ("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
+}

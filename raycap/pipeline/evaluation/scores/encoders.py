@@ -1,47 +1,55 @@
-"""Vectors of a data set's images and captions, by models whose files the configuration names.
+"""Vectors of images and texts: by a CLIP for CLIPScore and PAC-S, by a BERT or RoBERTa for BERTScore.
 
-CLIP gives a vector for each image and caption, BERT or RoBERTa one for each token of a caption, for BERTScore.
+The packages open_clip and transformers (the extra `metrics`) compute them, with files that the configuration names.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from raycap.models.convert.tensor_files import read_header, read_tensors
-from raycap.models.encoders.dual_encoder import DualEncoder
-from raycap.models.encoders.text_encoder import TextEncoder, TextEncoderSizes
+from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import EncoderSection, TextEncoderSection
-from raycap.pipeline.data.caption_files import read_content
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
-from raycap.pipeline.data.language.bert_tokenizer import BertTokenizer
-from raycap.pipeline.data.language.subwords import ClipTokenizer
-from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.grounding import Ids
 from raycap.pipeline.evaluation.scores.metrics import UnavailableError
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 from raycap.pipeline.storage.weights import weights_file_digest
 
-IMAGES_PER_BATCH, TEXTS_PER_BATCH = 32, 256
-TOKENS_PER_BATCH = 4096  # with padding
-MAX_JSON_BYTES = 32 * 2**20  # bert-base-multilingual-cased has 2 MB
-MAX_TABLE_BYTES = 2**16  # the package's tables of baselines have 2 kB
+BATCH = 64  # images or texts
+MAX_TOKENS = 512  # of a text for BERTScore, as in the package bert-score
+OPENAI_CONSTANTS = ("input_resolution", "context_length", "vocab_size")  # in OpenAI's files, beside the weights
+Ids = tuple[int, ...]  # of a text's tokens, between two marks
 
 
-class FileEncoder:
-    """An encoder of images and texts (`evaluation.scores.grounding.Encoder`). Its files are read at the first use.
+def _package(name: str) -> Any:
+    """A package of the extra `metrics`. Raises UnavailableError."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"the package {name} is not installed; install raycap[metrics]") from error
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() and not computes_on_cpus() else "cpu"
+
+
+class ClipEncoder:
+    """Unit vectors of images and texts by a CLIP of open_clip. Its files are read at the first use.
 
     uris: of images, by id. Methods raise UnavailableError for files that are no CLIP's and for unreadable images.
     """
@@ -49,194 +57,166 @@ class FileEncoder:
     def __init__(
         self, section: EncoderSection, uris: Mapping[Any, str], max_pixels: int, options: StorageOptions
     ) -> None:
-        self._section, self._uris, self._max_pixels, self._options = section, uris, max_pixels, options
+        self._architecture, self._weights = section.model, Path(section.weights).expanduser()
+        self._uris, self._max_pixels, self._options = uris, max_pixels, options
 
     @property
     def name(self) -> str:
-        """The first digits of the digests of weights and merges, and the activation."""
-        files = (self._section.weights, self._section.merges)
-        digests = [weights_file_digest(Path(file).expanduser())[:10] for file in files]
-        return "-".join([*digests, self._section.activation])
+        """The architecture and the first digits of the weights' digest."""
+        return f"{self._architecture}-{weights_file_digest(self._weights)[:10]}"
 
     @cached_property
-    def _model(self) -> DualEncoder:
-        path = Path(self._section.weights).expanduser()
+    def _model(self) -> Any:
+        open_clip, name = _package("open_clip"), self._architecture
+        sizes = open_clip.get_model_config(name) if name in open_clip.list_models() else None
+        # the package would download another text tower and its tokenizer
+        if sizes is None or "custom_text" in sizes or any(key.startswith("hf_") for key in sizes["text_cfg"]):
+            raise UnavailableError(f"{shown(name)} is none of open_clip's models with the text tower of CLIP")
         try:
-            return DualEncoder(read_tensors(path), self._section.activation, _device())
-        except ValueError as error:
-            raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
+            model, tensors = open_clip.CLIP(**sizes), read_tensors(self._weights)
+            model.load_state_dict({key: tensors[key] for key in tensors.keys() - OPENAI_CONSTANTS})
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UnavailableError(f"{self._weights} are no weights of {name}: {one_line(error)}") from error
+        return model.to(_device()).eval()
 
     @cached_property
-    def _tokenizer(self) -> ClipTokenizer:
-        path = Path(self._section.merges).expanduser()
-        try:
-            return ClipTokenizer(read_content(path).decode().splitlines(), self._model.num_pieces)
-        except (UserError, ValueError) as error:
-            raise UnavailableError(f"{path} is no file of CLIP's merges: {one_line(error)}") from error
-
-    def images(self, image_ids: Sequence[Any]) -> np.ndarray:
-        """The unit vectors (N, D) of images."""
-        if unknown := [image for image in image_ids if image not in self._uris]:
-            raise UnavailableError(f"the file of image {shown(unknown[0])} is not known; give `raycap score` --images")
-        model, transform = self._model, self._model.transform
-        return _stacked(
-            model.encode_images(transform.normalize(torch.stack(pixels).to(model.device)))
-            for pixels in _batches((torch.tensor(self._pixels(image)) for image in image_ids), IMAGES_PER_BATCH)
+    def _transform(self) -> ImageTransform:
+        """CLIP's transform: the shorter side bicubically to the model's size, then the square in the middle."""
+        open_clip, (size, _) = _package("open_clip"), self._model.visual.image_size
+        return ImageTransform(
+            size, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD, "bicubic", size, keep_aspect=True
         )
 
-    def _pixels(self, image: Any) -> np.ndarray:
-        uri = self._uris[image]
+    def images(self, image_ids: Sequence[Any]) -> np.ndarray:
+        """The unit vectors (N, D) of images, float64."""
+        if unknown := [image for image in image_ids if image not in self._uris]:
+            raise UnavailableError(f"the file of image {shown(unknown[0])} is not known; give `raycap score` --images")
+
+        def encode(ids: Sequence[Any]) -> Tensor:
+            pixels = torch.stack([torch.tensor(self._pixels(self._uris[image])) for image in ids])
+            return self._model.encode_image(self._transform.normalize(pixels.to(_device())), normalize=True)
+
+        return _encoded(encode, image_ids)
+
+    def _pixels(self, uri: str) -> np.ndarray:
         try:
             data = read_image_file(StoragePath(uri, self._options))
-            return self._model.transform.resize(decode_image(data, self._max_pixels))
+            return self._transform.resize(decode_image(data, self._max_pixels))
         except (BadImage, OSError) as error:
             raise UnavailableError(f"the image {shown(uri)} cannot be read: {error}") from error
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """The unit vectors (N, D) of texts, of which the model's first positions are read."""
-        model, tokenizer = self._model, self._tokenizer
-        rows = (torch.tensor(tokenizer.ids(text, model.num_positions)) for text in texts)
-        return _stacked(
-            model.encode_texts(_shortened(torch.stack(batch)).to(model.device))
-            for batch in _batches(rows, TEXTS_PER_BATCH)
-        )
+        """The unit vectors (N, D) of texts, float64. A text is cut off at the model's positions."""
+        tokenize = _package("open_clip").SimpleTokenizer(context_length=self._model.context_length)
+        return _encoded(lambda part: self._model.encode_text(tokenize(part).to(_device()), normalize=True), texts)
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() and not computes_on_cpus() else "cpu"
+def _encoded(encode: Callable[[Sequence[Any]], Tensor], items: Sequence[Any]) -> np.ndarray:
+    """The vectors (N, D) of all items, which are encoded in batches."""
+    with torch.inference_mode():
+        parts = [encode(items[start : start + BATCH]).cpu() for start in range(0, len(items), BATCH)]
+    return torch.cat(parts).double().numpy()
 
 
-def _shortened(tokens: Tensor) -> Tensor:
-    """Token ids (N, T) without the columns after the ends of all texts, which are the largest ids."""
-    return tokens[:, : int(tokens.argmax(1).max()) + 1]
+class BertEncoder:
+    """Vectors of the tokens of texts by a BERT or RoBERTa of transformers. Its files are read at the first use.
 
-
-def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    batch: list[Tensor] = []
-    for tensor in tensors:
-        batch.append(tensor)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _stacked(parts: Iterable[Tensor]) -> np.ndarray:
-    """The rows of all parts as float64."""
-    return torch.cat([part.cpu() for part in parts]).double().numpy()
-
-
-class FileTextEncoder:
-    """An encoder of tokens (`pipeline.evaluation.scores.grounding.TokenEncoder`). Its files are read at the first use.
-
-    Methods and properties raise UnavailableError for files that are no BERT's or RoBERTa's.
+    uses_idf: whether rare tokens of the references count more. Methods and properties raise UnavailableError for files
+    that are no such model's.
     """
 
     def __init__(self, section: TextEncoderSection) -> None:
         self._section, self.uses_idf = section, section.idf
-        self._weights, self._config, self._tokens = (Path(path) for path in section.model_files().values())
+        self._folder = Path(section.folder).expanduser()
 
     @property
     def name(self) -> str:
-        """The first digits of the digests of weights, config.json and tokenizer.json, the layer, and the options."""
-        digests = [weights_file_digest(path)[:10] for path in (self._weights, self._config, self._tokens)]
-        parts = [*digests, f"L{self._layer}", "idf" if self.uses_idf else "no-idf"]
+        """The first digits of the digests of the model's files, the layer, and the options."""
+        digests = [weights_file_digest(Path(file))[:10] for file in self._section.model_files().values()]
+        parts = [*digests, f"L{self._section.layer}", "idf" if self.uses_idf else "no-idf"]
         if self._section.baseline is not None:
             parts.append(f"rescaled-{weights_file_digest(Path(self._section.baseline).expanduser())[:10]}")
         return "-".join(parts)
 
     @cached_property
-    def _sizes(self) -> TextEncoderSizes:
+    def _model(self) -> Any:
+        """The model with as many layers as are needed. Its last hidden states are those of the layer."""
+        transformers, layer = _package("transformers"), self._section.layer
         try:
-            return TextEncoderSizes.read(_json(self._config))
-        except (UserError, ValueError) as error:
-            raise UnavailableError(f"{self._config} cannot be used: {one_line(error)}") from error
-
-    @property
-    def _layer(self) -> int:
-        layer = self._section.layer
-        if layer is None and (layer := self._sizes.published_layer) is None:
-            raise UnavailableError(
-                f"{self._config.parent} is none of the models with a published layer; set evaluation.inputs.bert.layer "
-                f"to a number up to {self._sizes.num_layers}"
+            config = transformers.AutoConfig.from_pretrained(self._folder, local_files_only=True)
+            if config.model_type not in ("bert", "roberta"):
+                raise ValueError(f"its model_type is {config.model_type}, neither bert nor roberta")
+            if layer > config.num_hidden_layers:
+                raise ValueError(
+                    f"it has {config.num_hidden_layers} layers; set evaluation.inputs.bert.layer to one of them"
+                )
+            architecture = transformers.BertModel if config.model_type == "bert" else transformers.RobertaModel
+            config.num_hidden_layers, options = layer, {"local_files_only": True, "use_safetensors": True}
+            model, report = architecture.from_pretrained(
+                self._folder,
+                config=config,
+                add_pooling_layer=False,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **options,
             )
-        return layer
+            if report["missing_keys"]:
+                raise ValueError(f"model.safetensors lacks {min(report['missing_keys'])}")
+        except Exception as error:  # the package raises errors of many types for damaged files
+            raise UnavailableError(f"{self._folder} cannot be used: {one_line(error)}") from error
+        return model.to(_device()).eval()
 
     @cached_property
-    def _model(self) -> TextEncoder:
-        path, sizes, layer = self._weights, self._sizes, self._layer
+    def _tokenizer(self) -> Tokenizer:
+        path, config = self._folder / "tokenizer.json", self._model.config
         try:
-            if path.suffix == ".safetensors":
-                sizes.named(read_header(path))  # before the weights take memory
-            return TextEncoder(read_tensors(path), sizes, layer, _device())
-        except ValueError as error:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no other type
             raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
-
-    @cached_property
-    def _tokenizer(self) -> BertTokenizer:
-        sizes = self._sizes
-        try:
-            return BertTokenizer(_json(self._tokens), sizes.architecture, sizes.num_pieces)
-        except (UserError, ValueError) as error:
-            raise UnavailableError(f"{self._tokens} cannot be used: {one_line(error)}") from error
+        if tokenizer.get_vocab_size() > config.vocab_size:
+            raise UnavailableError(f"{path} has more pieces than the model in its folder")
+        first_position = config.pad_token_id + 1 if config.model_type == "roberta" else 0
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(min(config.max_position_embeddings - first_position, MAX_TOKENS))
+        return tokenizer
 
     @cached_property
     def baseline(self) -> np.ndarray | None:
-        """The precision, recall and F1 of unrelated texts (3,), for the layer; None without a file of them."""
+        """The precision, recall and F1 (3,) of unrelated texts, which become 0; None without a table of them."""
         if self._section.baseline is None:
             return None
-        path, layer = Path(self._section.baseline).expanduser(), self._layer
+        path, layer = Path(self._section.baseline).expanduser(), self._section.layer
         try:
-            rows = list(csv.reader(read_regular_file(path, MAX_TABLE_BYTES).decode().splitlines()))
-            if rows[0] != ["LAYER", "P", "R", "F"]:
-                raise ValueError("its first line is not LAYER,P,R,F")
-            values = next([float(value) for value in row[1:]] for row in rows if row[:1] == [str(layer)])
-            if len(values) != 3 or not all(-1 <= value <= 0.9999 for value in values):
-                raise ValueError(f"its line of layer {layer} has no three numbers from -1 to 0.9999")
-        except StopIteration as error:
-            raise UnavailableError(f"{path} cannot be used: it has no line of layer {layer}") from error
-        except (OSError, ValueError, IndexError, csv.Error) as error:
-            raise UnavailableError(f"{path} is no table of baselines: {one_line(error)}") from error
-        return np.array(values)
+            table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
+            (row,) = table[table[:, 0] == layer, 1:]
+            if row.shape != (3,) or not (row < 1).all():
+                raise ValueError("expected the columns LAYER, P, R and F, with values below 1")
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"{path} has no baseline of layer {layer}: {one_line(error)}") from error
+        return row
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text's tokens between two marks, as many as the model has positions."""
-        tokenizer, length = self._tokenizer, self._sizes.max_tokens
-        return [tokenizer.ids(text, length) for text in texts]
+        """The ids of each text's tokens between two marks, as many as the model has positions.
+
+        As in the package bert-score, white space around a text is removed, and RoBERTa reads a space before it.
+        """
+        tokenizer, is_roberta = self._tokenizer, self._model.config.model_type == "roberta"
+        stripped = [f" {text.strip()}" if is_roberta and text.strip() else text.strip() for text in texts]
+        return [tuple(encoding.ids) for encoding in tokenizer.encode_batch(stripped)]
 
     def vectors(self, texts: Sequence[Ids]) -> list[np.ndarray]:
         """The unit vectors (T, W) of each text's tokens, float32."""
         model, order = self._model, sorted(range(len(texts)), key=lambda number: len(texts[number]))
         vectors = dict[int, np.ndarray]()
-        for batch in _token_batches(order, [len(ids) for ids in texts]):
+        for start in range(0, len(order), BATCH):
+            batch = order[start : start + BATCH]
             lengths = torch.tensor([len(texts[number]) for number in batch])
-            ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.long)
-            for row, number in zip(ids, batch, strict=True):
-                row[: len(texts[number])] = torch.tensor(texts[number])
-            states = F.normalize(model.encode(ids.to(model.device), lengths.to(model.device)), dim=-1).cpu().numpy()
-            for number, rows in zip(batch, states, strict=True):
-                vectors[number] = rows[: len(texts[number])]
-                if not np.isfinite(vectors[number]).all():
-                    raise UnavailableError(f"the weights of {self._weights} give vectors that are not finite")
+            ids = pad_sequence([torch.tensor(texts[number]) for number in batch], batch_first=True)
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            with torch.inference_mode():
+                states = model(ids.to(_device()), attention_mask=mask.to(_device())).last_hidden_state
+            rows = F.normalize(states, dim=-1).cpu().numpy()
+            vectors |= {number: row[: len(texts[number])] for number, row in zip(batch, rows, strict=True)}
+        if not all(np.isfinite(rows).all() for rows in vectors.values()):
+            raise UnavailableError(f"the weights in {self._folder} give vectors that are not finite")
         return [vectors[number] for number in range(len(texts))]
-
-
-def _json(path: Path) -> object:
-    """The value of a JSON file. Raises UserError."""
-    try:
-        return parse_json(read_regular_file(path, MAX_JSON_BYTES), "it")
-    except OSError as error:
-        raise UserError(str(error)) from error
-
-
-def _token_batches(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Divides texts, in order of their lengths, into batches of at most TOKENS_PER_BATCH tokens with padding."""
-    batch = list[int]()
-    for number in order:
-        if batch and (len(batch) + 1) * lengths[number] > TOKENS_PER_BATCH:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.evaluation.scores.words import metric_words
+
+if TYPE_CHECKING:  # it imports torch
+    from raycap.pipeline.evaluation.scores.encoders import BertEncoder, Ids
 
 # English plurals that do not end with s, by the end of the singular
 _PLURALS = {
@@ -23,41 +26,7 @@ _PLURALS = {
 
 PROMPT = "A photo depicts "  # before every caption and reference, as in the authors' code of CLIPScore and PAC-S
 CLIP_WEIGHT, PAC_WEIGHT = 2.5, 2.0  # w in `image_similarity`
-MAX_TOKENS_AT_ONCE = 2**15  # whose vectors are in memory: 128 MB with 1024 numbers each
-Ids = tuple[int, ...]  # of a text's tokens, between two marks
-
-
-class Encoder(Protocol):
-    """A model that gives unit vectors (N, D) for images, by id, and for texts. name: for the signature of scores."""
-
-    @property
-    def name(self) -> str: ...
-
-    def images(self, image_ids: Sequence[Any]) -> np.ndarray: ...
-
-    def texts(self, texts: Sequence[str]) -> np.ndarray: ...
-
-
-class TokenEncoder(Protocol):
-    """A model that gives a vector for each token of a text, for BERTScore.
-
-    name: for the signature of scores. uses_idf: whether rare tokens of the references count more. baseline: the
-    precision, recall and F1 (3,) of unrelated texts, which become 0; or None. ids: of the tokens of texts, between two
-    marks. vectors: the unit vectors (T, W) of each text, given as ids.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def uses_idf(self) -> bool: ...
-
-    @property
-    def baseline(self) -> np.ndarray | None: ...
-
-    def ids(self, texts: Sequence[str]) -> list[Ids]: ...
-
-    def vectors(self, texts: Sequence[Ids]) -> list[np.ndarray]: ...
+IMAGES_AT_ONCE = 256  # whose tokens' vectors are in memory
 
 
 @dataclass(frozen=True)
@@ -158,7 +127,7 @@ def with_references(
     return np.divide(2 * similarity * nearest, total, out=np.zeros(len(total)), where=total > 0)
 
 
-def bert_score(encoder: TokenEncoder, captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.ndarray:
+def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequence[Sequence[str]]) -> np.ndarray:
     """BERTScore of each image (images, 3): precision, recall and F1, each the largest one over the references.
 
     Source: Zhang et al. 2020 (arXiv 1904.09675) and its package bert-score 0.3.12. Each token of a caption is matched
@@ -169,21 +138,21 @@ def bert_score(encoder: TokenEncoder, captions: Sequence[str], references: Seque
     it also matches tokens with padding of the value 0.
     """
     caption_ids = encoder.ids(captions)
-    reference_ids = iter(encoder.ids([text for texts in references for text in texts]))
-    pairs = [
-        (image, ids, next(reference_ids))
-        for image, ids in enumerate(caption_ids)
-        for _ in range(len(references[image]))
-    ]
-    counts = Counter(token for *_, ids in pairs for token in set(ids)) if encoder.uses_idf else None
+    flat = iter(encoder.ids([text for texts in references for text in texts]))
+    reference_ids = [[next(flat) for _ in texts] for texts in references]
+    num_references = sum(map(len, references))
+    counts = Counter(token for image in reference_ids for ids in image for token in set(ids))
     scores = np.full((len(captions), 3), -np.inf)
-    for part in _parts(pairs):
-        texts = list(dict.fromkeys(ids for _, *both in part for ids in both))
+    for start in range(0, len(captions), IMAGES_AT_ONCE):
+        part = range(start, min(start + IMAGES_AT_ONCE, len(captions)))
+        texts = list(dict.fromkeys(ids for image in part for ids in (caption_ids[image], *reference_ids[image])))
         vectors = dict(zip(texts, encoder.vectors(texts), strict=True))
-        weights = {ids: _token_weights(ids, counts, len(pairs)) for ids in texts}
-        for image, caption, reference in part:
-            values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
-            scores[image] = np.maximum(scores[image], values)
+        weights = {ids: _token_weights(ids, counts if encoder.uses_idf else None, num_references) for ids in texts}
+        for image in part:
+            caption = caption_ids[image]
+            for reference in reference_ids[image]:
+                values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
+                scores[image] = np.maximum(scores[image], values)
     return scores if encoder.baseline is None else (scores - encoder.baseline) / (1 - encoder.baseline)
 
 
@@ -210,17 +179,3 @@ def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -
         weights = np.array([math.log((num_references + 1) / (counts[token] + 1)) for token in ids])
     weights[[0, -1]] = 0.0
     return weights
-
-
-def _parts(pairs: Iterable[tuple[int, Ids, Ids]]) -> Iterator[list[tuple[int, Ids, Ids]]]:
-    """Divides pairs of texts into lists of at most MAX_TOKENS_AT_ONCE tokens."""
-    part, size = list[tuple[int, Ids, Ids]](), 0
-    for pair in pairs:
-        num_tokens = len(pair[1]) + len(pair[2])
-        if part and size + num_tokens > MAX_TOKENS_AT_ONCE:
-            yield part
-            part, size = [], 0
-        part.append(pair)
-        size += num_tokens
-    if part:
-        yield part

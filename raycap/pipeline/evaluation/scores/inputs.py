@@ -44,14 +44,14 @@ def score_inputs(
     if section.clip is None and section.pac is None and section.bert is None:
         return ScoreInputs(objects, several or None)
     # imports torch, which the check of a configuration does not need
-    from raycap.pipeline.evaluation.scores.encoders import FileEncoder, FileTextEncoder
+    from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
 
     max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
     clip, pac = (
-        None if files is None else FileEncoder(files, uris or {}, max_pixels, options)
+        None if files is None else ClipEncoder(files, uris or {}, max_pixels, options)
         for files in (section.clip, section.pac)
     )
-    bert = None if section.bert is None else FileTextEncoder(section.bert)
+    bert = None if section.bert is None else BertEncoder(section.bert)
     return ScoreInputs(objects, several or None, clip, pac, bert)
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,9 +21,7 @@ from raycap.pipeline.evaluation.scores.grounding import (
     CLIP_WEIGHT,
     PAC_WEIGHT,
     PROMPT,
-    Encoder,
     Objects,
-    TokenEncoder,
     bert_score,
     hallucinations,
     image_similarity,
@@ -32,6 +30,9 @@ from raycap.pipeline.evaluation.scores.grounding import (
 from raycap.pipeline.evaluation.scores.java import JavaError
 from raycap.pipeline.evaluation.scores.words import caption_stats, words_of_all, words_signature
 from raycap.pipeline.runtime.names import shorten
+
+if TYPE_CHECKING:  # it imports torch
+    from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
 
 Input = Literal["objects", "several", "clip", "pac", "bert"]
 _ENCODERS = ("clip", "pac", "bert")  # the inputs that the signature of scores names
@@ -70,9 +71,9 @@ class ScoreInputs:
 
     objects: Objects | None = None
     several: Mapping[Any, Sequence[str]] | None = None
-    clip: Encoder | None = None
-    pac: Encoder | None = None
-    bert: TokenEncoder | None = None
+    clip: ClipEncoder | None = None
+    pac: ClipEncoder | None = None
+    bert: BertEncoder | None = None
 
 
 def _needed(inputs: ScoreInputs, field: Input) -> Any:
@@ -214,7 +215,7 @@ def _pac_score(captions: TokenizedCaptions) -> list[Score]:
 
 def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> list[Score]:
     """The similarity of captions and images, without and with the references. field: that of the encoder."""
-    encoder: Encoder = _needed(captions.inputs, field)
+    encoder: ClipEncoder = _needed(captions.inputs, field)
     images = encoder.images(captions.image_ids)
     predictions, references = captions.raw
     texts = encoder.texts([PROMPT + text for text in predictions])
@@ -224,7 +225,7 @@ def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> lis
 
 
 def _bert_score(captions: TokenizedCaptions) -> list[Score]:
-    encoder: TokenEncoder = _needed(captions.inputs, "bert")
+    encoder: BertEncoder = _needed(captions.inputs, "bert")
     precision, recall, f1 = bert_score(encoder, *captions.raw).T
     return [_mean(f1), _mean(precision), _mean(recall)]
 

@@ -38,7 +38,8 @@ from raycap.pipeline.retrain.listing import (
     new_keys,
     with_keys,
 )
-from raycap.pipeline.retrain.page import decision_page, update_tracker
+from raycap.pipeline.retrain.page import decision_page
+from raycap.pipeline.retrain.tracker import update_tracker
 from raycap.pipeline.runs.check import Reader, check_data
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
@@ -204,20 +205,9 @@ class _Retraining:
         return _NewData((dataset, unreadable), with_keys(listing, usable), record)
 
     def _nothing_new(self, change: Change) -> int:
-        """Ends a retraining without new data. It makes what the last decision lacks: the page, and tracker's entries.
-
-        The page has no pictures, because captions are not stored.
-        """
-        state, decorations = self.state, Decorations()
-        logger.info(f"nothing new since decision {state.number} (files: {change}); the champion stays")
-        if state.decision is not None:
-            name = state.decision.name.replace(".json", ".html")
-            if not (self.store.folder / name).exists():
-                with decorations.making("the decision's page"):
-                    page = decision_page(self.config, self.store.decision(state.decision))
-                    self.store.write_file(name, page.encode(), self.lease)
-        decorations.log_failed()
-        update_tracker(self.config, self.store, state)
+        """Ends a retraining without new data, and sends the tracker what it lacks of the last decision."""
+        logger.info(f"nothing new since decision {self.state.number} (files: {change}); the champion stays")
+        update_tracker(self.config, self.store, self.state)
         return 0
 
     def _held_out(self, dataset: Dataset) -> HeldOut:
@@ -324,7 +314,7 @@ class _Retraining:
         update_tracker(config, self.store, self.store.read())
         logger.info(f"champion  {config.storage_place / decision.champion.bundle}")
         logger.info(f"record    {self.store.folder / name}.json{'' if decorations.failed else ', .html'}")
-        decorations.log_failed("the next call makes it without pictures")
+        decorations.log_failed("the decision is complete without it")
         return 0
 
     def roll_back(self) -> int:
