@@ -66,9 +66,6 @@ def evaluate(
     ] = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also write the file for COCO's evaluation server.")
-    ] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
 ) -> int:
@@ -88,13 +85,7 @@ def evaluate(
         )
     if stage is not None and models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
-    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
-        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     is_one_model = (seeds == 1 or ensemble) and len(compared or ()) <= 1
-    if server is not None and not is_one_model:
-        raise UserError(
-            "--server takes the captions of one model; leave out --seeds, or add --ensemble, or compare less"
-        )
     run_config = load_config(config, set_ or ())
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
@@ -135,7 +126,7 @@ def evaluate(
         if is_one_model:
             scores = evaluator.evaluate(bundles, folder)
             other = evaluator.evaluate(others) if others else None
-            write_results(folder, scores, settings, label=label, compared=other, server=server)
+            write_results(folder, scores, settings, label=label, compared=other)
             every = [scores]
         else:
             ours = evaluator.evaluate_each(dict(zip(labels, systems, strict=True)), folder)

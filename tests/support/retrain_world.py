@@ -32,7 +32,6 @@ from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, retrain
-from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
@@ -182,9 +181,6 @@ class Colors:
         if home is not None:
             Mirror(home, folder).push()
         return Trained(run_id, folder)
-
-    def reader(self, config: RunConfig) -> Reader:
-        return Threads()
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         folder = fetched(bundle)

@@ -1,6 +1,6 @@
 """The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
 
-The check decodes every image once, in threads or on a cluster. Of a large data set it decodes a sample first. The only
+The check decodes every image once, in threads of this process. Of a large data set it decodes a sample first. The only
 file that it writes is the manifest of content keys.
 """
 
@@ -13,13 +13,12 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashFiles
 from raycap.pipeline.data.dataset import Dataset, Selection
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
@@ -44,31 +43,6 @@ SAMPLE = 1000  # images that are decoded before all others, if the data set has 
 # the share of words of validation captions outside of the vocabulary, above which there is a warning
 MAX_UNKNOWN = 0.05
 MAX_EXAMPLES = 3  # A finding names at most this many images.
-
-
-class Reader(Protocol):
-    """Reads many images. Raises StorageError while the storage is out of order."""
-
-    @property
-    def hash_files(self) -> HashFiles | None:
-        """What hashes files; None for threads of this process."""
-
-    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        """Decodes images. Yields the rows of tables with the columns key and uri, in any order, as `measure_batch`."""
-
-
-class Threads:
-    """Reads images with threads of this process."""
-
-    hash_files: HashFiles | None = None
-
-    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
-        for table in tables:
-            for start in range(0, len(table), IMAGES_AT_A_TIME):
-                part = table.slice(start, IMAGES_AT_A_TIME)
-                batch = {name: part[name].to_numpy() for name in part.column_names}
-                yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
 
 
 @dataclass(frozen=True)
@@ -108,7 +82,6 @@ class Findings:
 def check_data(
     config: RunConfig,
     checked_keys: pa.Array | None = None,
-    reader: Reader = Threads(),
     listing: pa.Table | None = None,
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
@@ -127,7 +100,7 @@ def check_data(
     logger.info(f"reading {len(dataset)} images")
     if checked_keys is None and _check_sample(result, dataset, config):
         return result
-    dataset, missing = result.data = snapshot_of(dataset, config, reader.hash_files, listing)
+    dataset, missing = result.data = snapshot_of(dataset, config, listing=listing)
     unchecked = dataset
     if checked_keys is not None:  # only the keys say which images are to be sampled
         unchecked = _selected(dataset, ~_has_keys(dataset, checked_keys))
@@ -142,7 +115,7 @@ def check_data(
     except UserError as error:  # the captions give no vocabulary
         result.error(str(error))
     if config.has_backbone:
-        unusable, sizes = _decode_all(unchecked, config, reader)
+        unusable, sizes = _decode_all(unchecked, config)
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
         unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
     _check_images(result, unchecked, config, missing, unusable)
@@ -252,7 +225,7 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
     if not config.has_backbone or len(dataset) < 10 * SAMPLE:
         return False
     rows = dataset.rows[np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))]
-    parts = Threads().measure(dataset.rounds(rows, "key", "uri"), config)
+    parts = _measured(dataset.rounds(rows, "key", "uri"), config)
     unusable = [
         (str(uri), str(reason))
         for part in parts
@@ -272,7 +245,17 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
     return True
 
 
-def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
+def _measured(tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    """Decodes images. Yields the rows of tables with the columns key and uri, in order, as `measure_batch`."""
+    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+    for table in tables:
+        for start in range(0, len(table), IMAGES_AT_A_TIME):
+            part = table.slice(start, IMAGES_AT_A_TIME)
+            batch = {name: part[name].to_numpy() for name in part.column_names}
+            yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
+
+
+def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
 
     Files of equal content are decoded once. It takes 50 bytes of memory per image.
@@ -282,7 +265,7 @@ def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[di
     reasons: dict[str, str] = {}
     sizes = [np.empty((0, 2), np.int32)]
     with progress("decoding", len(rows)) as advance:
-        for part in reader.measure(dataset.rounds(rows, "key", "uri"), config):
+        for part in _measured(dataset.rounds(rows, "key", "uri"), config):
             is_bad = part["reason"] != ""
             reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
             sizes.append(part["size"][~is_bad])
