@@ -1,4 +1,4 @@
-"""CIDEr-D written like its definition, slowly, with dictionaries of words; `evaluation.scores.cider` must equal it."""
+"""CIDEr-D written like its definition, slowly, with dictionaries of words; `training.rewards.cider` must equal it."""
 
 from __future__ import annotations
 

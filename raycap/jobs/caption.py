@@ -25,7 +25,7 @@ from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
 from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle, bundle_digests
-from raycap.pipeline.evaluation.confidence.confidence import Confidence
+from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown

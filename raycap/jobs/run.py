@@ -29,7 +29,7 @@ from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
-from raycap.pipeline.evaluation.confidence.confidence import Confidence
+from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table

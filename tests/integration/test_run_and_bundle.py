@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{java}.meteor", lambda texts, *_: (0.25, [0.25] * len(texts)))
     monkeypatch.setattr(f"{java}.spice", lambda texts, *_: ([0.5] * len(texts), {}))
     monkeypatch.setattr(f"{evaluator}.reports.report.add_maps", lambda images, *_, **__: list(images))
-    monkeypatch.setattr(f"{evaluator}.confidence.confidence.MIN_IMAGES", 4)
+    monkeypatch.setattr(f"{evaluator}.confidence.MIN_IMAGES", 4)
     monkeypatch.setattr(
         f"{evaluator}.evaluate.main_object_hits", lambda captions, *_: {image: image % 2 == 0 for image in captions}
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycap.pipeline.evaluation.confidence.confidence import SIGNALS, Confidence, Linear
+from raycap.pipeline.evaluation.confidence import SIGNALS, Confidence, Linear
 
 
 def make_confidence(search: str = "", bias: float = 0.5) -> Confidence:

@@ -50,7 +50,7 @@ from raycap.pipeline.evaluation.comparison.protocol import (
     searched,
 )
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.evaluation.confidence.confidence import find_fit, fit_split, judged_quality
+from raycap.pipeline.evaluation.confidence import find_fit, fit_split, judged_quality
 from raycap.pipeline.evaluation.results import ConstraintCounts, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import (

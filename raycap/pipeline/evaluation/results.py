@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raycap.pipeline.config.sections import EvaluationSection
     from raycap.pipeline.evaluation.comparison.protocol import Protocol
     from raycap.pipeline.evaluation.comparison.published import FinalRow
-    from raycap.pipeline.evaluation.confidence.confidence import Confidence, Quality
+    from raycap.pipeline.evaluation.confidence import Confidence, Quality
     from raycap.pipeline.evaluation.evaluate import Inputs
     from raycap.pipeline.storage.path import StoragePath
 

@@ -11,7 +11,7 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import BUNDLE_FILES, read_confidences, require_intact, save_bundle
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
-from raycap.pipeline.evaluation.confidence.confidence import Confidence
+from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path

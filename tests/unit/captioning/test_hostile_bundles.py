@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, seal
-from raycap.pipeline.evaluation.confidence.confidence import dump_confidences
+from raycap.pipeline.evaluation.confidence import dump_confidences
 from raycap.pipeline.runtime.secrets import without_secrets
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence

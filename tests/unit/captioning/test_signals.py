@@ -15,7 +15,7 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, build_automata
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_images
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.confidence.confidence import SIGNALS, Linear
+from raycap.pipeline.evaluation.confidence import SIGNALS, Linear
 from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle, with_confidence
 from tests.support.few_images import FewImages, caption_split, half

@@ -19,7 +19,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle, read_confidences, store_results
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.comparison.protocol import confidence_search
-from raycap.pipeline.evaluation.confidence.confidence import Quality
+from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.mirror import Mirror

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy.stats import spearmanr
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.confidence import confidence
-from raycap.pipeline.evaluation.confidence.confidence import (
+from raycap.pipeline.evaluation import confidence
+from raycap.pipeline.evaluation.confidence import (
     COVERAGES,
     MAX_FITS,
     MIN_IMAGES,
@@ -24,7 +23,6 @@ from raycap.pipeline.evaluation.confidence.confidence import (
     NUM_LOWEST,
     SIGNALS,
     Confidence,
-    Linear,
     Risk,
     auroc,
     caption_signals,
@@ -99,15 +97,6 @@ def test_the_fit_against_newtons_method_and_the_normal_equations() -> None:
     assert fit.judge(()) is None
 
 
-def test_a_signal_that_never_differs_and_values_far_outside() -> None:
-    signals, good, ciderd = drawn(200)
-    signals[:, 2] = 5.0
-    fit = fit_confidence(signals, good, ciderd, search="a", good_ciderd=None)
-    for factor in (-1e9, 0.0, 1e9):
-        judgement = fit.judge([factor] * WIDTH)
-        assert judgement is not None and 0 <= judgement.confidence <= 1 and 0 <= judgement.expected_ciderd <= 10
-
-
 def test_a_fit_is_calibrated_on_other_images() -> None:
     signals, good, ciderd = drawn(1000)
     fit = fit_confidence(signals, good, ciderd, search="a", good_ciderd=1.0)
@@ -119,12 +108,6 @@ def test_a_fit_is_calibrated_on_other_images() -> None:
     overconfident = measure_quality(judged[:, 0] ** 0.3, good)
     assert overconfident.calibration_error > 0.1, "the error must see a wrong calibration"
     assert overconfident.auroc == pytest.approx(measured.auroc), "and the AUROC only the order"
-
-
-def test_calibration_error_of_bernoulli_draws() -> None:
-    generator = np.random.default_rng(0)
-    confidences = generator.random(2000)
-    assert measure_quality(confidences, generator.random(2000) < confidences).calibration_error < 0.05
 
 
 def test_bins_have_equal_sizes_and_all_images() -> None:
@@ -251,15 +234,6 @@ def test_a_file_holds_one_confidence_for_each_search() -> None:
     assert len({fit.digest for fit in fits}) == MAX_FITS
 
 
-def test_a_file_of_other_signals_is_not_used_and_named_once(log_lines: list[str]) -> None:
-    content = json.loads(dump_confidences([make_confidence()]))
-    content["signals"] = ["mean"]
-    content["fits"][0]["mean"] = [0.0]
-    for name in ("one", "one", "other", "one"):
-        assert parse_confidences(json.dumps(content).encode(), name) == ()
-    assert [line.split(" is not used")[0] for line in log_lines] == ["one", "other"]
-
-
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -268,17 +242,11 @@ Change = Callable[[dict[str, Any]], Any]
     [
         (lambda content: content.update(format=2), "format"),
         (lambda content: content.update(more=1), "more"),
+        (lambda content: content.update(signals=["mean"]), "signals"),
         (lambda content: content.update(fits=content["fits"] * (MAX_FITS + 1)), "fits"),
-        (lambda content: content.update(fits={}), "fits"),
         (lambda content: content["fits"][0].update(scale=[0.0] * WIDTH), "scale"),
-        (lambda content: content["fits"][0].update(scale=[-1.0] * WIDTH), "scale"),
         (lambda content: content["fits"][0].update(mean=[0.0]), "mean"),
-        (lambda content: content["fits"][0].update(mean=[0.0] * 1000), "mean"),
-        (lambda content: content["fits"][0].update(mean=[True] * WIDTH), "mean"),
         (lambda content: content["fits"][0]["log_odds"].update(bias=1e300), "bias"),
-        (lambda content: content["fits"][0]["log_odds"].update(weights=["x"] * WIDTH), "weights"),
-        (lambda content: content["fits"][0]["ciderd"].update(bias=None), "bias"),
-        (lambda content: content["fits"][0].update(search={"beam_size": 5}), "search"),
         (lambda content: content["fits"][0].update(search="x" * 5000), "search"),
         (lambda content: content["fits"][0].update(good_ciderd=-1), "good_ciderd"),
         (lambda content: content["fits"][0].pop("ciderd"), "ciderd"),
@@ -299,13 +267,3 @@ def test_hostile_text_is_refused(text: str) -> None:
     infinite = dump_confidences([make_confidence()]).replace('"bias": 0.5', '"bias": 1e999')
     with pytest.raises(UserError, match="bias"):
         parse_confidences(infinite.encode(), "it")
-
-
-def test_torch_and_numpy_give_the_same_probability() -> None:
-    fit = make_confidence()
-    signals = drawn(10)[0]
-    table = torch.tensor((signals - np.array(fit.mean)) / np.array(fit.scale))
-    expected = torch.sigmoid(table @ torch.tensor(fit.log_odds.weights, dtype=torch.float64) + fit.log_odds.bias)
-    found = [judgement.confidence for row in signals if (judgement := fit.judge(row.tolist())) is not None]
-    assert found == pytest.approx(expected.tolist(), abs=1e-12)
-    assert isinstance(fit.log_odds, Linear)

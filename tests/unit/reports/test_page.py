@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from raycap.pipeline.evaluation.confidence.confidence import measure_quality
+from raycap.pipeline.evaluation.confidence import measure_quality
 from raycap.pipeline.evaluation.reports import page as report
 from raycap.pipeline.evaluation.reports.page import (
     Report,

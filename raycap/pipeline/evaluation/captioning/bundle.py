@@ -5,7 +5,7 @@ config.yaml          format, name, model, backbone (or null), sizes, protocol, i
 vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
 card.md              a summary for people
-confidence.json      the confidence in captions (`pipeline.evaluation.confidence.confidence`), if it was fitted
+confidence.json      the confidence in captions (`pipeline.evaluation.confidence`), if it was fitted
 digests.json         the SHA-256 of each file above, so that a damaged file is found when the bundle is loaded
 
 A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
@@ -43,7 +43,7 @@ from raycap.pipeline.evaluation.comparison.protocol import (
     model_protocol,
     search_settings,
 )
-from raycap.pipeline.evaluation.confidence.confidence import (
+from raycap.pipeline.evaluation.confidence import (
     Confidence,
     dump_confidences,
     find_fit,

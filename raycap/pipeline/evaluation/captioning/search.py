@@ -31,7 +31,7 @@ from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
 from raycap.pipeline.evaluation.captions import RankedCaption
-from raycap.pipeline.evaluation.confidence.confidence import NUM_FIRST, caption_signals
+from raycap.pipeline.evaluation.confidence import NUM_FIRST, caption_signals
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.context import Context, gather_objects

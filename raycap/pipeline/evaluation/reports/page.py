@@ -19,7 +19,7 @@ from PIL import Image
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
-from raycap.pipeline.evaluation.confidence.confidence import Quality
+from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
 from raycap.pipeline.evaluation.scores.words import metric_words

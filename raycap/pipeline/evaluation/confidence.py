@@ -16,7 +16,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -158,23 +157,14 @@ class _Content:
     signals: tuple[str, ...]
     fits: Annotated[tuple[Confidence, ...], Field(max_length=MAX_FITS)]
 
+    def __post_init__(self) -> None:
+        if self.signals != SIGNALS:
+            raise ValueError(f"signals must be {', '.join(SIGNALS)}")
+
 
 def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
-    """The content of confidence.json; () if its signals are those of another version. Raises UserError.
-
-    name: the file, for messages.
-    """
-    content = parse_json(data, name)
-    if isinstance(content, dict) and content.get("signals", [*SIGNALS]) != [*SIGNALS]:
-        _log_other_signals(name)
-        return ()
-    return parse_section(_Content, content, name).fits
-
-
-@lru_cache(maxsize=128)
-def _log_other_signals(name: str) -> None:
-    """Names a file in the log once, because a command reads the file of a bundle several times."""
-    logger.info(f"{name} is not used: it was fitted with other signals than {', '.join(SIGNALS)}")
+    """The content of confidence.json. Raises UserError, also for other signals. name: the file, for messages."""
+    return parse_section(_Content, parse_json(data, name), name).fits
 
 
 def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[int, bool]:
@@ -322,12 +312,12 @@ def auroc(confidences: np.ndarray, good: np.ndarray) -> float | None:
     num_good, num_bad = int(good.sum()), int((~good).sum())
     if not num_good or not num_bad:
         return None
-    _, inverse, counts = np.unique(confidences, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # the mean rank of equal values
-    return float((ranks[good].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
+    from scipy.stats import rankdata
+
+    return float((rankdata(confidences)[good].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
 
 
-def risk_coverage(confidences: np.ndarray, good: np.ndarray, seed: int = 0) -> tuple[Risk, ...]:
+def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]:
     """The risk at COVERAGES (Geifman and El-Yaniv 2017, arXiv 1705.08500, eq. 1 and 2) with percentile intervals.
 
     Of n images, the ceil(coverage * n) with the highest confidence are covered; of equal ones, the first. The bootstrap
@@ -336,7 +326,7 @@ def risk_coverage(confidences: np.ndarray, good: np.ndarray, seed: int = 0) -> t
     bad = ~good[np.argsort(-confidences, kind="stable")]  # from the highest confidence on
     num_images = len(bad)
     covered = np.array([math.ceil(coverage * num_images - 1e-9) for coverage in COVERAGES])
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     parts, chunk = [], max(1, CHUNK_VALUES // num_images)
     for start in range(0, RESAMPLES, chunk):
         shape = (min(chunk, RESAMPLES - start), num_images)
