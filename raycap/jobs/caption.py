@@ -26,6 +26,7 @@ from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
+from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
@@ -369,8 +370,6 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
-    from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
-
     image = load_image(name)
     pixels = service.transform(image)
     explanation = service.explain(pixels, caption, None if head is None else head - 1)

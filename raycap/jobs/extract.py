@@ -127,7 +127,7 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     path = scratch / stored.name if stored.is_remote else stored.path
     digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
     if not _fetch_whole(stored, path, digest_file):
-        from raycap.pipeline.runs.prepare import initial_backbone
+        from raycap.pipeline.runs.initial_weights import initial_backbone
 
         save_weights(initial_backbone(config), path)
         if stored.is_remote:

@@ -76,7 +76,7 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.M
         pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
         return stand_in
 
-    monkeypatch.setattr("raycap.jobs.run.train", train)
+    monkeypatch.setattr("raycap.jobs.tune.features.train", train)
     backbone, messages = backbone_of(search)
     assert trained_stages == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]]
     assert "a stand-in is trained now" in messages[-1]
@@ -113,7 +113,7 @@ def test_a_second_search_waits_for_the_stand_in_of_the_first(
         stand_in.push("stages")
         return stand_in
 
-    monkeypatch.setattr("raycap.jobs.run.train", train)
+    monkeypatch.setattr("raycap.jobs.tune.features.train", train)
     monkeypatch.setattr("raycap.jobs.tune.features.BACKBONE_LEASE_S", 1.5)
     first = find_backbone(search, dataset, None)
     assert first is not None and sources[0].result(60) == first
