@@ -24,7 +24,7 @@ from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.regions import changed_images
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.digests import file_digest, has_digest

@@ -27,7 +27,7 @@ from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
@@ -45,7 +45,6 @@ def test_features_of_usable_images_and_reasons_for_others(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.data.read_api.cached_remote_fn", lambda _: pytest.fail("a task for each block of names"))
-    monkeypatch.setattr("raycap.pipeline.data.dataset.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "5.png").write_bytes(b"not a picture")
@@ -187,12 +186,8 @@ def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_
 
 @pytest.mark.ray
 @pytest.mark.parametrize("most", [pytest.param(0, marks=pytest.mark.proof), 100], ids=["actors", "tasks"])
-def test_new_images_are_read_once_by_the_extraction(
-    tmp_path: Path, ray_session: None, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session: None, most: int) -> None:
     """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
-    for module in ("dataset", "content_keys"):
-        monkeypatch.setattr(f"raycap.pipeline.data.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())

@@ -343,12 +343,12 @@ def find_inputs(
                 every, extracted = _extracted(bundles[number], every, settings, address, unreadable)
                 stores[number] = extracted.store
                 missing |= extracted.missing
-        if any(stores) and every.values("key").null_count == len(every):
+        if any(stores) and every.table["key"].null_count == len(every):
             every, unreadable = snapshot_of(every, settings)
     usable = (every.readable() if any(stores) else every).without([*missing])
     left_out = set(every.column("image_id")) - set(usable.column("image_id"))
     named = zip(*(every.column(name) for name in ("image_id", "uri", "key")), strict=True)
-    numbers = usable.values("image_id")
+    numbers = usable.table["image_id"]
     return Inputs(
         {
             split: Dataset(usable.table.filter(pc.is_in(numbers, pa.array(part, numbers.type))))
@@ -375,7 +375,7 @@ def _extracted(
     config = settings.model_copy(update={"backbone": backbone.config, "features": features})
     start, transform = partial(start_extraction, config, address), bundle.transform
     weights = keep_weights(backbone, config.working_path / "backbones")
-    if every.values("key").null_count == len(every):
+    if every.table["key"].null_count == len(every):
         hash_files = hash_and_extract(config, lambda: weights, start, transform)
         every, reasons = snapshot_of(every, config, hash_files)
         unreadable |= reasons

@@ -22,7 +22,7 @@ from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult, open_folder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
