@@ -20,7 +20,7 @@ from raycap.pipeline.evaluation.captioning.bundle import (
 )
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from tests.support.bundles import make_bundle, without_digests
+from tests.support.bundles import make_bundle
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +51,6 @@ def test_a_file_that_is_missing_or_unknown_to_the_digests_is_named(copy: Path) -
     assert "card.md" not in bundle_digests(copy)
     with pytest.raises(UserError, match="lacks card.md"):
         bundle_digests(copy, ["card.md"])
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"{}", b'{"format": 2, "files": {}}', b'{"format": 1, "files": {}}', b'{"format": 1, "files": []}',
-     b'{"format": 1, "files": {"../x": "0"}}', b"[" * 60_000, b" " * 2**17],
-)  # fmt: skip
-def test_digests_that_are_none_are_refused(copy: Path, content: bytes) -> None:
-    (copy / "digests.json").write_bytes(content)
-    with pytest.raises(UserError, match="digests.json (is damaged|cannot be read|is not valid JSON)"):
-        load_bundle(copy)
-
-
-def test_a_bundle_of_an_older_version_is_loaded(copy: Path) -> None:
-    without_digests(copy)
-    (copy / "card.md").write_text("# changed")
-    assert load_bundle(copy).config["name"] == "small"
 
 
 def test_a_bundle_has_the_rights_of_the_umask(tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.cache import ChangedError
-from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half
 from tests.support.models import follow
@@ -60,27 +58,6 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both), 5: one}
     write_constraints(tmp_path / "c.jsonl", made, at_least=1)
     assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both, 1), 5: one}
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("nothing", "line 2 is no JSON object"),
-        ('{"image_id": 2}', "it lacks 'constraints'"),
-        ('{"image_id": "2", "constraints": []}', "whole number"),
-        ('{"image_id": 2, "constraints": [3]}', "neither a word nor a list"),
-        ('{"image_id": 1, "constraints": []}', "names image 1 again"),
-        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": 3}', "at_least is 3; .* constraints, 2"),
-        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": true}', "at_least is True"),
-    ],
-)
-def test_malformed_files_are_refused_with_the_line(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"image_id": 1, "constraints": ["cat"]}\n' + line + "\n")
-    with pytest.raises(UserError, match=words):
-        read_constraints(path)
-    with pytest.raises(UserError, match="cannot be read"):
-        read_constraints(tmp_path / "none")
 
 
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
@@ -138,7 +115,6 @@ def test_the_command_writes_constraints_of_words_in_the_vocabulary(
         "categories": [{"id": name, "name": name} for _, name, _ in rows],
         "annotations": [
             {"image_id": image, "category_id": name, "score": score, "bbox": [0, 0, 4, 6]}
-            for image, name, score in rows
             for image, name, score in rows
         ],
     }
@@ -213,27 +189,3 @@ def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Pa
         assert all(ranked[0].caption == whole[image][0].caption for image, ranked in hypotheses.items())
     with pytest.raises(BadImage, match="row 3"):
         caption_split([bundle.captioner], [images], CaptionSearch(settings, WORDS), WHOLE)
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_images_are_not_skipped_while_storage_fails(tmp_path: Path, is_replaced: bool) -> None:
-    """An image that was replaced since is skipped, because it alone is at fault."""
-    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
-    images = FewImages(torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(3)))
-    search = CaptionSearch(EvaluationSection(beam_size=2, max_length=9, batch_size=2), WORDS, skip_unreadable=True)
-    images.unreadable = {3}
-    if is_replaced:
-        images.error = ChangedError("row 3 was replaced")
-        found, unreadable = caption_split([bundle.captioner], [images], search, WHOLE)
-        assert list(found) == [1, 2, 3] and unreadable == {4: "row 3 was replaced"}
-        return
-    for images.error in (OutageError("storage failed for 600 s"), StorageError("storage failed: 403")):
-        with pytest.raises(StorageError, match="storage failed"):
-            caption_split([bundle.captioner], [images], search, WHOLE)
-
-
-def test_a_split_without_references_has_no_scores() -> None:
-    of_image = ImageCaption((RankedCaption("a cat", -1.0, alignment=0.5),))
-    result = SplitScores("test", {1: of_image, 2: ImageCaption(error="empty file")})
-    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None, "published": []}
-    assert result.to_json() == expected and result.flat() == {"test_alignment": 0.5}
