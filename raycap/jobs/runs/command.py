@@ -114,9 +114,9 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_t
     for removal in removals:
         outcome = "would go"
         if yes:
-            is_removed = remove(storage, removal, older_than)
+            is_removed = remove(storage, removal)
             removed += removal.bytes if is_removed else 0
-            outcome = "removed" if is_removed else "kept: it has changed"
+            outcome = "removed" if is_removed else "kept: a process works on it"
         _print(f"{outcome}  {removal.kind:<10}  {_size(removal.bytes):>9}  {removal.name}  ({removal.why})")
     if yes:
         print(f"removed {_size(removed)} of {_size(total)}")

@@ -1,7 +1,7 @@
 """What can be removed from a storage without a loss, and its removal.
 
-Bundles, champions, their records and everything that is in progress are never removed. Before a part is removed, its
-reason is verified once more, on a local storage under the lock of its run.
+Bundles, champions, their records and everything that is in progress are never removed. On a local storage, parts of a
+run are removed under its lock.
 
 A removal may be killed at any point. On disk the folder gets a hidden name first, which every reader skips, and the
 next plan contains it. On S3 the files that mark a folder or a part of it as complete are removed first, so that what
@@ -26,7 +26,6 @@ from raycap.jobs.runs.contents import (
     Content,
     finished_stages,
     folders,
-    read_run,
     reason,
 )
 from raycap.pipeline.errors import UserError
@@ -133,16 +132,14 @@ def _is_old(run: Content, older_than_days: float) -> bool:
     return run.facts["at"] != TRAINED and run.days >= max(older_than_days, LEAST_DAYS)
 
 
-def remove(storage: StoragePath, removal: Removal, older_than_days: float) -> bool:
-    """Removes what a plan contains. Returns False if it must remain, because it has changed since the plan."""
+def remove(storage: StoragePath, removal: Removal) -> bool:
+    """Removes what a plan contains. Returns False if a process works on it now, or another one has removed it."""
     place = storage / removal.name
     with ExitStack() as stack:
         if removal.run and not storage.is_remote:
             folder = storage.path / removal.run
             if not folder.is_dir() or not stack.enter_context(try_lock(folder)):
                 return False
-        if not _still_holds(storage, removal, older_than_days):
-            return False
         if storage.is_remote:
             _delete_objects(place)
             return True
@@ -155,23 +152,6 @@ def remove(storage: StoragePath, removal: Removal, older_than_days: float) -> bo
                 return False
         shutil.rmtree(hidden, ignore_errors=True)
     return True
-
-
-def _still_holds(storage: StoragePath, removal: Removal, older_than_days: float) -> bool:
-    """Whether the reason of a removal is true now."""
-    if removal.kind == "checkpoint":
-        return (storage / removal.run / "COMPLETE.json").exists()
-    room, _, name = removal.name.partition("/")
-    content = Content.of(room, name, (storage / removal.name).walk())
-    if removal.kind != "run":
-        return content.days > LEAST_DAYS
-    try:
-        read_run(storage, content)
-    except FAILURES:
-        return False
-    # under the lock of this process, a run on disk seems to be in progress
-    states = UNFINISHED if storage.is_remote else (*UNFINISHED, "in progress")
-    return content.state in states and _is_old(content, older_than_days)
 
 
 def _delete_objects(place: StoragePath) -> None:

@@ -220,7 +220,7 @@ def test_ray_tunes_files_get_no_password(tmp_path: Path) -> None:
 def test_a_search_without_any_node_does_not_wait_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    status = ClusterStatus(nodes=[], used=0, pending=[{"CPU": 1.0}] * 4, num_starting=1, has_autoscaler=True)
+    status = ClusterStatus(nodes=[], used=0, pending=[{"CPU": 1.0}] * 4, num_starting=1)
     monkeypatch.setattr(module, "cluster_status", lambda: status)
     adapter, now = adapter_of(tmp_path), module.time.monotonic()
     requests(adapter)
@@ -237,7 +237,7 @@ def test_a_search_without_any_node_does_not_wait_in_silence(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Sets the time of the adapter, in minutes from now. The cluster waits for one worker."""
-    status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0, has_autoscaler=True)
+    status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0)
     monkeypatch.setattr("raycap.pipeline.cluster.stalls.cluster_status", lambda: status)
     begin = module.time.monotonic()
     yield lambda minutes: monkeypatch.setattr(module.time, "monotonic", lambda: begin + 60 * minutes)

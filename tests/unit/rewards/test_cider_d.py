@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.reference_cider import PlainCiderD
-from raycap.pipeline.data.language.tokenizers import TOKENIZERS, tokenize
-from raycap.pipeline.data.synthetic.scenes import make_scene
+from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
@@ -138,19 +137,3 @@ def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool
         first = {image: captions[image] for image in range(12)}
         scores = score_captions(references, first, metrics=("CIDEr-D",), language=language)
         assert found[:12] == pytest.approx(scores.by_name["CIDEr-D"].per_image, rel=1e-9)
-
-
-def test_the_reward_of_words_does_not_depend_on_the_language() -> None:
-    references = {index: make_scene(5, index)[1] for index in range(12)}
-    split = TOKENIZERS["unicode"].split
-    vocabulary = Vocabulary.build([split(text) for texts in references.values() for text in texts], 1, "unicode")
-    tokens = pad_sequence(
-        [torch.tensor(vocabulary.encode(split(texts[0]))) for texts in references.values()],
-        batch_first=True,
-        padding_value=vocabulary.pad,
-    )
-    values = []
-    for language in ("en", "de"):
-        reward = CiderDReward(References.of_texts(references), vocabulary, eos=True, language=language)
-        values.append(reward(tokens, reward.indices_of(list(references))))
-    assert torch.equal(*values)

@@ -5,23 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
-from PIL import Image
 
 from raycap.jobs.cli import main
-from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.data.images import decode_batch, decode_image
 from raycap.pipeline.runs.check import check_data
 from tests.conftest import ROOT, small_config, write_karpathy
 
@@ -82,41 +76,6 @@ def test_no_extraction_leaves_out_a_broken_training_image(tmp_path: Path, number
         assert main([*command, f"features.store={store}"]) == expected
         errors = texts(json.loads((tmp_path / "found.json").read_text()), "error")
         assert ("1 training image cannot be decoded, and with features.store = never" in errors) is bool(expected)
-
-
-def test_reasons_are_stored_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
-
-    def refuse(path: Any, key: Any = None) -> bytes:
-        raise OSError(f"{path}: http://me:secret-word@host/x?X-Amz-Signature=secret-word is refused")
-
-    monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", refuse)
-    check(tmp_path, root)
-    found = (tmp_path / "found.json").read_text()
-    assert "http://host/x?X-Amz-Signature=*** is refused" in found and "secret-word" not in found
-    batch = {"key": np.array(["k"]), "uri": np.array([str(root / "images" / "1.png")])}
-    (reason,) = decode_batch(batch, ImageTransform(8), 100)["reason"]
-    assert "is refused" in reason and "secret-word" not in reason
-
-
-def test_images_are_decoded_some_at_a_time_with_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
-    (root / "images" / "3.png").write_bytes(b"no image")
-    whole = check(tmp_path, root)
-    monkeypatch.setattr("raycap.pipeline.runs.check.IMAGES_AT_A_TIME", 2)
-    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
-    decoded = list[int]()
-
-    def decode(data: bytes, max_pixels: int) -> Image.Image:
-        decoded.append(sum(line.startswith("decoding  ") for line in log_lines))
-        return decode_image(data, max_pixels)
-
-    monkeypatch.setattr("raycap.pipeline.data.images.decode_image", decode)
-    assert check(tmp_path, root) == whole
-    assert all(number // 2 <= done for number, done in enumerate(decoded)), "no image of a later part is queued"
-    assert any(line.startswith("decoding  9/9 images, ") for line in log_lines)
 
 
 def test_a_sample_of_a_large_set_ends_the_check_early(
@@ -220,27 +179,6 @@ def with_captions(tmp_path: Path, splits: dict[str, list[str]]) -> Path:
         entry["sentences"] = [{"raw": caption} for caption in splits[entry["split"]]]
     (root / "dataset.json").write_text(json.dumps(data))
     return root
-
-
-@pytest.mark.parametrize(
-    ("captions", "tokenizer", "warning"),
-    [
-        (["一个红色圆形", "a red circle"], "expansionnet", "8 captions are one word .* set data.tokenizer to "),
-        (["एक बड़ा लाल वृत्त"], "expansionnet", "splits letters from their marks in 8 captions.* to unicode"),
-        (["วงกลมทำสีแดง"], "unicode", "splits letters from their marks in 8 captions.* to characters"),
-        (
-            ["một hình tròn", unicodedata.normalize("NFD", "một hình")],
-            "expansionnet",
-            "8 captions are not in the normal",
-        ),
-    ],
-)
-def test_captions_that_the_tokenizer_does_not_fit(
-    tmp_path: Path, captions: list[str], tokenizer: str, warning: str
-) -> None:
-    root = with_captions(tmp_path, dict.fromkeys(("train", "val", "test"), captions))
-    _, found = check(tmp_path, root, tokenizer=tokenizer)
-    assert re.search(warning, texts(found, "warning"))
 
 
 def test_unknown_words_of_validation_captions(tmp_path: Path) -> None:

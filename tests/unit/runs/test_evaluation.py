@@ -86,11 +86,6 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
     assert cells[0].startswith("unavailable: ") and cells[1] == ""
 
 
-def test_validation_that_is_also_a_test_split_gets_spice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java, "spice", lambda *_: ([0.5, 0.5], {}))
-    assert scored(tmp_path, "val").flat()["val_SPICE"] == 0.5
-
-
 @pytest.mark.skipif(why_unavailable("SPICE") is not None, reason=why_unavailable("SPICE") or "")
 def test_spice_itself(tmp_path: Path) -> None:
     scores = scored(tmp_path, "test")

@@ -70,22 +70,6 @@ def test_each_key_counts_as_its_mark_says(make: Any, monkeypatch: pytest.MonkeyP
     assert min(counted.values()) > 20
 
 
-def test_the_walk_reaches_every_key() -> None:
-    """As many keys as the stored configuration has, and both kinds of section."""
-    config = backbone_run()
-    places = {place for place, _ in keys(config)}
-
-    def leaves(value: Any) -> int:
-        if isinstance(value, dict) and value:
-            return sum(map(leaves, value.values()))
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return sum(map(leaves, value))
-        return 1
-
-    assert len(places) == leaves(config.model_dump(mode="json"))
-    assert {("model", "d_model"), ("stages", 1, "schedule", "decay"), ("data", "synthetic", "seed")} <= places
-
-
 def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("one", "copy", "other")]
     for file, text in zip(files, ("words", "words", "others"), strict=True):
@@ -99,16 +83,3 @@ def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
                 assert one == copied != other, place
     assert count == {Identity.FILE: 11, Identity.LARGE_FILE: 2}
     assert config_identity(changed(regions_run(), ("features", "hdf5"), SYNTHETIC)) == config_identity(regions_run())
-
-
-def test_a_text_encoder_counts_by_the_contents_of_its_files(tmp_path: Path) -> None:
-    def identity_with(folder: Path | None) -> str:
-        inputs = "{}" if folder is None else f"{{bert: {{folder: {folder}, layer: 2}}}}"
-        return config_identity(load_config(ROOT / "raycap" / "configs" / "demo.yaml", [f"evaluation.inputs={inputs}"]))
-
-    for name in ("one", "copy", "other", "empty"):
-        (tmp_path / name).mkdir()
-        for file in ("model.safetensors", "config.json", "tokenizer.json")[: 0 if name == "empty" else 3]:
-            (tmp_path / name / file).write_text(f"{file} {name == 'other' and file == 'tokenizer.json'}")
-    one, copied, other, empty = (identity_with(tmp_path / name) for name in ("one", "copy", "other", "empty"))
-    assert one == copied and len({one, other, empty, identity_with(None)}) == 4

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,34 +118,3 @@ def test_a_new_follower_returns_steps_that_an_earlier_attempt_lost(tmp_path: Pat
     for step in (3, 4):
         third.write("train", step, {})
     assert [entry["step"] for entry in follower.new()] == [3, 4]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": None},
-        {"step": "1"},
-        {"stage": []},
-        {"kind": {}},
-        {"time": "1"},
-        {"time": None},
-        {"time": float("nan")},
-        {"time": 10**400},
-    ],
-)
-def test_a_line_with_other_types_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
-    for kind in ("train", "resume"):
-        entry = {"stage": "a", "kind": kind, "step": 1, "time": 1.0}
-        lines = [entry, entry | change, entry | {"kind": "train", "step": 2}]
-        (tmp_path / "00001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert [entry["step"] for entry in read_journal(tmp_path)] == ([1, 2] if kind == "train" else [2])
-        follower = Follower(tmp_path)
-        with (tmp_path / "00001.jsonl").open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in (entry | change, entry | {"kind": "train", "step": 3}))
-        assert [entry["step"] for entry in follower.new()] == [3]
-
-
-def test_a_pipe_in_place_of_a_part_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "00001.jsonl")
-    with pytest.raises(OSError, match="not a regular file"):
-        read_journal(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.preflight import check_before_writing, check_storage, require_possible
+from raycap.pipeline.runs.preflight import check_before_writing, check_storage
 from tests.conftest import ROOT, small_config
 
 
@@ -38,32 +38,18 @@ def test_a_good_configuration_passes_and_writes_nothing(tmp_path: Path) -> None:
     ("changes", "found"),
     [
         ({"data__extra_vocabulary": "/nowhere/words.txt"}, "data.extra_vocabulary: /nowhere/words.txt does not exist"),
-        ({"model__word_vectors": "/nowhere.txt", "model__word_vector_width": 50}, "model.word_vectors: /nowhere.txt"),
         ({"backbone__weights": "/nowhere.pth"}, "backbone.weights: /nowhere.pth does not exist or is not a file"),
-        ({"backbone__weights": "/"}, "backbone.weights: / does not exist or is not a file"),
         ({"evaluation__constraints": "/nowhere.jsonl"}, "constraints /nowhere.jsonl cannot be read as text"),
         ({"init_from": "/nowhere"}, "init_from: /nowhere is not a model bundle: it lacks config.yaml"),
         ({"data__train_splits": ["training"]}, "data.train_splits: no image of dataset.json is in training"),
-        ({"data__test_splits": ["test", "test2"]}, "data.test_splits (test2): no image of dataset.json is in test2"),
-        ({"data__val_split": "dev"}, "data.val_split: no image of dataset.json is in dev; it has the splits novel"),
         ({"data__min_count": 10**6}, "vocabulary"),
         ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
-        ({"backbone__name": "swin_enormous"}, "backbone.name is 'swin_enormous', which timm does not know"),
         ({"backbone__embed_dim": 2**17}, "parameters, and the limit is 100,000"),
-        ({"model__d_ff": 2**17, "model__d_model": 2**17, "model__num_encoder_layers": 1}, "would have"),
-        ({"model__static_expansion": [10**10]}, "model expansionnet_v2 would have 320,0"),
         ({"evaluation": {"batch_size": 10**6, "beam_size": 1000, "max_length": 1000}}, "evaluation: a batch of"),
     ],
 )  # fmt: skip
 def test_what_would_fail_later_is_refused(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
     assert found in refusal(config_of(tmp_path, **changes), tmp_path)
-
-
-def test_a_stage_that_no_worker_can_hold_is_named(tmp_path: Path) -> None:
-    values = small_config(tmp_path)
-    values["stages"][2] |= {"batch_size": 10**6, "scst": {"num_samples": 1000, "max_length": 1000}}
-    with pytest.raises(UserError, match=r"stages.scst_frozen: a batch of .* TiB or more on one worker, .* lower the"):
-        require_possible(parse_config(values))
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:

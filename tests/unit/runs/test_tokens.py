@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +112,3 @@ def test_damaged_token_files_are_named_and_written_again(
     )
     assert contents(folder.path / TOKENS) == before
     assert sum(f"damaged   {folder.path / TOKENS}" in line for line in log_lines) == 1
-
-
-def test_token_files_of_other_images_are_refused(tmp_path: Path) -> None:
-    folder, _ = prepare_run(tmp_path)
-    shorter = type(folder.dataset)(folder.dataset.table.slice(1))
-    shorter.save(folder.path / "data.arrow")
-    with pytest.raises(DamagedError, match=r"tokens is damaged: it has \d+ of \d+ images; `raycap run` writes it"):
-        replace(folder).tokens()

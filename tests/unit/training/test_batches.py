@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store.store import FeatureStore, write_shard
 from raycap.pipeline.training import batches as module
-from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, num_samples, target_positions
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, target_positions
 from tests.conftest import write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens, caption_tokens, open_tokens
 
@@ -71,30 +69,6 @@ def test_an_epoch_of_pairs_holds_every_caption_once(parts: tuple[Images, Caption
     epoch = Counter(tuple(row) for group in batches.stream(0, 13) for batch in group for row in batch.tokens.tolist())
     captions = Counter(tuple(row) for row in parts[1].padded(np.arange(65)).tolist())
     assert sum(epoch.values()) == 65 and epoch == captions
-
-
-def test_a_stream_can_begin_anywhere(parts: tuple[Images, CaptionTokens]) -> None:
-    batches = Batches(*parts, stage(captions_per_image=2), seed=1, rank=0, world_size=1)
-    later = [group[0].tokens.tolist() for group in batches.stream(3, 6)]
-    assert later == [group[0].tokens.tolist() for group in list(batches.stream(0, 6))[3:]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "count"),
-    [({}, 65), ({"captions_per_image": 5}, 13), ({"objective": "scst"}, 13)],
-    ids=["pairs", "images", "scst"],
-)
-def test_the_number_of_samples_is_the_batches(
-    tmp_path: Path, parts: tuple[Images, CaptionTokens], settings: dict[str, Any], count: int
-) -> None:
-    train, _ = read_annotations(DataSection(root=str(tmp_path / "set")), tmp_path / "set")
-    section = stage(**settings)
-    folder = SimpleNamespace(training_images=lambda _: train)
-    assert (
-        num_samples(section, cast(Any, folder))
-        == Batches(*parts, section, seed=1, rank=0, world_size=1).num_samples
-        == count
-    )
 
 
 def test_a_batch_moves_as_a_whole() -> None:

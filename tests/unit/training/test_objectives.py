@@ -19,7 +19,6 @@ from raycap.pipeline.training.objectives import (
     DEVIATION_EPS,
     advantages_of,
     caption_divergences,
-    caption_log_probs,
     scst_objective,
     smoothed_cross_entropy,
 )
@@ -40,13 +39,6 @@ def test_label_smoothing_is_a_divergence_from_the_smoothed_target(size: int, smo
             slow += float(torch.nn.functional.kl_div(row.log_softmax(-1), goal, reduction="sum"))
     fast = smoothed_cross_entropy(logits[targets != 0], targets[targets != 0], smoothing)
     assert float(fast) == pytest.approx(slow, rel=1e-10, abs=1e-10)
-
-
-def test_caption_log_probs_leave_padding_out() -> None:
-    logits = torch.randn(1, 3, 7)
-    tokens = torch.tensor([[1, 4, 2, 0]])
-    expected = sum(float(logits[0, t].log_softmax(-1)[tokens[0, t + 1]]) for t in (0, 1))
-    assert float(caption_log_probs(logits, tokens, 0)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_signature_names_the_setting() -> None:
@@ -160,18 +152,6 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     halves = caption_divergences(logits.bfloat16(), others.bfloat16(), tokens, 0)
     assert halves.dtype == torch.float32 and halves.tolist() == pytest.approx(found.tolist(), rel=0.05)
     assert caption_divergences(logits, logits, tokens, 0).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_the_divergence_of_captions_is_the_mean_over_samples_of_those_of_the_steps() -> None:
-    """Over all captions of two words from three, with probabilities of their own after each first word."""
-    logits, others = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind(0)
-    tokens = torch.tensor([[0, first, second] for first in range(3) for second in range(3)])
-    used = torch.stack([torch.zeros(9, dtype=torch.int64), 1 + tokens[:, 1]], 1)  # the distribution at each position
-    rows, reference = logits[used], others[used]
-    log_p, log_q = (caption_log_probs(each, tokens, -1) for each in (rows, reference))
-    steps = caption_divergences(rows, reference, tokens, -1)
-    whole = (log_p.exp() * (log_p - log_q)).sum()
-    assert (log_p.exp() * steps).sum().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
 def test_the_divergence_and_the_rewards_are_logged_by_name() -> None:

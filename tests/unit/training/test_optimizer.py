@@ -86,18 +86,6 @@ def settings_of(captioner: Captioner, key: str, **values: Any) -> dict[str, floa
     return found
 
 
-@pytest.mark.parametrize("name", ["radam", "adam", "adamw"])
-def test_the_defaults_make_one_group_as_before(name: Any) -> None:
-    captioner = small_captioner("vit")
-    classes = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    ours = make_optimizer(captioner, OptimizerSection(name=name, weight_decay=0.1), 0.1)
-    plain = classes[name](captioner.parameters(), 0.1, (0.9, 0.98), 1e-9, 0.1, foreach=True)
-    assert ours.state_dict() == plain.state_dict()
-    ours.load_state_dict(plain.state_dict())
-    set_rate(ours, 0.3)
-    assert [group["lr"] for group in ours.param_groups] == [0.3]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_every_family_have_timms_rates(family: str) -> None:
     """A layer that timm does not know stands for the captioning model."""
@@ -116,31 +104,6 @@ def test_layers_of_every_family_have_timms_rates(family: str) -> None:
     assert {name: factor for name, factor in ours.items() if name.startswith("backbone.")} == pytest.approx(theirs)
     assert all(factor == 1.0 for name, factor in ours.items() if name.startswith("model."))
     assert len(set(theirs.values())) >= 3
-
-
-def test_rates_of_a_vit_layer_by_layer() -> None:
-    """Written down: two blocks, and the parameters before the first one."""
-    captioner = small_captioner("vit")
-    for factor, decay in ((0.3, 1.0), (1.0, 0.5), (0.3, 0.5)):
-        found = settings_of(captioner, "lr_factor", layer_decay=decay, backbone_lr_factor=factor)
-        layers = {r"blocks\.1|norm": 1, r"blocks\.0": 2, r"patch_embed|pos_embed|cls_token": 3}
-        for name, value in found.items():
-            _, _, inner = name.partition("backbone.timm.")
-            above = next((layers[each] for each in layers if re.match(each, inner)), None)
-            assert (above is None) == name.startswith("model.")
-            assert value == pytest.approx(1.0 if above is None else factor * decay**above), name
-
-
-def test_every_group_follows_the_schedule() -> None:
-    section = OptimizerSection(name="adamw", weight_decay=0.1, decayed_weights="linear", layer_decay=0.5)
-    optimizer = make_optimizer(small_captioner("vit"), section, 0.1)
-    pairs = {(group.get("lr_factor", 1.0), group["weight_decay"]) for group in optimizer.param_groups}
-    assert len(optimizer.param_groups) == len(pairs) == 8
-    for rate in (0.1, 0.02):
-        set_rate(optimizer, rate)
-        assert [group["lr"] for group in optimizer.param_groups] == [
-            rate * group.get("lr_factor", 1.0) for group in optimizer.param_groups
-        ]
 
 
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet", "beit"])
@@ -164,26 +127,3 @@ def test_only_linear_layers_decay(family: str) -> None:
         num_decayed += decays
         torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.5 * rate if decays else 1), msg=name)
     assert 10 < num_decayed < len(before) / 2
-
-
-def test_a_smaller_rate_makes_smaller_steps() -> None:
-    """The first step of Adam is the rate times the sign of the gradient."""
-    captioner = small_captioner("swin")
-    before = {name: each.detach().clone() for name, each in captioner.named_parameters()}
-    for parameter in captioner.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = make_optimizer(captioner, OptimizerSection(name="adam", backbone_lr_factor=0.25), 0.1)
-    set_rate(optimizer, 1e-2)
-    optimizer.step()
-    for name, parameter in captioner.named_parameters():
-        rate = 2.5e-3 if name.startswith("backbone.") else 1e-2
-        torch.testing.assert_close(before[name] - parameter.detach(), torch.full_like(parameter, rate), msg=name)
-
-
-def test_a_model_without_numbered_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    captioner = small_captioner("vit")
-    assert captioner.backbone is not None
-    monkeypatch.delattr(type(captioner.backbone.network), "group_matcher")
-    with pytest.raises(ValueError, match=r"optimizer.layer_decay needs .* vit_tiny_patch16_224 has none; set it to 1"):
-        make_optimizer(captioner, OptimizerSection(layer_decay=0.9), 0.1)
-    make_optimizer(captioner, OptimizerSection(), 0.1)

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raycap.models.base import Features, Memory
 from raycap.models.captioner import Captioner
@@ -21,7 +19,6 @@ from raycap.models.config import (
     ModelConfig,
     ModelSizes,
 )
-from raycap.models.decoding.search import greedy
 from raycap.models.dropout import CaptionMasks, Dropout, PrefixMasks, new_masks
 from raycap.models.encoder_decoder import EncoderDecoder
 from raycap.models.encoders.backbone import Backbone
@@ -258,26 +255,6 @@ def test_the_gradient_passes_through_stochastic_depth(checkpointing: bool, recor
         torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-10)
 
 
-def test_a_greedy_baseline_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    scored: list[Tensor] = []
-    rewarded = reward_of
-
-    def recording(tokens: Tensor, indices: Tensor) -> Tensor:
-        scored.append(tokens)
-        return rewarded(tokens, indices)
-
-    monkeypatch.setattr("tests.unit.training.test_sampling_dropout.reward_of", recording)
-    captioner = make_captioner(SYSTEMS["meshed_memory"])
-    _, batch = run_objective(captioner, baseline="greedy")
-    run_objective(captioner, baseline="mean")
-    assert captioner.training
-    captioner.eval()
-    best = greedy(captioner.model, captioner.encode(batch.features), max_length=MAX_LENGTH).tokens[:, 0]
-    samples, baseline, others = scored
-    assert torch.equal(baseline, best)
-    assert torch.equal(samples, others), "the baseline changes no sample"
-
-
 def test_without_sampling_dropout_another_pass_has_the_dropout() -> None:
     """The default, bit for bit: samples without dropout, then a pass of the wrapped module with it."""
     captioner = make_captioner(SYSTEMS["clustformer"])
@@ -300,37 +277,3 @@ def test_without_sampling_dropout_another_pass_has_the_dropout() -> None:
     loss.backward()
     assert torch.equal(output.loss, loss)
     assert all(torch.equal(gradient, ours[name]) for name, gradient in gradients(captioner).items())
-
-
-def test_a_step_is_repeated_bit_for_bit() -> None:
-    """As a resumed run does: the masks come from the generators that the step seeds."""
-    captioner = make_captioner(SYSTEMS["expansionnet_v2"])
-    first, before = run_objective(captioner)[0], gradients(captioner)
-    torch.rand(5)
-    again = run_objective(captioner)[0]
-    assert torch.equal(first.loss, again.loss)
-    assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(captioner).items())
-
-
-def test_workers_exchange_the_gradient() -> None:
-    """The pass that carries the gradient is the wrapped module's forward pass, so that DDP sees all of it."""
-    captioner = make_captioner(SYSTEMS["meshed_memory"])
-    run_objective(captioner)
-    alone, exchanged = gradients(captioner), []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(captioner)
-
-        def double(state: object, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
-            exchanged.append(bucket.buffer().numel())
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(2 * bucket.buffer())
-            return future
-
-        wrapped.register_comm_hook(None, double)
-        run_objective(captioner, wrapped)
-    finally:
-        dist.destroy_process_group()
-    assert sum(exchanged) == sum(each.numel() for each in captioner.parameters())
-    for name, gradient in gradients(captioner).items():
-        torch.testing.assert_close(gradient, 2 * alone[name])

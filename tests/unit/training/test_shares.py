@@ -19,7 +19,7 @@ from raycap.models.decoding import search as decoding
 from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training import objectives
-from raycap.pipeline.training.batches import Batches, CaptionTokens, samples_at, share
+from raycap.pipeline.training.batches import Batches, CaptionTokens, share
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from tests.support.caption_tokens import open_tokens
 
@@ -138,20 +138,3 @@ def test_gradients_of_all_ranks_add_up_to_those_of_one_process(name: str, monkey
             assert metrics[key] == pytest.approx(metrics_of_one[key], rel=1e-9, abs=1e-12), key
 
     check()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_equal_shares_are_consecutive_parts_of_the_batch(world_size: int, accumulation_steps: int) -> None:
-    """Runs with equal shares repeat the numbers of earlier versions bit for bit."""
-    stage = StageSection.model_validate({
-        "name": "s", "objective": "scst", "epochs": 1, "lr": 1, "batch_size": 24,
-        "gradient_accumulation_steps": accumulation_steps,
-    })  # fmt: skip
-    size = 24 // (world_size * accumulation_steps)
-    batch = samples_at(np.arange(24) + 24 * 5, NUM_IMAGES, 3)
-    for rank in range(world_size):
-        batches = Batches(cast(Any, FakeImages()), caption_tokens(), stage, seed=3, rank=rank, world_size=world_size)
-        for part, found in enumerate(batches.at(5)):
-            start = (part * world_size + rank) * size
-            assert found.images.tolist() == batch[start : start + size].tolist()

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.runs.folder import JOURNAL, RunFolder
+from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import read_journal
-from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.training import stage_output
-from raycap.pipeline.training.loop import StageJob, train_stages
 from raycap.pipeline.training.stage_output import AbandonedError, StageOutput
 from tests.support.runs import empty_run
 
@@ -103,17 +101,6 @@ def test_a_failed_upload_is_repeated_later(home: Home, output: StageOutput) -> N
         return uploaded(home)[:4] == [1, 2, 3, 4]
 
     wait_until(log_and_look)
-
-
-def test_a_worker_of_a_replaced_driver_leaves_the_copies_of_its_successor(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "on_worker", lambda *_: pytest.fail("it removes the copies of other drivers"))
-    folder = empty_run(tmp_path / "run", home)
-    first = folder.new_driver_token()
-    folder.new_driver_token()
-    with pytest.raises(AbandonedError, match="another driver has taken over"):
-        train_stages(LocalContext("cpu"), StageJob(folder, ("a",), None, driver_token=first))
 
 
 @pytest.mark.parametrize(("token", "error"), [("driver_token", AbandonedError), ("worker_group_token", RuntimeError)])
