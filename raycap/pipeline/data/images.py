@@ -37,8 +37,7 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap.models.encoders.augmentation import augmented
-from raycap.models.encoders.transform import ImageTransform
+from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets

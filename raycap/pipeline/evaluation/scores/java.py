@@ -224,11 +224,13 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
         raise JavaError(f"java could not be started: {error}") from error
     is_late = threading.Event()
 
-    def kill() -> None:
+    def kill(late: bool = False) -> None:
+        if late:
+            is_late.set()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(deadline_s, lambda: (is_late.set(), kill()))
+    timer = threading.Timer(deadline_s, kill, (True,))
     timer.start()
     try:
         return use(process)

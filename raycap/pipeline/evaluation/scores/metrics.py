@@ -252,7 +252,6 @@ TABLE = (
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
-FURTHER_METRICS = tuple(name for metric in TABLE if not metric.by_default for name in metric.names)
 # those that need captions and references only; of all of them more is better
 TEXT_METRICS = tuple(name for metric in TABLE if metric.needs is None for name in metric.names)
 LESS_IS_BETTER = tuple(name for metric in TABLE if metric.less_is_better for name in metric.names)
