@@ -1,6 +1,6 @@
 """The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
 
-The check decodes every image once, in threads or on a cluster. Of a large data set it decodes a sample first. The only
+The check decodes every image once, in threads or on a cluster. The only
 file that it writes is the manifest of content keys.
 """
 
@@ -40,7 +40,6 @@ MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CI
 MIN_ORIGINAL_SIDE = 400
 SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
-SAMPLE = 1000  # images that are decoded before all others, if the data set has ten times as many
 # the share of words of validation captions outside of the vocabulary, above which there is a warning
 MAX_UNKNOWN = 0.05
 MAX_EXAMPLES = 3  # A finding names at most this many images.
@@ -82,8 +81,7 @@ class Finding:
 class Findings:
     """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem.
 
-    data: the data set with content keys, and {URI: reason} of the images that cannot be read; None if a sample ended
-    the check.
+    data: the data set with content keys, and {URI: reason} of the images that cannot be read.
     """
 
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -112,26 +110,21 @@ def check_data(
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Every image is read and decoded once. If too many of a sample are unusable, the others are not decoded. For a run on
-    region features, the check only looks up whether they exist.
+    Every image is read and decoded once. For a run on region features, the check only looks up whether they exist.
 
-    checked_keys: content keys of images that an earlier check has decoded. The check, with its sample, leaves these
-    images out, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. All
-    images get content keys before the sample, so that new files are read. listing: of `take_snapshot`.
+    checked_keys: content keys of images that an earlier check has decoded. The check leaves these images out, and
+    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. listing: of
+    `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(dataset, config.data)
     result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
     logger.info(f"reading {len(dataset)} images")
-    if checked_keys is None and _check_sample(result, dataset, config):
-        return result
     dataset, missing = result.data = snapshot_of(dataset, config, reader.hash_files, listing)
     unchecked = dataset
-    if checked_keys is not None:  # only the keys say which images are to be sampled
+    if checked_keys is not None:
         unchecked = dataset.where(pc.invert(pc.is_in(dataset.table["key"], value_set=checked_keys.drop_null())))
-        if _check_sample(result, unchecked.readable(), config):
-            return result
     _check_captions(result, dataset, problems, config.data.tokenizer)
     fitting = _check_tokenizer(result, dataset, config.data.tokenizer)
     try:
@@ -226,31 +219,6 @@ def _is_text(caption: str) -> bool:
     characters = set(caption) - set("\n\r\t")
     # Unicode's categories of control, unassigned, private and surrogate characters are Cc, Cn, Co and Cs.
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
-
-
-def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool:
-    """Whether an error shows that far too many images of a large data set are unusable: those of a random sample."""
-    if not config.has_backbone or len(dataset) < 10 * SAMPLE:
-        return False
-    rows = np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))
-    parts = Threads().measure(dataset.table.select(["key", "uri"]).take(rows), config)
-    unusable = [
-        (str(uri), str(reason))
-        for part in parts
-        for uri, reason in zip(part["uri"], part["reason"], strict=True)
-        if reason
-    ]
-    limit, share = config.data.max_bad_fraction, len(unusable) / SAMPLE
-    logger.info(f"sample: {len(unusable)} of {SAMPLE} images cannot be used")
-    if share < limit + 4 * np.sqrt(limit * (1 - limit) / SAMPLE) + 1 / SAMPLE:  # four standard errors
-        return False
-    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unusable[:MAX_EXAMPLES])
-    result.error(
-        f"{len(unusable)} of a sample of {SAMPLE} images cannot be used, and data.max_bad_fraction = {limit}; the "
-        f"other images were not decoded: {examples}"
-    )
-    result.statistics["unreadable"] = dict(unusable)
-    return True
 
 
 def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
