@@ -21,7 +21,6 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
 from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
-from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
@@ -31,6 +30,7 @@ from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, weights_digest
 from raycap.pipeline.serving.app import AppSettings, make_app
+from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
 from raycap.pipeline.serving.limits import RefusedError
 from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, Metrics, ServedModel, ServedModels
 
@@ -48,8 +48,6 @@ class CaptionerDeployment:
     """One process with one model."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
-        from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
-
         prepare_replica(is_local)
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
 
@@ -72,7 +70,7 @@ class CaptionerDeployment:
             self.watcher.start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
-    async def describe(self) -> tuple[Values, ImageTransform]:
+    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
         """`ModelHost.describe`, and for a followed champion whether a newer one could not be loaded."""
         description, transform = self.host.describe()
         if self.watcher is not None:
@@ -94,8 +92,8 @@ class RayCaptioners:
     def __init__(self, handle: DeploymentHandle) -> None:
         self.handle = handle
 
-    async def describe(self) -> tuple[Values, ImageTransform]:
-        found: tuple[Values, ImageTransform] = await self._call("describe")
+    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+        found: tuple[dict[str, Any], ImageTransform] = await self._call("describe")
         return found
 
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
@@ -106,7 +104,7 @@ class RayCaptioners:
         answer: Answer = await self._call("explain", job)
         return answer
 
-    async def _call(self, method: str, *arguments: object) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         """The result of a method. RefusedError if its process has died, or none has room."""
         try:
             return await getattr(self.handle, method).remote(*arguments)
@@ -150,7 +148,7 @@ class Ingress:
         return self.app_of_requests
 
 
-def application(args: Values) -> Any:
+def application(args: dict[str, Any]) -> Any:
     """The application of a RayService (`import_path: raycap.jobs.serve.deployments:application`).
 
     args: the values of `ServeArguments`. Raises ValueError for others, and UserError.
@@ -189,7 +187,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
 
 def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> Any:
     """The deployment of one model's processes with a name, their number and resources."""
-    scaling: Values = {"num_replicas": arguments.replicas}
+    scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
         target = 2 * arguments.batch_size  # one batch is captioned, and the next one waits
