@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.data.formats.source import find_files
-from raycap.pipeline.data.survey.survey import find_candidates, read_names
+from raycap.pipeline.data.survey import find_candidates, read_names
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raycap.pipeline.data.survey.configuration import detect_language
+from raycap.pipeline.data.first_configuration import detect_language
 
 CAPTIONS = {
     "en": ("LATIN", ["A dog runs on the grass.", "Two men with a ball in the park"]),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from raycap.pipeline.data.survey.survey import survey
+from raycap.pipeline.data.survey import survey
 from raycap.pipeline.errors import UserError
 from tests.support.forms import FORMS, Captioned, scenes, write_images
 
@@ -48,7 +46,7 @@ def test_other_images_do_not_dissolve_the_folders_of_splits(
     found = survey(str(tmp_path))
     sources = [source | {"annotations": f"{below}/{source['annotations']}".strip("/")} for source in SPLITS]
     assert found.keys == {"format": "text", "sources": sources}
-    assert len(found.dataset) == 60 and found.left_out == (f"{below}/logo/logo.png".strip("/"),)
+    assert len(found.dataset) == 60
 
 
 def test_folders_without_texts_are_left_out(tmp_path: Path, images: list[Captioned]) -> None:
@@ -58,9 +56,7 @@ def test_folders_without_texts_are_left_out(tmp_path: Path, images: list[Caption
     write_images(tmp_path / "logo", [images[0]._replace(name="logo.png")])
     found = survey(str(tmp_path))
     assert found.keys["sources"] == [{"annotations": "one"}, {"annotations": "two"}]
-    assert len(found.dataset) == 60 and found.left_out == ("logo/logo.png",)
-    write_images(tmp_path, [images[0]._replace(name="root.png")])
-    assert survey(str(tmp_path)).left_out == ("logo/logo.png", "root.png")
+    assert len(found.dataset) == 60
 
 
 def test_a_table_in_a_lower_folder_is_found(tmp_path: Path, images: list[Captioned]) -> None:
@@ -68,16 +64,7 @@ def test_a_table_in_a_lower_folder_is_found(tmp_path: Path, images: list[Caption
         FORMS["metadata.jsonl"](tmp_path / split, [image for image in images if image.split == split])
     (tmp_path / "stats.jsonl").write_text('{"loss": 1}\n')
     found = survey(str(tmp_path))
-    assert len(found.dataset) == 60 and found.left_out == ("stats.jsonl",)
-
-
-def test_annotations_that_are_not_used_are_named(tmp_path: Path, images: list[Captioned]) -> None:
-    for name, part in (("a", images[:30]), ("b", images[30:])):
-        rows = [{"image": {"bytes": image.content, "path": image.name}, "caption": image.captions} for image in part]
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-    found = survey(str(tmp_path))
-    assert len(found.dataset) == 30 and found.left_out == ("b.parquet",)
-    assert survey(str(tmp_path / "b.parquet")).left_out == ()
+    assert len(found.dataset) == 60
 
 
 def test_a_split_by_the_name_of_the_file_is_not_divided(tmp_path: Path, images: list[Captioned]) -> None:
