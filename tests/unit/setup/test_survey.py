@@ -79,7 +79,7 @@ def test_a_split_by_the_name_of_the_file_is_not_divided(tmp_path: Path, images: 
         ("a.csv", b"image;caption\nx.jpg;a cat\n", "has one column, 'image;caption'; separate the columns by commas"),
         ("a.csv", b"image,caption\nhttps://h/x.jpg,a cat\n", "names images on the web such as .*x.jpg; download them"),
         ("a.csv", b"image,words\nx.jpg,a cat\n", "set data.columns.captions.; the columns are image, words"),
-        ("a.tar.gz", b"\x1f\x8b" + b"x" * 600, "is compressed by gzip; unpack it"),
+        ("a.tar.gz", b"\x1f\x8b" + b"x" * 600, "unpack it to a plain tar"),
     ],
 )
 def test_messages_name_the_remedy(tmp_path: Path, name: str, content: bytes, message: str) -> None:
