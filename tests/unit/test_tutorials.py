@@ -105,6 +105,7 @@ def test_processes_that_start_meanwhile_are_ended(tmp_path: Path, monkeypatch: p
 
 # What a page waits for never comes: the server has ended, and the job has failed.
 FAILING = """
+raycap() { true; }
 ray() { case "$*" in "job logs"*) echo starting;; "job status"*) echo "job: FAILED";; esac; }
 ssh() { true; }
 curl() { false; }
