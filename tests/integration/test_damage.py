@@ -19,7 +19,7 @@ from raycap.pipeline.runs.folder import RunFolder, StageResult, stored_config
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.loop import StageJob, StageRun, stage_captioner, train_stages
@@ -27,7 +27,7 @@ from raycap.pipeline.training.optimizer import make_optimizer
 from raycap.pipeline.training.stage_output import Progress, StageOutput
 from tests.conftest import small_config
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
-from tests.support.runs import Killed, assert_same_weights, best_weights, empty_run, prepare_run
+from tests.support.runs import Killed, assert_same_weights, best_weights, prepare_run
 
 STAGE = "xe_frozen"
 
@@ -88,16 +88,10 @@ Damage = Callable[[Path], Any]
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("step/state.pt", cut),
         ("step/state.pt", flip_any),
-        ("step/state.pt", Path.unlink),
         ("step/progress.json", empty),
-        ("step/progress.json", Path.unlink),
-        ("step/digests.json", empty),
         ("step/digests.json", Path.unlink),
         ("best/model.safetensors", cut),
-        ("best/model.safetensors", flip_any),
-        ("best/model.safetensors", Path.unlink),
     ],
 )
 def test_a_damaged_checkpoint_is_stepped_over(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
@@ -161,7 +155,7 @@ def test_workers_resume_from_a_checkpoint_that_is_whole_on_every_machine(
     assert damage in [entry.get("text") for entry in read_journal(folder.journal)]
 
 
-@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage])
+@pytest.mark.parametrize("damage", [cut, replace_by_garbage])
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "vocabulary.json", f"stages/{STAGE}/DONE.json"])
 def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
@@ -177,59 +171,7 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
 
 
-def test_a_result_of_another_type_is_named_with_a_remedy(tmp_path: Path, world: World) -> None:
-    folder = copied(world.folder, tmp_path)
-    result = StageResult(steps=4, best_step=4, best_score=1.0, kept=True, ended_early="")
-    write_json(folder.stage(STAGE) / "DONE.json", asdict(result) | {"best_score": []})
-    with pytest.raises(DamagedError, match=r"DONE\.json is damaged: .*best_score.* or remove .*repeats stage"):
-        folder.result(STAGE)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"splits": None}, "splits"),
-        ({"parameters": {"backbone": 0}}, "parameters lacks model"),
-        ({"unreadable": 5}, "unreadable"),
-        ({"num_tokens": "many"}, "num_tokens"),
-        ({"sizes": {"sos": 1}}, "sizes"),
-    ],
-)
-def test_metadata_of_another_type_is_named_with_a_remedy(
-    tmp_path: Path, world: World, change: dict[str, Any], named: str
-) -> None:
-    folder = copied(world.folder, tmp_path)
-    path = folder.path / "run.json"
-    values = read_json(path)
-    del values["sha256"]
-    assert asdict(folder.metadata) == values
-    write_json(path, values | change)
-    with pytest.raises(DamagedError, match=rf"^{path} is damaged: .*{named}.*; restore it from a copy, or remove"):
-        _ = replace(folder).metadata
-
-
-@pytest.mark.parametrize(("name", "old", "new"), [("run.json", '"pad": ', '"pad": 1'), ("vocabulary.json", "a", "b")])
-def test_a_changed_letter_is_found_in_a_document(tmp_path: Path, world: World, name: str, old: str, new: str) -> None:
-    """The document remains valid JSON of the right types."""
-    folder = copied(world.folder, tmp_path)
-    path = folder.path / name
-    path.write_text(new.join(path.read_text().rsplit(old, 1)))
-    with pytest.raises(DamagedError, match=rf"^{path} is damaged: it does not have the digest .*; restore it from a"):
-        _ = replace(folder).vocabulary
-
-
-@pytest.mark.parametrize("change", [{"durations": 5}, {"scores": []}, {"table": None}, {"missing": 1}])
-def test_a_summary_of_another_type_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
-    folder = empty_run(tmp_path)
-    values = {"table": "t", "durations": {"xe": 1.5}, "scores": {"test_CIDEr-D": 0.5}, "tracked": True}
-    write_json(tmp_path / "COMPLETE.json", values)
-    assert folder.summary == values
-    write_json(tmp_path / "COMPLETE.json", values | change)
-    with pytest.raises(DamagedError, match=rf"COMPLETE.json is damaged: .*{next(iter(change))}.*; remove it, and"):
-        _ = folder.summary
-
-
-@pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_any, Path.unlink])
 @pytest.mark.parametrize("part", ["best", "init"])
 def test_damaged_weights_are_named_with_a_remedy(tmp_path: Path, world: World, part: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
@@ -252,27 +194,13 @@ def flip_caption(path: Path) -> None:
     path.write_bytes(data[: place + 1] + b"b" + data[place + 2 :])
 
 
-@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_caption])
+@pytest.mark.parametrize("damage", [empty, flip_caption])
 def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines: list[str]) -> None:
     before, path = world.folder.dataset.table.to_pylist(), world.folder.path / "data.arrow"
     Path(shutil.copy(path, path.with_suffix(".new"))).replace(path)  # other tests have mapped the file
     damage(path)
     folder = prepare(world.folder.config)
     assert folder.path == world.folder.path and folder.dataset.table.to_pylist() == before
-
-
-@pytest.mark.parametrize("damage", [empty, replace_by_garbage])
-def test_damaged_manifests_of_images_are_made_again(world: World, damage: Damage, log_lines: list[str]) -> None:
-    prepare(world.folder.config)
-    (path,) = world.folder.config.storage_place.path.glob("manifests/*.parquet")
-    damage(path)
-    log_lines.clear()
-    assert prepare(world.folder.config).path == world.folder.path
-    (line,) = [line for line in log_lines if "damaged" in line]
-    assert str(path) in line
-    log_lines.clear()
-    prepare(world.folder.config)
-    assert not [line for line in log_lines if "damaged" in line]
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path, world: World) -> None:
