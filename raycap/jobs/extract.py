@@ -24,7 +24,7 @@ from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.regions import changed_images
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.digests import file_digest, has_digest
@@ -127,7 +127,7 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     path = scratch / stored.name if stored.is_remote else stored.path
     digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
     if not _fetch_whole(stored, path, digest_file):
-        from raycap.pipeline.runs.prepare import initial_backbone
+        from raycap.pipeline.runs.initial_weights import initial_backbone
 
         save_weights(initial_backbone(config), path)
         if stored.is_remote:
@@ -145,9 +145,8 @@ def _fetch_whole(stored: StoragePath, path: Path, digest_file: StoragePath) -> b
             stored.download(temporary)
     try:
         digest = digest_file.read_bytes().decode(errors="replace")
-    except FileNotFoundError:  # an older version wrote the file, or a process that was killed before the digest
-        digest_file.write_bytes(file_digest(path).encode())
-        return True
+    except FileNotFoundError:  # the process was killed before it wrote the digest
+        return False
     is_whole = has_digest(path, digest)
     if not is_whole:
         logger.warning(f"damaged   {stored} does not have the digest in {digest_file.name}; it is made again")

@@ -69,6 +69,7 @@ def test_a_download_without_links_runs(source: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(str(source)) and "\nname: demo\n" in done.stdout
 
 
+@pytest.mark.proof
 def test_a_wheel_can_be_built_from_the_source_archive(source: Path, names: set[str], tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"]
     subprocess.run(command, cwd=source, check=True, capture_output=True)

@@ -10,8 +10,8 @@ import timm
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.runs import prepare as module
-from raycap.pipeline.runs.prepare import initial_backbone
+from raycap.pipeline.runs import initial_weights as module
+from raycap.pipeline.runs.initial_weights import initial_backbone
 from tests.conftest import small_config
 
 

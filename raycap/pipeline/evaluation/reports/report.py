@@ -22,6 +22,7 @@ from raycap.pipeline.evaluation.captioning.bundle import bundle_source, read_par
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, Report, ReportImage, choose_images, report_html
+from raycap.pipeline.evaluation.reports.pictures import layer_colors
 from raycap.pipeline.evaluation.reports.tables import Rows
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import Score
@@ -175,9 +176,8 @@ def compute_maps(
     import torch
 
     from raycap.models.encoders.backbone import num_prefix_tokens
-    from raycap.models.explain.attribution import Quadrature, cross_attention, integrated_gradients
+    from raycap.models.explain.attribution import cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
-    from raycap.pipeline.evaluation.reports.pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device
 
     captioner = TaskCaptioner([model], config)
@@ -205,8 +205,7 @@ def compute_maps(
         if words != image.caption.split():
             fields["parts"] = vocabulary.parts(image.caption)
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
-            quadrature = Quadrature.exactly(INTEGRATION_STEPS)
-            attribution = integrated_gradients(caption_model, features, ids, quadrature=quadrature)
+            attribution = integrated_gradients(caption_model, features, ids, INTEGRATION_STEPS)
             fields["attribution"] = attribution.head(len(words)).shares()[:, num_prefix:].float().cpu().numpy()
         clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:
