@@ -114,25 +114,6 @@ def resumed(folder: RunFolder) -> tuple[Progress, list[str]]:
 
 
 @pytest.mark.parametrize("num_damaged", [1, 2])
-def test_a_stage_with_damaged_checkpoints_ends_with_the_same_weights(
-    tmp_path: Path, world: World, num_damaged: int
-) -> None:
-    """From the older checkpoint, or from the beginning. Folders of others remain."""
-    folder = copied(world.folder, tmp_path)
-    stage, others = folder.stage(STAGE), {"step-backup", "step-", "step-9x", "step-999"}
-    older, last = sorted(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
-    for name in others:
-        (stage / name).write_text("a file") if name == "step-999" else (stage / name).mkdir()
-    for step in (last, older)[:num_damaged]:
-        cut(stage / f"step-{step}" / "state.pt")
-    texts = train(folder, world)
-    assert sum("resumes from an earlier state" in text for text in texts) == num_damaged
-    begin = "starts at step 0 of" if num_damaged == 2 else f"continues from step {older} of"
-    assert any(text.startswith(begin) for text in texts)
-    assert {path.name for path in stage.glob("step-*")} == others
-
-
-@pytest.mark.parametrize("num_damaged", [1, 2])
 def test_workers_resume_from_a_checkpoint_that_is_whole_on_every_machine(
     tmp_path: Path, world: World, num_damaged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +136,7 @@ def test_workers_resume_from_a_checkpoint_that_is_whole_on_every_machine(
     assert damage in [entry.get("text") for entry in read_journal(folder.journal)]
 
 
-@pytest.mark.parametrize("damage", [cut, replace_by_garbage])
+@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage])
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "vocabulary.json", f"stages/{STAGE}/DONE.json"])
 def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
@@ -171,7 +152,7 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
     assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
 
 
-@pytest.mark.parametrize("damage", [flip_any, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])
 @pytest.mark.parametrize("part", ["best", "init"])
 def test_damaged_weights_are_named_with_a_remedy(tmp_path: Path, world: World, part: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
@@ -194,7 +175,7 @@ def flip_caption(path: Path) -> None:
     path.write_bytes(data[: place + 1] + b"b" + data[place + 2 :])
 
 
-@pytest.mark.parametrize("damage", [empty, flip_caption])
+@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_caption])
 def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines: list[str]) -> None:
     before, path = world.folder.dataset.table.to_pylist(), world.folder.path / "data.arrow"
     Path(shutil.copy(path, path.with_suffix(".new"))).replace(path)  # other tests have mapped the file
