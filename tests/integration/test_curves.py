@@ -114,7 +114,7 @@ def record() -> None:
     if version == RESULTS_VERSION and not are_equal(found, before):
         sys.exit("the losses have changed; raise RESULTS_VERSION in raycap/pipeline/runs/identity.py first")
     CAPTIONS.write_text(json.dumps(captions, indent=1) + "\n")
-    if RESULTS_VERSION != version:
+    if version != RESULTS_VERSION:
         CURVES.write_text(json.dumps({"results_version": RESULTS_VERSION} | found, indent=1))
 
 

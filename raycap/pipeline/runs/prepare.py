@@ -8,8 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import platform
-import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -46,7 +45,6 @@ from raycap.pipeline.version import commit
 
 logger = logging.getLogger(__name__)
 
-DOWNLOAD_PAUSES_S = (2.0, 10.0, 30.0)  # between attempts to download weights
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
 
 
@@ -131,23 +129,17 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
     """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
 
-    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded in
-    several attempts.
+    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
     """
-    pauses = list(DOWNLOAD_PAUSES_S)
-    while True:
-        torch.manual_seed(config.seed)
-        try:
-            image_transform(config.backbone)  # refuses a transform that cannot be computed
-            return Backbone(config.backbone, with_weights=with_weights)
-        except ConnectionError as error:
-            if not pauses:
-                raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
-            logger.warning(f"{error}; the next attempt is in {pauses[0]:g} s")
-            time.sleep(pauses.pop(0))
-        except Exception as error:  # timm and its libraries may raise any error
-            reason = " ".join(str(error).split())
-            raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
+    torch.manual_seed(config.seed)
+    try:
+        image_transform(config.backbone)  # refuses a transform that cannot be computed
+        return Backbone(config.backbone, with_weights=with_weights)
+    except ConnectionError as error:
+        raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+    except Exception as error:  # timm and its libraries may raise any error
+        reason = " ".join(str(error).split())
+        raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
 
 
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
@@ -196,7 +188,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
     folder.write_tokens(vocabulary)
-    write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
+    write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
     folder.push("run.json")
 
 
