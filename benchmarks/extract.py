@@ -19,7 +19,7 @@ from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, compute
 from raycap.pipeline.features.precision import measure_extraction
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import package_folder
@@ -47,7 +47,7 @@ def bench_extract(
     """
     import ray
 
-    from raycap.pipeline.runs.prepare import initial_backbone
+    from raycap.pipeline.runs.initial_weights import initial_backbone
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)

@@ -12,6 +12,6 @@ The captions are those of raycap. This folder can be copied without the rest of 
 """
 
 from raycap_onnx.captioner import Caption, Captioner
-from raycap_onnx.documents import CaptionerError
+from raycap_onnx.description import CaptionerError
 
 __all__ = ["Caption", "Captioner", "CaptionerError"]

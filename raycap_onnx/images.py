@@ -6,29 +6,23 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps
-from PIL.JpegImagePlugin import JpegImageFile
-from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap_onnx.documents import CaptionerError, Values, is_number, read_file
+from raycap_onnx.description import CaptionerError, Values, is_number, read_file
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
 MAX_SIZE = 4096  # pixels of a side of the square
 MIN_STD = 1e-30  # a smaller one is 0 as float32
-# The limits of image files, as in raycap. Resizing takes 16 bytes for each pixel of a side, and Pillow needs twice as
-# much memory per pixel of WebP. A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels.
+# The formats and limits of image files, as in raycap. Resizing takes 16 bytes for each pixel of a side.
 FILE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
-MAX_IMAGE_BYTES, MAX_PIXELS, MAX_IMAGE_SIDE, MAX_WEBP_SHARE = 256 * 2**20, 100_000_000, 2**20, 0.5
-SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
-MAX_PPM_HEADER, TILE_WIDTH, TILE_LENGTH = 2**16, 322, 323
+MAX_IMAGE_BYTES, MAX_PIXELS, MAX_IMAGE_SIDE = 256 * 2**20, 100_000_000, 2**20
 MAX_ASPECT_RATIO = 16  # only a stripe in the middle of a longer image is scaled, if it is cropped afterwards
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # of Pillow, with more than 8 bits
-STRIP_PIXELS = 2**20  # that are converted at a time
 
 
 @dataclass(frozen=True)
@@ -43,19 +37,17 @@ class Transform:
     std: tuple[float, ...]
 
     @classmethod
-    def parse(cls, values: Any, name: str) -> Transform:
+    def parse(cls, read: Values) -> Transform:
         """The transform in captioner.json. Raises CaptionerError for values that no transform has."""
-        read = Values(values, name)
         size = read.number("image_size", 1, MAX_SIZE)
-        statistics = [read[key] for key in ("mean", "std")]
-        for key, each in zip(("mean", "std"), statistics, strict=True):
-            is_valid = isinstance(each, list) and len(each) == 3 and all(map(is_number, each))
-            if not is_valid or not all(x > MIN_STD or key == "mean" for x in each):
-                raise CaptionerError(f"{name}.{key} is {each!r:.80}; expected 3 numbers")
-        if read["interpolation"] not in INTERPOLATIONS:
-            raise CaptionerError(f"{name}.interpolation is {read['interpolation']!r:.80}; none of {INTERPOLATIONS}")
-        side, keep_aspect = read.number("scaled_side", size, 2 * size), read.flag("keep_aspect")
-        return cls(size, side, keep_aspect, read.text("interpolation"), *map(tuple, statistics))
+        mean, std = read.get("mean", list), read.get("std", list)
+        if not len(mean) == len(std) == 3 or not all(map(is_number, mean + std)) or min(std) < MIN_STD:
+            raise CaptionerError(f"{read.name}: mean and std must be 3 numbers each, and std above 0")
+        interpolation = read.get("interpolation", str)
+        if interpolation not in INTERPOLATIONS:
+            raise CaptionerError(f"{read.name}: interpolation is {interpolation!r:.80}; none of {INTERPOLATIONS}")
+        side, keep_aspect = read.number("scaled_side", size, 2 * size), read.get("keep_aspect", bool)
+        return cls(size, side, keep_aspect, interpolation, tuple(mean), tuple(std))
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         """Normalized pixels (3, H, W) float32 of an RGB image."""
@@ -96,7 +88,8 @@ def load_image(source: ImageSource) -> Image.Image:
         with warnings.catch_warnings():  # of damaged metadata, and of large images, which have a limit
             warnings.simplefilter("ignore")
             image = _open_image(source)
-            _check_size(image)
+            if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_IMAGE_SIDE:
+                raise CaptionerError(f"it has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS}")
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # a damaged file can raise nearly any type
@@ -105,8 +98,8 @@ def load_image(source: ImageSource) -> Image.Image:
             problem = str(error)
         elif isinstance(error, Image.UnidentifiedImageError):
             problem = "it is not an image in a known format"
-        name = source if isinstance(source, str | Path) else "an image"
-        raise CaptionerError(f"{name}: {problem}") from error
+        name = str(source) if isinstance(source, str | Path) else "an image"
+        raise CaptionerError(f"{name}: {problem.removeprefix(f'{name}: ')}") from error
 
 
 def _open_image(source: ImageSource) -> Image.Image:
@@ -118,47 +111,16 @@ def _open_image(source: ImageSource) -> Image.Image:
             raise CaptionerError(f"it is an array of {source.dtype} {source.shape}; expected uint8 (H, W) or (H, W, 3)")
         return Image.fromarray(source)
     data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)
-    if data.startswith(b"P"):
-        Image.open(io.BytesIO(data[:MAX_PPM_HEADER]), formats=("PPM",))  # raises an error if the header is longer
-    image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)
-    if isinstance(image, JpegImageFile) and data.count(SCAN) > MAX_SCANS + len(data) // BYTES_PER_FURTHER_SCAN:
-        raise CaptionerError(f"it is a JPEG file of {data.count(SCAN)} scans, which would take long to decode")
-    return image
-
-
-def _check_size(image: Image.Image) -> None:
-    """Raises CaptionerError for an image, or a tile of a TIFF file, with too many pixels or too long a side."""
-    sizes = [image.size]
-    if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
-        sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
-    limit = int(MAX_PIXELS * (MAX_WEBP_SHARE if image.format == "WEBP" else 1))
-    for width, height in sizes:
-        if width * height > limit or max(width, height) > MAX_IMAGE_SIDE:
-            raise CaptionerError(
-                f"it has {width} x {height} pixels; the limit is {limit}, and {MAX_IMAGE_SIDE} for a side"
-            )
+    return Image.open(io.BytesIO(data), formats=FILE_FORMATS)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any Pillow mode as RGB, converted in strips, because a conversion makes several copies."""
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image.convert("RGB")
-    height = max(1, STRIP_PIXELS // image.width)
-    boxes = [(0, top, image.width, min(top + height, image.height)) for top in range(0, image.height, height)]
-    white = 255.0
-    if image.mode in DEEP_MODES and np.max([np.asarray(image.crop(box)).max() for box in boxes]) > 255:
-        white = 65535.0
-    rgb = Image.new("RGB", image.size)
-    for box in boxes:
-        rgb.paste(_strip_to_rgb(image.crop(box), white), box)
-    return rgb
-
-
-def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
-    if strip.mode in DEEP_MODES:  # scaled to 8 bits; Pillow's conversion would clip the values at 255
-        values = np.asarray(strip).astype(np.float64)
-        strip = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
-    if strip.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in strip.info:
-        layer = strip.convert("RGBA")
+    """An image of any Pillow mode as RGB."""
+    if image.mode in DEEP_MODES:  # scaled to 8 bits; Pillow's conversion would clip the values at 255
+        values = np.asarray(image).astype(np.float64)
+        white = 65535.0 if values.max() > 255 else 255.0
+        image = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, (255, 255, 255, 255)), layer).convert("RGB")
-    return strip.convert("RGB")
+    return image.convert("RGB")

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raycap_onnx.documents import CaptionerError, Values, is_number
-from raycap_onnx.words import Words
+from raycap_onnx.description import CaptionerError, Values, Words, is_number
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
@@ -40,26 +39,27 @@ class Search:
     no_open_endings: bool
 
     @classmethod
-    def parse(cls, values: Any, name: str) -> Search:
+    def parse(cls, read: Values, max_positions: int) -> Search:
         """The search in captioner.json. Raises CaptionerError for values that no search has."""
-        read = Values(values, name)
-        if read.flag("sampling") or read.number("beam_groups", 1, MAX_BEAMS) > 1:
+        if read.get("sampling", bool) or read.number("beam_groups", 1, MAX_BEAMS) > 1:
             raise CaptionerError(
-                f"{name} asks for drawn captions or groups of beams, which raycap_onnx does not have; export a model "
-                "whose search has neither"
+                f"{read.name} asks for drawn captions or groups of beams, which raycap_onnx does not have; export a "
+                "model whose search has neither"
             )
-        ranking = read["ranking"]
+        ranking: Any = read.values.get("ranking")
         if ranking not in ("mean", "sum") and not is_number(ranking):
-            raise CaptionerError(f"{name}.ranking is {ranking!r:.80}; expected mean, sum or a number")
+            raise CaptionerError(f"{read.name}: ranking is {ranking!r:.80}; expected mean, sum or a number")
+        max_length = read.number("max_length", 2, max_positions)
+        repeats = read.values.get("no_repeat_ngram")
         return cls(
             beam_size=read.number("beam_size", 1, MAX_BEAMS),
-            max_length=read.number("max_length", 2, MAX_TOKENS),
+            max_length=max_length,
             ranking=ranking,
-            collapse_repeats=read.flag("collapse_repeats"),
-            suppress_unk=read.flag("suppress_unk"),
-            min_length=read.number("min_length", 2, MAX_TOKENS),
-            no_repeat_ngram=read.number("no_repeat_ngram", 1, MAX_TOKENS) if read["no_repeat_ngram"] else None,
-            no_open_endings=read.flag("no_open_endings"),
+            collapse_repeats=read.get("collapse_repeats", bool),
+            suppress_unk=read.get("suppress_unk", bool),
+            min_length=read.number("min_length", 2, max_length),
+            no_repeat_ngram=None if repeats is None else read.number("no_repeat_ngram", 1, MAX_TOKENS),
+            no_open_endings=read.get("no_open_endings", bool),
         )
 
     def divisor(self, lengths: np.ndarray) -> np.ndarray:

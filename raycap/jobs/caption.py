@@ -27,6 +27,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle
 from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
+from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
@@ -372,8 +373,6 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
-    from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
-
     image = load_image(name)
     pixels = service.transform(image)
     explanation = service.explain(pixels, caption, None if head is None else head - 1)

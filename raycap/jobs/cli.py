@@ -82,9 +82,7 @@ COMMANDS = {
     "runs": Entry("raycap.jobs.runs.command:runs", "List what a storage contains, and remove what is not needed."),
     "sync": Entry("raycap.jobs.sync:sync", "Send the tracker what it missed while it was down."),
     "submit": Entry("raycap.jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
-    "doctor": Entry(
-        "raycap.jobs.doctor.command:doctor", "Check what this machine or a cluster can run.", can_submit=True
-    ),
+    "doctor": Entry("raycap.jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
 }
 BENCHMARKS = {
     "gpu": Entry("raycap.jobs.bench_gpu.command:bench_gpu", "Speed of training, extraction and decoding on one GPU."),

@@ -173,20 +173,13 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     The multiply-accumulates are those of the search; without a backbone, whose number of tokens is not recorded, there
     are none.
     """
-    from raycap.models.encoders.backbone import backbone_macs
-    from raycap.models.registry import cost
-
     captioner = load_bundle(fetched(bundle)).captioner
     model, backbone = captioner.model, captioner.backbone
     costs: dict[str, float] = {"parameters": sum(each.numel() for each in captioner.parameters())}
     if backbone is None:
         return costs
-    steps = search.max_length - 1
-    tokens = backbone.num_tokens
-    of_model = cost(
-        model.config, model.sizes, image_tokens=tokens, caption_tokens=steps, beams=search.beam_size, steps=steps
-    )
-    return costs | {"macs": of_model.beam_search + backbone_macs(backbone.config)}
+    macs = model.macs(backbone.num_tokens)
+    return costs | {"macs": macs.encoder + macs.search(search.beam_size, search.max_length - 1) + backbone.macs()}
 
 
 def write_comparison(place: StoragePath, comparison: Comparison, images: Dataset, settings: RunConfig) -> None:

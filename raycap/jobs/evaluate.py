@@ -32,6 +32,7 @@ from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_resul
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
 from raycap.pipeline.runs.folder import RunFolder, with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
+from raycap.pipeline.runs.prepare import open_run
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json
@@ -308,8 +309,6 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
     stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
     or the stage is not finished.
     """
-    from raycap.pipeline.runs.prepare import open_run
-
     dataset, _ = find_data(configs[0])
     fingerprint = dataset.readable().fingerprint()
     folders = [open_run(config, fingerprint) for config in configs]

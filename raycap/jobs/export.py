@@ -11,8 +11,7 @@ import typer
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
-from raycap.pipeline.serving.export.folder import ExportSettings, export_captioner
-from raycap.pipeline.serving.export.onnx_graphs import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
+from raycap.pipeline.serving.graph_formats import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,8 @@ def export(
 
     Example: raycap export results/models/demo/demo-1234567890 -o captioner
     """
+    from raycap.pipeline.serving.export import ExportSettings, export_captioner
+
     if format_ == "onnx":
         require_packages()
     check_output_folder("--out", out)

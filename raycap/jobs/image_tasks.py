@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import cluster_address, start_ray
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashedFiles, numbered_rounds
+from raycap.pipeline.data.content_keys import HashedFiles, numbered
 from raycap.pipeline.data.images import hash_batch, measure_batch
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.runs.check import Reader, Threads
@@ -28,23 +28,23 @@ def image_reader(config: RunConfig, address: str | None) -> Reader:
 
 @dataclass(frozen=True)
 class ImageTasks:
-    """Reads images on a cluster (`pipeline.runs.check.Reader`). Ray's object store contains the names of one round."""
+    """Reads images on a cluster (`pipeline.runs.check.Reader`)."""
 
     config: RunConfig
     address: str | None
 
-    def hash_files(self, uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(self, uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
         settings = {"options": options, "cache_bytes": self.config.features.cache_bytes}
-        return map(HashedFiles.of_batch, self._mapped(numbered_rounds(uris), hash_batch, settings))
+        return map(HashedFiles.of_batch, self._mapped(numbered(uris), hash_batch, settings))
 
-    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         settings = {"max_pixels": config.data.max_pixels, "options": config.storage.options}
-        return self._mapped(tables, measure_batch, settings)
+        return self._mapped(table, measure_batch, settings)
 
     def _mapped(
-        self, tables: Iterable[pa.Table], function: Callable[..., dict[str, Any]], settings: dict[str, Any]
+        self, table: pa.Table, function: Callable[..., dict[str, Any]], settings: dict[str, Any]
     ) -> Iterator[dict[str, np.ndarray]]:
-        """What a function makes of tables, with each task IMAGES_PER_TASK rows."""
+        """What a function makes of a table, with IMAGES_PER_TASK rows for each task."""
         import ray.data
         from ray.data import DataContext
 
@@ -52,11 +52,10 @@ class ImageTasks:
         repeat_interrupted_tasks()
         DataContext.get_current().execution_no_progress_timeout_s = -1  # the watch ends a stall
         with StallWatch("reading images", self.config.workers) as progressed:
-            for table in tables:
-                starts = range(0, len(table), IMAGES_PER_TASK)
-                source = ray.data.from_blocks([table.slice(at, IMAGES_PER_TASK).combine_chunks() for at in starts])
-                mapped = source.map_batches(function, fn_kwargs=settings, batch_size=None, num_cpus=1)
-                with one_sentence("reading images"):
-                    for batch in mapped.iter_batches(batch_size=None):
-                        progressed()
-                        yield batch
+            starts = range(0, len(table), IMAGES_PER_TASK)
+            source = ray.data.from_blocks([table.slice(at, IMAGES_PER_TASK).combine_chunks() for at in starts])
+            mapped = source.map_batches(function, fn_kwargs=settings, batch_size=None, num_cpus=1)
+            with one_sentence("reading images"):
+                for batch in mapped.iter_batches(batch_size=None):
+                    progressed()
+                    yield batch

@@ -15,7 +15,8 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
+from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.survey.configuration import Facts, Language, config_name, config_text, detect_language
 from raycap.pipeline.data.survey.survey import Survey, survey

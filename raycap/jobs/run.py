@@ -42,6 +42,7 @@ from raycap.pipeline.features.extraction import describe_features, extract_featu
 from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
 from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
 from raycap.pipeline.runtime.log import Decorations, log_file
@@ -65,8 +66,6 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
-    from raycap.pipeline.runs.prepare import prepare
-
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
     try:
@@ -143,8 +142,6 @@ def run_log(folder: RunFolder) -> Iterator[None]:
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
-    from raycap.pipeline.runs.prepare import prepare
-
     folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from raycap.models.base import CaptionModel
+from raycap.models.captioner import Captioner
 from raycap.models.clustformer import ClustFormer, MaskTokenClustFormer
-from raycap.models.config import ClustFormerConfig, ModelConfig, ModelSizes
+from raycap.models.config import BackboneConfig, ClustFormerConfig, ModelConfig, ModelSizes
+from raycap.models.encoders.backbone import Backbone
 from raycap.models.expansionnet import ExpansionNet, Transformer
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 
@@ -42,6 +44,13 @@ def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
     model = MODELS[config.name](config, sizes)
     model.init_weights()
     return model
+
+
+def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneConfig | None) -> Captioner:
+    """A captioner with random weights, which also replace those that the backbone's configuration names."""
+    # The backbone first: with a seed, the random weights depend on the order.
+    built = None if backbone is None else Backbone(backbone, with_weights=False)
+    return Captioner(build_model(config, sizes), built)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,41 +22,14 @@ def package_folder() -> Path:
 def commit() -> str:
     """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
     package = package_folder()
-    if is_git_checkout(package):
+    if (package.parent / ".git").exists():  # an installed package has none beside it
+        command = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         try:
-            return _git(package.parent, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*").strip()
-        except OSError:
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
             return "unknown"
     path = package / COMMIT_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
-
-
-def is_git_checkout(package: Path) -> bool:
-    """True for the package in a git checkout. An installed package has no .git beside it."""
-    return (package.parent / ".git").exists()
-
-
-def checkout_files(checkout: Path, folder: str) -> tuple[list[str], list[str]]:
-    """The files below `folder` of a git checkout that git tracks, and those that it neither tracks nor ignores.
-
-    They are paths relative to the checkout; tracked files may have been deleted. Raises OSError if git fails.
-    """
-    tracked = _git(checkout, "ls-files", "-z", "--", folder)
-    others = _git(checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", folder)
-    return tracked.split("\0")[:-1], others.split("\0")[:-1]
-
-
-def _git(checkout: Path, *arguments: str) -> str:
-    """What git prints. Raises OSError, with what git says, if it fails or is missing."""
-    git = shutil.which("git")
-    if git is None:
-        raise FileNotFoundError("git is not installed")
-    done = subprocess.run(
-        [git, "-C", str(checkout), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape"
-    )
-    if done.returncode:
-        raise OSError(" ".join(done.stderr.split()) or f"git ended with exit code {done.returncode}")
-    return done.stdout
 
 
 def version_lines() -> list[str]:

@@ -19,8 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from raycap.pipeline.features.store.index import read_manifests
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
@@ -83,7 +82,7 @@ class Extraction:
 
 
 def content(store: FeatureStore) -> dict[str, bytes]:
-    keys = [key for table in read_manifests(store.folder) for key in table["key"].to_pylist()]
+    keys = store.keys.to_pylist()
     return dict(zip(keys, (row.tobytes() for row in gather(store, keys)), strict=True))
 
 

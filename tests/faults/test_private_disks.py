@@ -96,14 +96,6 @@ def test_jobs_start_a_cluster_without_workers(growing: Cluster, s3: str) -> None
         assert command == "tune" or "waiting   " in output, "the first stage reports the nodes that are missing"
 
 
-def test_a_request_that_no_node_can_serve_is_refused(growing: Cluster, s3: str) -> None:
-    run = write(growing, "run.yaml", settings(s3, workers__cpus_per_worker=8))
-    log = growing.folder / "command.txt"
-    program = growing.start(HEAD, [sys.executable, "-m", "raycap", "run", run, "--address", growing.address], log)
-    assert program.wait(TIMEOUT_S) == 2
-    assert "asks for 1 x (8 CPU), which no node type of this cluster can serve" in log.read_text()
-
-
 def test_a_search_survives_a_lost_node(pair: Cluster, s3: str) -> None:
     """The lost node's trial resumes from its checkpoint, which is on S3, on the other node."""
     write(pair, "run.yaml", settings(s3))

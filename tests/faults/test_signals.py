@@ -225,7 +225,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
         command.close()
 
 
-@pytest.mark.parametrize("how", ["submit stop", "SIGTERM"])
+@pytest.mark.parametrize("how", ["job stop", "SIGTERM"])
 def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
     """Two workers on nodes without a common disk; the storage is on S3; stopped as a job, and by a signal."""
     values = small_config({"uri": f"s3://data/{how.replace(' ', '-')}", "endpoint_url": s3}, workers__dry_run=False)
@@ -244,7 +244,7 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
             assert program.wait(90) == 143 and log.read_text().rstrip().endswith(STOPPED), log.read_text()[-3000:]
         else:
             job = re.findall(r"job       (\S+):", log.read_text())[0]
-            stop = [sys.executable, "-m", "raycap", "submit", "stop", job, "--address", cluster.dashboard]
+            stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", job, "--address", cluster.dashboard]
             assert cluster.start("laptop", stop, cluster.folder / "stop.txt").wait(TIMEOUT_S) == 0
             assert program.wait(90) == 1 and STOPPED in log.read_text(), log.read_text()[-3000:]
         assert STOPPING in log.read_text()

@@ -33,7 +33,7 @@ from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
 from raycap.pipeline.features.model_inputs import Images, on_device
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext, any_rank
 from raycap.pipeline.runtime.processor import float32_products

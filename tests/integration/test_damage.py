@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.folder import RunFolder, StageResult, stored_config
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare

@@ -23,7 +23,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, TaskModel, caption_on_cluster
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
-from raycap.pipeline.features.store.store import mark_complete, write_shard
+from raycap.pipeline.features.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config, write_karpathy
 from tests.support.bundles import make_bundle

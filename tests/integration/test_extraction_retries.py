@@ -23,7 +23,7 @@ from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features import extraction, interruptions
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from raycap.pipeline.storage.weights import save_weights

@@ -29,7 +29,7 @@ from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import save_weights
@@ -48,7 +48,6 @@ def test_features_of_usable_images_and_reasons_for_others(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.data.read_api.cached_remote_fn", lambda _: pytest.fail("a task for each block of names"))
-    monkeypatch.setattr("raycap.pipeline.data.dataset.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "5.png").write_bytes(b"not a picture")
@@ -192,7 +191,7 @@ def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_
 def test_a_check_by_tasks_finds_what_threads_find(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in several rounds and blocks, with images that are missing, broken, repeated and checked before."""
+    """Also in several blocks, with images that are missing, broken, repeated and checked before."""
     root = write_karpathy(tmp_path / "set", {"train": 30, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes(b"no image")
     (root / "images" / "5.png").unlink()
@@ -201,8 +200,6 @@ def test_a_check_by_tasks_finds_what_threads_find(
     settings = [parse_config(small_config(tmp_path / name, data=data)) for name in ("threads", "tasks")]
     expected = check_data(settings[0])
     monkeypatch.setattr("raycap.jobs.image_tasks.IMAGES_PER_TASK", 7)
-    for module in ("dataset", "content_keys"):
-        monkeypatch.setattr(f"raycap.pipeline.data.{module}.ROUND_ROWS", 16)
     tasks = ImageTasks(settings[1], None)
     found = check_data(settings[1], reader=tasks)
     assert found == expected and len(found.statistics["unreadable"]) == 2 and found.statistics["short_side"]
@@ -215,12 +212,8 @@ def test_a_check_by_tasks_finds_what_threads_find(
 
 @pytest.mark.ray
 @pytest.mark.parametrize("most", [pytest.param(0, marks=pytest.mark.proof), 100], ids=["actors", "tasks"])
-def test_new_images_are_read_once_by_the_extraction(
-    tmp_path: Path, ray_session: None, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session: None, most: int) -> None:
     """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
-    for module in ("dataset", "content_keys"):
-        monkeypatch.setattr(f"raycap.pipeline.data.{module}.ROUND_ROWS", 12)  # three rounds
     root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())

@@ -14,7 +14,7 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, with_views
-from raycap.pipeline.features.store.store import FeatureStore, feature_key
+from raycap.pipeline.features.store import FeatureStore, feature_key
 from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
@@ -157,7 +157,7 @@ def test_a_run_keeps_no_features_of_training_images(tmp_path: Path, ray_session:
     (run,) = (tmp_path / "results" / "runs").iterdir()
     folder = open_folder(run)
     assert folder.summary is not None
-    training = folder.dataset.split(*folder.config.data.train_splits).values("key")
+    training = folder.dataset.split(*folder.config.data.train_splits).table["key"]
     stores = [FeatureStore(place) for place in (tmp_path / "results" / "features").iterdir()]
     assert len(stores) >= 2, "of the initial backbone, and of the trained one"
     for store in stores:

@@ -14,7 +14,7 @@ from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTas
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.features.model_inputs import Images
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.context import LocalContext
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from raycap.pipeline.version import checkout_files
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("raycap", "raycap_onnx")  # folders from which a wheel is built
 
@@ -19,8 +17,9 @@ def own(paths: Iterable[Path]) -> list[Path]:
     """The files and links among `paths` that git tracks, sorted. Without git all of them, without bytecode."""
     tracked = None
     if (ROOT / ".git").exists():
-        with suppress(OSError):
-            tracked = {ROOT / name for name in checkout_files(ROOT, ".")[0]}
+        with suppress(OSError, subprocess.CalledProcessError):
+            names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+            tracked = {ROOT / name for name in names.stdout.split("\0")}
     files = (path for path in set(paths) if path.is_file() or path.is_symlink())
     return sorted(path for path in files if (path.suffix != ".pyc" if tracked is None else path in tracked))
 

@@ -20,8 +20,7 @@ from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import find_captions
-from raycap.pipeline.serving.export.comparison import Differences
-from raycap.pipeline.serving.export.folder import ExportSettings, export_captioner
+from raycap.pipeline.serving.export import Differences, ExportSettings, export_captioner
 from raycap_onnx import Caption
 from tests.support.bundles import SWIN
 

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pyarrow as pa
 
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 
 
 def contains(store: FeatureStore, content_key: str) -> bool:

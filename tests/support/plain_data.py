@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside
-from raycap.pipeline.data.images import MAX_BYTES, ImageLocation, is_part, reason_of
+from raycap.pipeline.data.image_locations import ImageLocation, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 
@@ -22,21 +22,16 @@ class PlainSnapshot(NamedTuple):
     read: list[str]
 
 
-def plain_snapshot(
-    uris: Sequence[str], stored: Stored, key_of: Callable[[str], str], max_bytes: int = MAX_BYTES
-) -> PlainSnapshot:
+def plain_snapshot(uris: Sequence[str], stored: Stored, key_of: Callable[[str], str]) -> PlainSnapshot:
     """A snapshot with a manifest in memory. key_of: reads the file at a URI; it raises OSError."""
     keys, tags, read = dict[str, str](), dict[str, tuple[int, str]](), list[str]()
-    large, missing, failed = dict[str, str](), dict[str, str](), dict[str, str]()
+    unreadable = dict[str, str]()
     for uri in dict.fromkeys(uris):
         file = ImageLocation.parse(uri).file
         try:
             entry = file.stat()
         except OSError as error:
-            missing[uri] = "no such object" if file.is_remote else reason_of(error)
-            continue
-        if entry.size > max_bytes and not is_part(uri):
-            large[uri] = f"larger than {max_bytes} bytes"
+            unreadable[uri] = "no such object" if file.is_remote else reason_of(error)
             continue
         tags[uri] = entry[:2]
         if uri in stored and stored[uri][:2] == entry[:2]:
@@ -46,10 +41,10 @@ def plain_snapshot(
         try:
             keys[uri] = key_of(uri)
         except OSError as error:
-            failed[uri] = reason_of(error)
+            unreadable[uri] = reason_of(error)
     after = {uri: (*tags[uri], keys[uri]) for uri in tags if uri in keys}
     after |= {uri: row for uri, row in stored.items() if uri not in keys}
-    return PlainSnapshot([keys.get(uri) for uri in uris], large | missing | failed, after, read)
+    return PlainSnapshot([keys.get(uri) for uri in uris], unreadable, after, read)
 
 
 def plain_table(source: Source, entries: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:

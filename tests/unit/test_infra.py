@@ -17,7 +17,7 @@ import yaml
 
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
-from raycap.pipeline.cluster.submission import STOP_WAIT_S
+from raycap.jobs.submit import STOP_WAIT_S
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
 from raycap.pipeline.storage.cache import SIZE_VARIABLE

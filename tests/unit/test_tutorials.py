@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.support import tutorials
 from tests.support.documents import docs_module
-from tests.support.tutorials import MARK, Block, blocks_of, run_block, run_page
+from tests.support.tutorials import Block, blocks_of, run_page
 
 PAGE = """# A page
 
@@ -71,64 +63,6 @@ def test_a_python_block_that_fails_is_named(tmp_path: Path) -> None:
 def test_a_change_that_fits_no_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no block has the text 'Text"):
         run_page(write(tmp_path, "true"), tmp_path, {"Text.": ""})
-
-
-def test_processes_in_the_background_are_ended(tmp_path: Path) -> None:
-    outputs = run_page(write(tmp_path, "sleep 1000 &\necho $!"), tmp_path, {})
-    with suppress(psutil.NoSuchProcess):
-        sleeper = psutil.Process(int(outputs[2]))
-        for _ in range(200):  # a process ends some time after its signal
-            if sleeper.status() == psutil.STATUS_ZOMBIE:
-                return
-            time.sleep(0.05)
-        raise AssertionError("the process continues")
-
-
-def test_processes_that_start_meanwhile_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = list[subprocess.Popen[bytes]]()
-    iterate = psutil.process_iter
-
-    def with_late_start() -> Iterator[psutil.Process]:
-        """The processes that there are, before one more starts."""
-        found = list(iterate())
-        if not late:
-            late.append(subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: str(tmp_path)}))
-        yield from found
-
-    monkeypatch.setattr(psutil, "process_iter", with_late_start)
-    try:
-        run_page(write(tmp_path, "sleep 1000 &"), tmp_path, {})
-        assert late[0].wait(60) == -signal.SIGKILL
-    finally:
-        late[0].kill()
-
-
-# What a page waits for never comes: the server has ended, and the job has failed.
-FAILING = """
-raycap() { case "$*" in "submit logs"*) echo starting;; "submit status"*) echo "job: FAILED"; return 1;; esac; }
-ssh() { true; }
-curl() { false; }
-"""
-WAITS = [
-    (page, block)
-    for page in ("champion_to_page", "private_disks")
-    for block in blocks_of((ROOT / f"docs/tutorials/{page}.md").read_text(encoding="utf-8"))
-    if "until " in block.text
-]
-
-
-@pytest.mark.parametrize(("page", "block"), WAITS, ids=[f"{page}-{block.line}" for page, block in WAITS])
-def test_waits_end_without_what_they_wait_for(
-    page: str, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tutorials, "TIMEOUT_S", 60)  # the test fails after it
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for name, text in {"job.txt": "job", "serve.pid": str(ended.pid), "first.json": 'digest":"1"'}.items():
-        (tmp_path / name).write_text(text)
-    with tutorials.ended(tmp_path):
-        code, output = run_block(block._replace(text=FAILING + block.text), tmp_path, {})
-    assert code == 0, output
 
 
 PAGES = [ROOT / "docs/getting_started.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]

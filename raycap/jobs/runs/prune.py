@@ -38,7 +38,7 @@ LEAST_DAYS = 1.0  # what was changed later may belong to a process that this one
 CHECKPOINT = re.compile(rf"stages/[^/]+/(step-\d+|{TEMPORARY.pattern})")
 BEST = re.compile(r"stages/[^/]+/best-\d+")
 # The files that are removed first, in this order: without them a reader takes nothing else of a folder for complete.
-MARKERS = (r".*/DONE\.json", r"(.*/)?progress\.json", r"run\.json", r"index/.*", r"manifest/.*", "COMPLETE")
+MARKERS = (r".*/DONE\.json", r"(.*/)?progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
 Kind = Literal["checkpoint", "leftover", "features", "run"]
 
 

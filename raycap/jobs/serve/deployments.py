@@ -29,6 +29,8 @@ from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, weights_digest
+from raycap.pipeline.serving.app import AppSettings, make_app
+from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
 from raycap.pipeline.serving.limits import RefusedError
 from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, Metrics, ServedModel, ServedModels
 
@@ -46,8 +48,6 @@ class CaptionerDeployment:
     """One process with one model."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
-        from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
-
         prepare_replica(is_local)
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
 
@@ -128,8 +128,6 @@ class Ingress:
         has_token: bool,
         is_local: bool,
     ) -> None:
-        from raycap.pipeline.serving.app import AppSettings, make_app
-
         prepare_replica(is_local)
         give_memory_back()
         # The token is read here: Ray shows the arguments of deployments to every client of its dashboard.

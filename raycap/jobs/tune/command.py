@@ -30,6 +30,7 @@ from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.prepare import readable
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
@@ -58,7 +59,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")
-    from raycap.pipeline.runs.prepare import readable
 
     dataset, unreadable = find_data(search.base)
     dataset = readable(dataset, unreadable, search.base)

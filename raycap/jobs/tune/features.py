@@ -15,6 +15,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import StartRay, extract_features
 from raycap.pipeline.runs.folder import RunFolder
+from raycap.pipeline.runs.prepare import open_run
 from raycap.pipeline.runtime.log import indented
 from raycap.pipeline.search.spec import Search, set_values
 from raycap.pipeline.storage.lease import Lease, take_lease
@@ -42,8 +43,6 @@ def find_backbone(search: Search, dataset: Dataset, address: str | None) -> Back
 
     Returns None if the base configuration reads its features from an HDF5 file and has no backbone.
     """
-    from raycap.pipeline.runs.prepare import open_run
-
     section, base = search.config.backbone, search.base
     require_backbone_file(search)
     if not base.has_backbone:
@@ -78,8 +77,6 @@ def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address
     On S3 it waits as long as a search on another machine trains it. On a local storage the run's lock refuses a second
     process.
     """
-    from raycap.pipeline.runs.prepare import open_run
-
     if run.home is None:
         with indented():
             return train(config, address)

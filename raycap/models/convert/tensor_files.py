@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from raycap.models.base import check_fits
 
 # What loading a PyTorch file may take in addition to 4 times its size. A pickle of 100 kB can copy a dictionary a
 # thousand times, with the classes that `weights_only` allows.
@@ -38,6 +40,11 @@ class _Ignored:
 # NumPy renamed its package `core` to `_core`; checkpoints contain either name
 _NUMPY_NAMES = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
 _NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
+
+
+def check_file(path: Path, module: nn.Module) -> None:
+    """Raises ValueError unless a safetensors file has the tensors of a module. It reads only the file's header."""
+    check_fits(module, read_header(path), str(path))
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

@@ -104,6 +104,15 @@ class Backbone(nn.Module):
         return getattr(self, self._name)
 
     @property
+    def transform(self) -> ImageTransform:
+        """The transform of the images that it reads."""
+        return image_transform(self.config)
+
+    def macs(self) -> int:
+        """Multiply-accumulates per image of its products and convolutions."""
+        return backbone_macs(self.config)
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks of the timm model, from input to output."""
         return _blocks(self.network)

@@ -11,15 +11,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.errors import JobFailedError
 
 logger = logging.getLogger(__name__)
 
 MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
-STATUS_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 10
+REMEDY = (
+    "lower workers.cpus_per_worker, workers.gpus_per_worker, features.gpus_per_actor, workers.resources or the number "
+    "of workers and actors, or join a cluster with larger nodes or more of them"
+)
 UNNAMED = re.compile(r"^(node:|memory$|object_store_memory$)|_group_")  # resources that messages leave out
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
@@ -36,10 +39,6 @@ class ClusterStatus:
     used: float  # CPUs and GPUs in use
     pending: Sequence[Resources]  # requests that wait for resources
     num_starting: int  # nodes that the autoscaler starts now
-    has_autoscaler: bool
-    version: int = 0  # increases with each look at the cluster's state, by the autoscaler as well
-    answered: int = 0  # the version on which the autoscaler last decided
-    refused: Sequence[Sequence[Resources]] = ()  # what could be served by no node type, by that decision
 
     @property
     def text(self) -> str:
@@ -67,21 +66,12 @@ class ClusterStatus:
 def cluster_status() -> ClusterStatus:
     """The cluster's state. Ray must have been started."""
     import ray
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
-    from ray.autoscaler.v2.schema import Stats
-    from ray.autoscaler.v2.utils import ClusterStatusParser
-    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply  # type: ignore[attr-defined]
+    from ray.autoscaler.v2.sdk import get_cluster_status
 
-    # as ray.autoscaler.v2.sdk does, whose result leaves out the autoscaler's decision
-    reply = GetClusterStatusReply()
-    client = GcsClient(ray.get_runtime_context().gcs_address)
-    reply.ParseFromString(client.get_cluster_status(timeout_s=STATUS_TIMEOUT_S))
-    status, decision = ClusterStatusParser.from_get_cluster_status_reply(reply, Stats()), reply.autoscaling_state
-    demands = status.resource_demands
-    nodes = [node.total_resources() for node in (*status.active_nodes, *status.idle_nodes)]
-    usage = {usage.resource_name: usage.used for usage in status.cluster_resource_usage}
+    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_S)
+    demands, usage = status.resource_demands, {each.resource_name: each.used for each in status.cluster_resource_usage}
     return ClusterStatus(
-        nodes=nodes,
+        nodes=[node.total_resources() for node in (*status.active_nodes, *status.idle_nodes)],
         used=usage.get("CPU", 0) + usage.get("GPU", 0),
         pending=[
             by_count.bundle
@@ -90,14 +80,6 @@ def cluster_status() -> ClusterStatus:
             for _ in range(by_count.count)
         ],
         num_starting=len(status.pending_nodes) + sum(launch.count for launch in status.pending_launches),
-        has_autoscaler=decision.autoscaler_state_version > 0,
-        version=reply.cluster_resource_state.cluster_resource_state_version,
-        answered=decision.last_seen_cluster_resource_state_version,
-        refused=[
-            [each.resources_bundle for each in selector.resource_requests]
-            for gang in decision.infeasible_gang_resource_requests
-            for selector in gang.bundle_selectors
-        ],
     )
 
 
@@ -107,64 +89,36 @@ def wait_for(
     *,
     limit_s: float,
     limit_name: str = "workers.max_wait_minutes",
-    remedy: str = "",
+    remedy: str = REMEDY,
 ) -> None:
     """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
 
     bundles: the resources of each process of the stage. A process needs one node. limit_name: the setting of the limit.
-    remedy: what a user can lower, for the message; by default the keys of a run.
-    Logs what is pending, at once and every 30 s. Raises UserError when the resources can never be there: nothing else
-    runs or starts, and the autoscaler, which decides every 5 s by default, has seen the request and found no node type
-    for it. Raises WaitedTooLongError after `limit_s` seconds.
+    remedy: what a user can lower, for the message.
+    Logs what is pending, at once and every 30 s. Raises WaitedTooLongError after `limit_s` seconds.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     request = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
-    remedy = remedy or _remedy(bundles)
-    group: Any = None
-    begin = last_message = time.monotonic()
     status = cluster_status()
     if status.fits(wanted) and not status.used:
         return
-    asked: int | None = None  # a version with the request, since which nothing else ran or started
+    begin = last_message = time.monotonic()
+    group = placement_group(wanted, strategy="PACK")
     try:
-        group = placement_group(wanted, strategy="PACK")
         while not group.wait(POLL_S):
             status, now = cluster_status(), time.monotonic()
-            if status.num_starting or status.used or status.fits(wanted):
-                asked = None
-            elif asked is None:
-                asked = status.version
-            elif status.answered > asked and any(_are_equal(bundles, wanted) for bundles in status.refused):
-                raise UserError(f"{request}, which no node type of this cluster can serve ({status.text}); {remedy}")
             if now - begin > limit_s:
                 raise WaitedTooLongError(
                     f"{request}, which the cluster did not provide within {limit_name} "
-                    f"({limit_s / 60:g} min); {status.text}"
+                    f"({limit_s / 60:g} min); {status.text}; {remedy}"
                 )
             if last_message == begin or now - last_message > MESSAGE_EVERY_S:
                 logger.info(f"waiting   {request}; {status.text}; {now - begin:.0f} s so far")
                 last_message = now
     finally:
-        if group is not None:
-            remove_placement_group(group)
-
-
-def _remedy(bundles: Sequence[Resources]) -> str:
-    with_gpus = any(bundle.get("GPU") for bundle in bundles)
-    keys = "workers.gpus_per_worker or features.gpus_per_actor" if with_gpus else "workers.cpus_per_worker"
-    others = any(bundle.keys() - {"CPU", "GPU"} for bundle in bundles)
-    change = "change workers.resources, " if others else ""
-    return (
-        f"{change}lower {keys} or the number of workers and actors, or join a cluster with larger nodes or more of them"
-    )
-
-
-def _are_equal(bundles: Sequence[Resources], others: Sequence[Resources]) -> bool:
-    """Whether two requests ask for the same, in any order."""
-    ours, theirs = (sorted(sorted(bundle.items()) for bundle in each) for each in (bundles, others))
-    return ours == theirs
+        remove_placement_group(group)
 
 
 def _holds(node: Resources, bundle: Resources) -> bool:

@@ -1,17 +1,28 @@
-"""Starts Ray on this machine or joins a cluster."""
+"""Starts Ray on this machine for this user alone, or joins a cluster.
+
+The processes of a Ray that is started here listen on the loopback interface, and ask for a token (RAY_AUTH_MODE) that
+only this user can read. Logs and sockets are in a folder that only this user can open. docs/cluster.md names what Ray
+leaves open.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
 import re
+import secrets
 import socket
-import time
-from typing import Literal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
 
 from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.local_ray import listen_on_loopback, start_local_ray
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
@@ -25,7 +36,8 @@ OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read featu
 
 # A local Ray starts a process for each CPU that it is given, and processes may share a core.
 MAX_CPUS_PER_CORE = 32
-JOIN_WAIT_S = 10.0  # for a head that is just starting
+JOIN_WAIT_S = 10.0
+AGENTS_S = 3.0  # for processes to end
 
 Stage = Literal["images", "features", "dry run", "training", "captions"]
 
@@ -113,8 +125,9 @@ def check_address(address: str | None) -> None:
     """
     address = cluster_address(address)
     if not address:
-        listen_on_loopback()
-    if address and not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
+        # Ray replaces a loopback address that is given to `ray.init` by the machine's own, but for this setting.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    elif not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
         raise UserError(
             f"--address {shown(address)} (or RAY_ADDRESS) is no address of a Ray cluster; give auto or HOST:PORT, for "
             "example head:6379"
@@ -135,22 +148,17 @@ def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
 
 
 def _require_answer(address: str) -> None:
-    """Raises JobFailedError unless something listens at HOST:PORT within JOIN_WAIT_S. Ray tries for many minutes."""
+    """Raises JobFailedError unless something listens at HOST:PORT. Ray tries for many minutes."""
     host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
     if not host:  # auto
         return
-    deadline = time.monotonic() + JOIN_WAIT_S
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
-            return
-        except (OSError, OverflowError) as error:
-            if time.monotonic() > deadline:
-                reason = f"nothing answered for {JOIN_WAIT_S:.0f} s ({one_line(error)})"
-                raise JobFailedError(
-                    f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
-                ) from error
-        time.sleep(0.5)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
+    except (OSError, OverflowError) as error:
+        raise JobFailedError(
+            f"no Ray cluster can be joined at {address}: nothing answers ({one_line(error)}); check --address or "
+            "RAY_ADDRESS"
+        ) from error
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
@@ -179,7 +187,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
                     f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
                 ) from error
         else:
-            start_local_ray(
+            _start_local_ray(
                 num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
@@ -188,3 +196,84 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     place = f"joined {address}" if address else "started on this machine"
     logger.debug(f"ray       {place}: {ray.cluster_resources()}")
     return bool(address)
+
+
+def _start_local_ray(**options: Any) -> None:
+    """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
+    # Where torch's workers exchange gradients; by default the address of the machine's name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    import ray
+
+    protect_token()
+    with ending_children():
+        ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
+    atexit.register(_shut_down)  # before Ray's own shutdown, which was registered earlier
+
+
+def _shut_down() -> None:
+    """Ends Ray, and those of its agents that have not ended with it, because they were just starting."""
+    import ray
+
+    started = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _kill(psutil.wait_procs(started, AGENTS_S)[1])
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """Ends the processes that the block has started if it raises an exception, also KeyboardInterrupt.
+
+    Ray itself ends its node's main process, and the node's agents notice that only up to two minutes later.
+    """
+    process = psutil.Process()
+    before = set(process.children(recursive=True))
+    try:
+        yield
+    except BaseException:
+        _kill([child for child in process.children(recursive=True) if child not in before])
+        raise
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    """Kills processes and waits until they have ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, AGENTS_S)
+
+
+def private_folder() -> Path:
+    """The folder for Ray's files, which only this user can open, below RAY_TMPDIR or /tmp.
+
+    Ray lets everybody into its own folder, /tmp/ray, and the paths of its sockets must be short.
+    """
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"raycap-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or folder.is_symlink():
+        raise UserError(f"{folder}, where Ray keeps its files, belongs to another user; remove it or set RAY_TMPDIR")
+    folder.chmod(0o700)
+    return folder
+
+
+def protect_token() -> None:
+    """Makes ~/.ray/auth_token if Ray would make it, because Ray lets others read it. Takes their right to read it.
+
+    A home that cannot be written is left to Ray, which reports it.
+    """
+    if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
+            return
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32))
+        try:
+            os.link(new, path)  # unlike a rename, it does not replace the token of another process
+        finally:
+            new.unlink()

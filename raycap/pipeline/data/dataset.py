@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,67 +33,50 @@ SCHEMA = pa.schema(
     ]
 )
 
-
 # a further column with `data.tokenizer: tokens`: those of each caption in the annotation file, joined with spaces
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
-
-
-ROUND_ROWS = 2**22  # rows that Ray gets at a time
 CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
-FILTERED_ROWS = 2**16  # that are copied at a time
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
 
-    A data set may have some million rows. `load` memory-maps it, and columns that are computed are in memory. Only
-    `column`, `references` and `uris` make Python objects of all rows at once: call them for a split of validation or
-    test.
+    `load` memory-maps a table. origin: the rows of another data set from which these images were selected, ascending.
     """
 
     table: pa.Table
+    origin: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     @property
-    def whole(self) -> Dataset:
-        """The data set whose `rows` are these images."""
-        return self
-
-    @property
     def rows(self) -> np.ndarray:
-        """The rows (len(self),) int64 of `whole` that these images are, in ascending order."""
-        return np.arange(len(self))
-
-    def values(self, name: str) -> pa.ChunkedArray:
-        """A column of SCHEMA. Of a `Selection` it is a copy of this column."""
-        return self.table[name]
+        """The rows (len(self),) int64 that these images are in the data set from which they were selected."""
+        return np.arange(len(self)) if self.origin is None else self.origin
 
     @property
     def num_captions(self) -> int:
         """The number of captions of all images."""
-        return pc.sum(pc.list_value_length(self.values("captions"))).as_py() or 0
+        return pc.sum(pc.list_value_length(self.table["captions"])).as_py() or 0
 
     def split(self, *names: str) -> Dataset:
         """The images of these splits."""
-        return self._selected(pc.is_in(self.values("split"), pa.array(names, pa.string())))
+        return self.where(pc.is_in(self.table["split"], pa.array(names, pa.string())))
 
     def readable(self) -> Dataset:
         """The images with a content key: the files of all others could not be read."""
-        return self._selected(pc.is_valid(self.values("key")))
+        return self.where(pc.is_valid(self.table["key"]))
 
     def without(self, content_keys: Sequence[str]) -> Dataset:
         """The images that have none of these content keys."""
-        if not content_keys:
-            return self
-        return self._selected(pc.invert(pc.is_in(self.values("key"), pa.array(content_keys, pa.string()))))
+        return self.where(pc.invert(pc.is_in(self.table["key"], pa.array(content_keys, pa.string()))))
 
-    def _selected(self, mask: pa.ChunkedArray) -> Dataset:
+    def where(self, mask: pa.ChunkedArray) -> Dataset:
         """The images for which a mask without nulls is true."""
         rows = self.rows[mask.to_numpy()]
-        return self if len(rows) == len(self) else Selection(self.whole, rows)
+        return self if len(rows) == len(self) else Dataset(self.table.filter(mask), rows)
 
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
         """A copy in which this column of SCHEMA has these values, one per row."""
@@ -108,7 +89,7 @@ class Dataset:
 
     def column(self, name: str) -> list[Any]:
         """A column of SCHEMA as a list."""
-        return self.values(name).to_pylist()
+        return self.table[name].to_pylist()
 
     def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
         """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
@@ -120,53 +101,35 @@ class Dataset:
 
     def split_sizes(self) -> dict[str, int]:
         """The number of images of each split, in the order in which the splits occur."""
-        sizes = Counter[str]()
-        for chunk in self.chunks("split"):
-            sizes.update({count["values"]: count["counts"] for count in chunk["split"].value_counts().to_pylist()})
-        return dict(sizes)
+        return {each["values"]: each["counts"] for each in self.table["split"].value_counts().to_pylist()}
 
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
-        """The data set without captions in which the tokenizer finds no word. Reads CHUNK_ROWS rows at a time.
+        """The data set without captions in which the tokenizer finds no word.
 
         Raises UserError for an image whose captions all have no word.
         """
         names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
-        parts: list[pa.Table | None] = []  # of each chunk its columns; None for one that has changed
-        changed = list[pa.Table]()
+        parts: list[list[pa.Array]] = [[] for _ in names]
         for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
-            texts = [batch.column(name).to_pylist() for name in names]
+            columns = [batch[name].to_pylist() for name in names]
             kept = [
                 [
                     number
                     for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
                     if caption_words(tokenizer, caption) and all(tokens)
                 ]
-                for image in zip(*texts, strict=True)
+                for image in zip(*columns, strict=True)
             ]
             if [] in kept:
                 row = self.table.slice(start + kept.index([]), 1).to_pylist()[0]
                 image = f"image {shown(row['uri'])} (id {row['image_id']})"
                 raise UserError(f"{image} has no caption with a word in it; add one")
-            if all(sum(map(len, kept)) == sum(map(len, column)) for column in texts):
-                parts.append(batch)
-                continue
-            chosen = [
-                pa.array(
-                    [[image[n] for n in numbers] for image, numbers in zip(column, kept, strict=True)], TOKENS.type
-                )
-                for column in texts
-            ]
-            parts.append(None)
-            changed.append(pa.table(chosen, names))
-        if None not in parts:
-            return Dataset(self.table)
-        others = iter(changed)
-        tables = [next(others) if part is None else part for part in parts]
-        dataset: Dataset = self
-        for name in names:
-            dataset = dataset.with_column(
-                name, pa.chunked_array([c for t in tables for c in t[name].chunks], TOKENS.type)
-            )
+            for part, column in zip(parts, columns, strict=True):
+                chosen = [[texts[n] for n in numbers] for texts, numbers in zip(column, kept, strict=True)]
+                part.append(pa.array(chosen, TOKENS.type))
+        dataset = Dataset(self.table)
+        for name, part in zip(names, parts, strict=True):
+            dataset = dataset.with_column(name, pa.chunked_array(part, TOKENS.type))
         return dataset
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
@@ -174,12 +137,6 @@ class Dataset:
         table = self.table.select(list(names))
         for start in range(0, len(table), CHUNK_ROWS):
             yield table.slice(start, CHUNK_ROWS)
-
-    def rounds(self, rows: np.ndarray, *names: str) -> Iterator[pa.Table]:
-        """These columns of rows of `whole`, ROUND_ROWS at a time. rows: ascending."""
-        table = self.whole.table.select(list(names))
-        for start in range(0, len(rows), ROUND_ROWS):
-            yield _taken(table, rows[start : start + ROUND_ROWS])
 
     def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
         """The texts of each image's captions that the tokenizer splits, one image at a time."""
@@ -197,7 +154,7 @@ class Dataset:
     def fingerprint(self) -> str:
         """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
         digest = hashlib.sha256()
-        for chunk in self.chunks("image_id", "split", "key", "captions", *self.whole.table.column_names[len(SCHEMA) :]):
+        for chunk in self.chunks("image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]):
             digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())
         return digest.hexdigest()
 
@@ -233,60 +190,3 @@ class Dataset:
                 raise  # the machine is at fault, and not the file
             raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
         return Dataset(table)
-
-
-class Selection(Dataset):
-    """Some rows of a data set. It has 8 bytes per row until `table` is read, which copies the rows."""
-
-    def __init__(self, whole: Dataset, rows: np.ndarray) -> None:
-        self._whole, self._rows = whole, rows
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes receive these rows only."""
-        return Dataset, (self.table,)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @cached_property
-    def table(self) -> pa.Table:
-        return self._filtered(self._whole.table)
-
-    @property
-    def whole(self) -> Dataset:
-        return self._whole
-
-    @property
-    def rows(self) -> np.ndarray:
-        return self._rows
-
-    def values(self, name: str) -> pa.ChunkedArray:
-        return self._filtered(self._whole.table.select([name]))[name]
-
-    def _filtered(self, table: pa.Table) -> pa.Table:
-        """These rows of a table of `whole`."""
-        is_chosen, start = np.zeros(len(table), bool), 0
-        is_chosen[self._rows] = True
-
-        def batches() -> Iterator[pa.RecordBatch]:
-            nonlocal start
-            for batch in table.to_batches(max_chunksize=FILTERED_ROWS):
-                yield batch.filter(pa.array(is_chosen[start : start + len(batch)]))
-                start += len(batch)
-
-        return pa.Table.from_batches(batches(), table.schema)
-
-    def chunks(self, *names: str) -> Iterator[pa.Table]:
-        for start in range(0, len(self), CHUNK_ROWS):
-            yield _taken(self._whole.table.select(list(names)), self._rows[start : start + CHUNK_ROWS])
-
-
-def _taken(table: pa.Table, rows: np.ndarray) -> pa.Table:
-    """These rows of a table, which ascend. Arrow's `take` would first join all chunks, at most 2 GiB of text."""
-    start, batches = int(rows[0]), list[pa.RecordBatch]()
-    for batch in table.slice(start, rows[-1] + 1 - start).to_batches():
-        begin, end = np.searchsorted(rows, [start, start + len(batch)])
-        if begin < end:
-            batches.append(batch.take(pa.array(rows[begin:end] - start)))
-        start += len(batch)
-    return pa.Table.from_batches(batches, table.schema)

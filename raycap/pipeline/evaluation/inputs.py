@@ -133,7 +133,7 @@ def _extracted(
 
 
 def _has_keys(dataset: Dataset) -> bool:
-    return dataset.values("key").null_count < len(dataset)
+    return dataset.table["key"].null_count < len(dataset)
 
 
 def _union(parts: Sequence[Dataset]) -> Dataset:
@@ -147,5 +147,5 @@ def _union(parts: Sequence[Dataset]) -> Dataset:
 
 def _part(every: Dataset, ids: Sequence[int]) -> Dataset:
     """The images with these ids, in the order of `every`."""
-    is_chosen = pc.is_in(every.values("image_id"), pa.array(ids, every.values("image_id").type))
+    is_chosen = pc.is_in(every.table["image_id"], pa.array(ids, every.table["image_id"].type))
     return Dataset(every.table.filter(is_chosen))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,31 +21,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import content_key_of
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads, numbered_rounds
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads, numbered
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import UNREADABLE, decode_batch
+from raycap.pipeline.data.image_locations import UNREADABLE
+from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.features.regions import import_regions
-from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests, write_index
-from raycap.pipeline.features.store.store import (
+from raycap.pipeline.features.store import (
     QUARANTINE,
     QUARANTINE_FILE,
     FeatureStore,
-    KeySet,
     content_keys_of,
     feature_key,
     has_shard,
     mark_complete,
     remove_damaged,
     remove_orphans,
+    write_index,
     write_quarantine,
     write_shard,
 )
@@ -113,7 +114,7 @@ def hash_and_extract(
     transform: see `extract_features`.
     """
 
-    def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
         if config.features.views or len(uris) <= config.features.max_images_for_tasks:
             return hash_with_threads(uris, options, config.features.cache_bytes)
         extractor = _extractor(config, weights(), start_ray, transform)
@@ -200,15 +201,12 @@ class Plan(NamedTuple):
     """The images of an extraction."""
 
     num_images: int  # distinct images in the data set
-    missing: np.ndarray  # (M,) int64, the rows of `Dataset.whole` to compute, ascending; every key occurs once
+    missing: pa.Table  # the columns key and uri of the images to compute; every key occurs once
     unusable: dict[str, str]  # {content key: reason} of images that an earlier extraction could not use
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
-    """The images of a data set (with content keys) that a store lacks. Takes about 1 s per million images.
-
-    The images need 60 bytes of memory each, and those of the store 22, or 60 while it is opened.
-    """
+    """The images of a data set (with content keys) that a store lacks."""
     quarantined = {
         row["key"]: row["reason"]
         for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
@@ -217,19 +215,13 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
-    readable, of_quarantine = dataset.readable(), KeySet(quarantined)
-    digests, is_unusable, unusable = [np.empty((0, 2), np.uint64)], [np.empty(0, bool)], dict[str, str]()
-    for chunk in readable.chunks("key"):
-        contents = content_keys_of(chunk)
-        mask = of_quarantine.contains(contents)
-        unusable |= {key: quarantined[key] for key in contents.filter(pa.array(mask)).to_pylist()}
-        is_unusable.append(mask)
-        digests.append(key_digests(chunk["key"]))
-    of_images = np.concatenate(digests)
-    is_missing = first_of_each(of_images)
-    num_images = int(is_missing.sum())
-    is_missing &= ~np.concatenate(is_unusable) & ~FeatureStore(folder).keys.contains(of_images)
-    return Plan(num_images, readable.rows[is_missing], unusable)
+    images = dataset.readable().table.select(["key", "uri"])
+    images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
+    contents = content_keys_of(images)
+    is_unusable = pc.is_in(contents, value_set=pa.array(quarantined, pa.string()))
+    unusable = {key: quarantined[key] for key in contents.filter(is_unusable).to_pylist()}
+    is_stored = pa.array(FeatureStore(folder).contains(images["key"]))
+    return Plan(len(images), images.filter(pc.invert(pc.or_(is_unusable, is_stored))), unusable)
 
 
 def extract(
@@ -244,12 +236,11 @@ def extract(
     Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
     reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI:
     reason}). `start_ray` is called only when an image is missing. Its context is entered while Ray computes.
-    `plan_extraction` states the cost in memory.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
-    remove_damaged(folder, dataset.values("key"))
+    remove_damaged(folder, dataset.table["key"])
     total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
     unit = "images and views" if extractor.settings.views else "images"
@@ -258,8 +249,7 @@ def extract(
         watch = start_ray()
         begin, done = time.monotonic(), 0
         with watch as progressed, progress("features  ", count) as advance:
-            rounds = dataset.rounds(missing, "key", "uri")
-            for batch in compute(rounds, count, folder, extractor):
+            for batch in compute(missing, folder, extractor):
                 rows = zip(batch["key"], batch["reason"], strict=True)
                 unusable |= {content_key_of(str(key)): str(reason) for key, reason in rows if reason}
                 done += len(batch["key"])
@@ -282,13 +272,13 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
     extraction that follows finds them again and lists them in the quarantine. features, start_ray: see `extract`.
     """
 
-    def hash_files(uris: pa.ChunkedArray, options: StorageOptions) -> Iterator[HashedFiles]:
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
         folder = storage_path(features) / feature_key(extractor.describe())
         known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
         logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-        rounds = (part.append_column("key", pa.nulls(len(part), pa.string())) for part in numbered_rounds(uris))
+        images = numbered(uris).append_column("key", pa.nulls(len(uris), pa.string()))
         with start_ray() as progressed:
-            for batch in compute(rounds, len(uris), folder, extractor, known):
+            for batch in compute(images, folder, extractor, known):
                 yield HashedFiles.of_batch(batch)
                 progressed()
         write_index(folder)
@@ -297,18 +287,13 @@ def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start
 
 
 def compute(
-    rounds: Iterable[pa.Table],
-    count: int,
-    folder: StoragePath,
-    extractor: Extractor,
-    known: KeyTable | None = None,
+    images: pa.Table, folder: StoragePath, extractor: Extractor, known: pa.ChunkedArray | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Computes the features of images with Ray Data, one round after another, and writes them to shards.
+    """Computes the features of images with Ray Data and writes them to shards.
 
-    rounds: `count` images in tables with the columns key and uri (see `decode_batch`); further columns are kept. Ray's
-    object store contains the rows of one round. known: images that are not computed, for rows whose keys are not known
-    yet; every node shares it. Yields the rows with the column reason as shards are finished. The reason is "" for an
-    image whose features are stored.
+    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: keys of images
+    that are not computed, for rows whose keys are not known yet; every node shares them. Yields the rows with the
+    column reason as shards are finished. The reason is "" for an image whose features are stored.
     """
     import ray
     import ray.data
@@ -323,17 +308,16 @@ def compute(
         arguments["known"] = ray.put(known)
     if folder.is_remote:  # workers on other machines cannot read the driver's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
-    uses_tasks = count <= settings.max_images_for_tasks and not settings.gpus_per_actor
+    uses_tasks = len(images) <= settings.max_images_for_tasks and not settings.gpus_per_actor
     # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
     block_rows = settings.rows_per_shard
     if not uses_tasks:
-        block_rows = max(1, min(block_rows, math.ceil(count / MIN_BLOCKS)))
-    for table in rounds:
-        starts = range(0, len(table), block_rows)
-        # `from_arrow` runs a task for each block
-        source = ray.data.from_blocks([table.slice(start, block_rows).combine_chunks() for start in starts])
-        with one_sentence("the extraction"):
-            yield from _computed(source, extractor, arguments, uses_tasks).iter_batches(batch_size=None)
+        block_rows = max(1, min(block_rows, math.ceil(len(images) / MIN_BLOCKS)))
+    starts = range(0, len(images), block_rows)
+    # `from_arrow` runs a task for each block
+    source = ray.data.from_blocks([images.slice(start, block_rows).combine_chunks() for start in starts])
+    with one_sentence("the extraction"):
+        yield from _computed(source, extractor, arguments, uses_tasks).iter_batches(batch_size=None)
 
 
 def _computed(source: Any, extractor: Extractor, arguments: dict[str, Any], uses_tasks: bool) -> Any:
@@ -395,7 +379,7 @@ class ShardWriter:
     def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
         """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
 
-        known: a reference to the table of images whose features are not computed; None for none.
+        known: a reference to the keys of images whose features are not computed; None for none.
         """
         import ray
 
@@ -421,7 +405,7 @@ class ShardWriter:
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
         if self.known is not None:
-            is_wanted &= ~self.known.contains(key_digests(pa.array(batch["key"], pa.string())))
+            is_wanted &= ~np.asarray(pc.is_in(pa.array(batch["key"], pa.string()), value_set=self.known))
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died

@@ -26,15 +26,9 @@ from raycap.models.encoders.views import Augmentation, Views, seed_of_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import (
-    MAX_BYTES,
-    ImageLocation,
-    decode_image,
-    has_remote_image,
-    pixels_of,
-    read_image_file,
-)
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.data.image_locations import MAX_BYTES, ImageLocation, has_remote_image, read_image_file
+from raycap.pipeline.data.images import decode_image, pixels_of
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.cache import ImageCache, image_cache
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -107,14 +101,13 @@ class Images:
         cache: ImageCache | None = None,
     ) -> None:
         """threads: the number of threads that read and decode; images on S3 get at least NUM_REMOTE_THREADS."""
-        # The columns of a memory-mapped data set remain in its file, and `rows` are the images in it.
-        self.dataset, self.rows, self.cache = dataset.whole, dataset.rows, cache
-        self.image_ids = dataset.values("image_id").to_numpy()
+        self.table, self.cache = dataset.table, cache
+        self.image_ids = dataset.table["image_id"].to_numpy()
         self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
-        self.positions = None if store is None else self._locate(store, dataset.values("key"))
+        self.positions = None if store is None else self._locate(store, dataset.table["key"])
         self.pool = None
         if store is None:
-            if has_remote_image(dataset.values("uri")):
+            if has_remote_image(dataset.table["uri"]):
                 threads = max(threads, NUM_REMOTE_THREADS)
             self.pool = ThreadPoolExecutor(max(1, threads))
 
@@ -126,7 +119,7 @@ class Images:
         return str(self._value("uri", row))
 
     def _value(self, column: str, row: int) -> Any:
-        return self.dataset.table[column][int(self.rows[row])].as_py()
+        return self.table[column][int(row)].as_py()
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:
         """The inputs of these rows as they are stored, which `on_device` converts to model inputs.

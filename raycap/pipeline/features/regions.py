@@ -28,13 +28,13 @@ from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.synthetic.scenes import regions_file_name, scene_regions
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.store.index import write_index
-from raycap.pipeline.features.store.store import (
+from raycap.pipeline.features.store import (
     FeatureStore,
     feature_key,
     mark_complete,
     remove_damaged,
     remove_orphans,
+    write_index,
     write_quarantine,
     write_shard,
 )

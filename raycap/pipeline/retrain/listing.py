@@ -70,7 +70,7 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
 def with_keys(listing: pa.Table, dataset: Dataset) -> pa.Table:
     """The listing and the content keys of the data set, by which a later retraining recognizes images."""
     nulls = [pa.nulls(len(dataset), field.type) for field in ENTRIES]
-    return pa.concat_tables([listing, pa.table([*nulls, dataset.values("key")], LISTING)])
+    return pa.concat_tables([listing, pa.table([*nulls, dataset.table["key"]], LISTING)])
 
 
 def new_keys(dataset: Dataset, before: pa.Table | None) -> int:

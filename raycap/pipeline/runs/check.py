@@ -17,10 +17,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.content_keys import HashFiles
-from raycap.pipeline.data.dataset import Dataset, Selection
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
 from raycap.pipeline.data.language.tokenizers import SUBWORD, caption_words
@@ -28,7 +29,6 @@ from raycap.pipeline.data.reading import build_vocabulary, data_root, read_annot
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import missing_regions
-from raycap.pipeline.features.store.index import KeyTable, first_of_each, key_digests
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shown
 
@@ -53,8 +53,8 @@ class Reader(Protocol):
     def hash_files(self) -> HashFiles | None:
         """What hashes files; None for threads of this process."""
 
-    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        """Decodes images. Yields the rows of tables with the columns key and uri, in any order, as `measure_batch`."""
+    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+        """Decodes images. Yields the rows of a table with the columns key and uri, in any order, as `measure_batch`."""
 
 
 class Threads:
@@ -62,13 +62,12 @@ class Threads:
 
     hash_files: HashFiles | None = None
 
-    def measure(self, tables: Iterator[pa.Table], config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
         num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
-        for table in tables:
-            for start in range(0, len(table), IMAGES_AT_A_TIME):
-                part = table.slice(start, IMAGES_AT_A_TIME)
-                batch = {name: part[name].to_numpy() for name in part.column_names}
-                yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
+        for start in range(0, len(table), IMAGES_AT_A_TIME):
+            part = table.slice(start, IMAGES_AT_A_TIME)
+            batch = {name: part[name].to_numpy() for name in part.column_names}
+            yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def check_data(
     dataset, missing = result.data = snapshot_of(dataset, config, reader.hash_files, listing)
     unchecked = dataset
     if checked_keys is not None:  # only the keys say which images are to be sampled
-        unchecked = _selected(dataset, ~_has_keys(dataset, checked_keys))
+        unchecked = dataset.where(pc.invert(pc.is_in(dataset.table["key"], value_set=checked_keys.drop_null())))
         if _check_sample(result, unchecked.readable(), config):
             return result
     _check_captions(result, dataset, problems, config.data.tokenizer)
@@ -152,24 +151,6 @@ def check_data(
     _check_splits(result, config)
     result.statistics["fingerprint"] = dataset.readable().without(sorted(unusable)).fingerprint()
     return result
-
-
-def _digests(dataset: Dataset) -> np.ndarray:
-    """The digests (len(dataset), 2) of the images' content keys, in 16 bytes of memory each."""
-    return np.concatenate([np.empty((0, 2), np.uint64), *(key_digests(part["key"]) for part in dataset.chunks("key"))])
-
-
-def _has_keys(dataset: Dataset, keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """For each image, whether its content key is one of these: bools (len(dataset),)."""
-    if not len(keys):
-        return np.zeros(len(dataset), bool)
-    table, _ = KeyTable.sort(key_digests(keys))
-    return np.concatenate([np.empty(0, bool), *(table.contains(key_digests(p["key"])) for p in dataset.chunks("key"))])
-
-
-def _selected(dataset: Dataset, mask: np.ndarray) -> Dataset:
-    """The images for which a mask is true. They are not copied."""
-    return Selection(dataset.whole, dataset.rows[mask])
 
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
@@ -251,8 +232,8 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
     """Whether an error shows that far too many images of a large data set are unusable: those of a random sample."""
     if not config.has_backbone or len(dataset) < 10 * SAMPLE:
         return False
-    rows = dataset.rows[np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))]
-    parts = Threads().measure(dataset.rounds(rows, "key", "uri"), config)
+    rows = np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))
+    parts = Threads().measure(dataset.table.select(["key", "uri"]).take(rows), config)
     unusable = [
         (str(uri), str(reason))
         for part in parts
@@ -275,14 +256,14 @@ def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool
 def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
 
-    Files of equal content are decoded once. It takes 50 bytes of memory per image.
+    Files of equal content are decoded once.
     """
-    readable = dataset.readable()
-    rows = readable.rows[first_of_each(_digests(readable))]
+    images = dataset.readable().table.select(["key", "uri"])
+    images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
     reasons: dict[str, str] = {}
     sizes = [np.empty((0, 2), np.int32)]
-    with progress("decoding", len(rows)) as advance:
-        for part in reader.measure(dataset.rounds(rows, "key", "uri"), config):
+    with progress("decoding", len(images)) as advance:
+        for part in reader.measure(images, config):
             is_bad = part["reason"] != ""
             reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
             sizes.append(part["size"][~is_bad])
@@ -294,7 +275,7 @@ def _check_images(
     result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
 ) -> None:
     """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
-    chosen = _selected(dataset, _has_keys(dataset, pa.array(list(unusable), pa.string())))
+    chosen = dataset.where(pc.is_in(dataset.table["key"], value_set=pa.array(unusable, pa.string())))
     images = zip(chosen.column("uri"), chosen.column("key"), strict=True)
     unreadable = [(uri, unusable[key]) for uri, key in images] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
@@ -311,7 +292,8 @@ def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusab
     if config.features.store == "always":
         return
     training = dataset.split(*config.data.train_splits)
-    uris = _selected(training, _has_keys(training, pa.array(list(unusable), pa.string()))).column("uri")
+    is_unusable = pc.is_in(training.table["key"], value_set=pa.array(unusable, pa.string()))
+    uris = training.where(is_unusable).column("uri")
     if not uris:
         return
     text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
@@ -320,15 +302,11 @@ def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusab
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Reports images with equal content: an error across training and held-out splits, else a warning.
-
-    It takes some 50 bytes of memory per image; images of equal content take more.
-    """
+    """Reports images with equal content: an error across training and held-out splits, else a warning."""
     readable = dataset.readable()
-    table, order = KeyTable.sort(_digests(readable))
-    is_repeated = ~table.is_first()
-    is_repeated[:-1] |= is_repeated[1:]  # the first ones, too
-    copies = Selection(readable.whole, np.sort(readable.rows[order[is_repeated]]))
+    counts = readable.table["key"].value_counts()
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    copies = readable.where(pc.is_in(readable.table["key"], value_set=repeated))
     copies_by_key: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for key, split, uri in zip(*(copies.column(name) for name in ("key", "split", "uri")), strict=True):
         copies_by_key[key].append((split, uri))

@@ -14,7 +14,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
 from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
-from raycap.pipeline.storage.mirror import Mirror, no_pruning, prune_copies, remove_copy
+from raycap.pipeline.storage.mirror import Mirror, prune_copies, remove_copy
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
@@ -49,9 +49,7 @@ def try_lock(folder: Path) -> Iterator[bool]:
 
     The operating system releases the lock even if the process is killed.
     """
-    with ExitStack() as stack:
-        with no_pruning(folder):  # removing a copy also locks it for a moment
-            has_lock = stack.enter_context(try_file_lock(folder / ".lock"))
+    with try_file_lock(folder / ".lock") as has_lock:
         yield has_lock
 
 
@@ -211,9 +209,9 @@ class RunFolder:
         return folder
 
     def remove_copy(self, unused_for_s: float = 0.0) -> None:
-        """Removes this copy of a run on S3, except in the cases in which `Mirror.remove_copy` keeps it."""
+        """Removes this copy of a run on S3, unless another process uses it."""
         if self.home is not None:
-            remove_copy(Mirror(self.home, self.path), unused_for_s)
+            remove_copy(self.path, unused_for_s)
 
     def remove_worker_copy(self, *, is_abandoned: bool) -> None:
         """Removes the copy of a worker that ends. Without effect on a run on local storage.

@@ -23,6 +23,7 @@ from raycap.pipeline.evaluation.captioning.bundle_files import REQUIRED_FILES
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.features.regions import open_regions, region_file
+from raycap.pipeline.runs.prepare import check_constraints, max_positions
 from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageError
@@ -40,8 +41,6 @@ def check_before_writing(config: RunConfig) -> None:
     check_files(config)
     dataset = planned_data(config)
     if dataset is not None:
-        from raycap.pipeline.runs.prepare import check_constraints, max_positions
-
         vocabulary = build_vocabulary(dataset, config.data)
         max_positions(config, dataset, vocabulary)
         if config.init_from is None:  # a bundle brings more words
@@ -142,7 +141,7 @@ def require_possible(config: RunConfig) -> None:
         return
     import torch
 
-    from raycap.pipeline.runs.prepare import initial_backbone
+    from raycap.pipeline.runs.initial_weights import initial_backbone
 
     with torch.device("meta"):
         backbone = initial_backbone(config, with_weights=False)

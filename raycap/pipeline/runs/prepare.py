@@ -12,21 +12,12 @@ from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
-from raycap.models.base import CaptionModel
-from raycap.models.config import ModelSizes
-from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.models.layers import fill_word_vectors
-from raycap.models.registry import build_model
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import build_vocabulary, find_data, longest_caption
+from raycap.pipeline.data.reading import find_data, longest_caption
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
-from raycap.pipeline.errors import DamagedError, JobFailedError, UserError
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
-from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.folder import (
     DECISIONS,
     TOKENS,
@@ -37,7 +28,6 @@ from raycap.pipeline.runs.folder import (
     with_decisions_of,
 )
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
-from raycap.pipeline.runs.warm_start import warm_start
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import file_digest, write_digests
 from raycap.pipeline.storage.weights import save_weights
@@ -126,44 +116,12 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
     return dataset.readable()
 
 
-def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
-    """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
-
-    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
-    """
-    torch.manual_seed(config.seed)
-    try:
-        image_transform(config.backbone)  # refuses a transform that cannot be computed
-        return Backbone(config.backbone, with_weights=with_weights)
-    except ConnectionError as error:
-        raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
-    except Exception as error:  # timm and its libraries may raise any error
-        reason = " ".join(str(error).split())
-        raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
-
-
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
-    """Draws the weights of the backbone and then of the model from the seed, and writes the files of a new run."""
-    start = warm_start(config)
-    vocabulary = build_vocabulary(dataset, config.data)
-    if start is not None:
-        vocabulary = start.extend_vocabulary(vocabulary)
-    num_positions = max_positions(config, dataset, vocabulary)
-    if start is not None:
-        num_positions = max(num_positions, start.bundle.captioner.model.sizes.max_positions)
-    backbone = None
-    if config.has_backbone:
-        backbone = initial_backbone(config, with_weights=start is None)  # the bundle contains the backbone's weights
-        width, num_tokens = backbone.width, backbone.num_tokens
-    else:
-        width, num_tokens = feature_width(dataset, config), config.features.max_regions
-        torch.manual_seed(config.seed)
-    check_constraints(config, dataset, vocabulary)
-    sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
-    model = _initial_model(config, sizes, vocabulary)
-    if start is not None:
-        start.copy_weights(model, backbone)
-    parts: dict[str, torch.nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
+    """Writes the files of a new run."""
+    from raycap.pipeline.runs.initial_weights import begin
+
+    start = begin(config, dataset)
+    vocabulary, parts = start.vocabulary, start.parts
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
@@ -181,8 +139,8 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),
         unreadable=unreadable,
-        sizes=sizes,
-        num_tokens=num_tokens,
+        sizes=start.sizes,
+        num_tokens=start.num_tokens,
         parameters={"backbone": 0} | counts,
         vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
@@ -213,18 +171,6 @@ def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -
         )
     sampled_lengths = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
     return max(configured or longest, config.evaluation.max_length, *sampled_lengths)
-
-
-def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
-    """The model with weights drawn from torch's current random state and, if configured, with word vectors."""
-    file, columns = config.model.word_vectors, config.model.word_vector_width
-    if file is None or columns is None:
-        return build_model(config.model, sizes)
-    vectors, has_vector = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
-    logger.info(f"words     {file}: {describe_missing(vocabulary.words, has_vector)}")
-    model = build_model(config.model, sizes)
-    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(has_vector))
-    return model
 
 
 def _version_of(package: str) -> str:

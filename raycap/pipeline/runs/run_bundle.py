@@ -61,13 +61,10 @@ def bundle_run(
 
     stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
     """
-    from raycap.models.captioner import Captioner
-    from raycap.models.encoders.backbone import Backbone
-    from raycap.models.registry import build_model
+    from raycap.models.registry import build_captioner
 
     config = folder.config
-    backbone = Backbone(config.backbone, with_weights=False) if config.has_backbone else None
-    captioner = Captioner(build_model(config.model, folder.sizes), backbone)
+    captioner = build_captioner(config.model, folder.sizes, config.backbone if config.has_backbone else None)
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
         load_weights(module, folder.delivered_weights(part) if stage is None else folder.weights_after(stage, part))
     info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}

@@ -2,7 +2,8 @@
 
 Messages, log lines and stored texts pass through `without_secrets`. It removes the values of environment variables
 whose names say that they are secret, of the variables and addresses of the configuration that the process has read
-(a library may quote them in an error), users and passwords of any address, and options such as `?token=...`.
+(a library may quote them in an error), users and passwords of any address, private keys, and options such as
+`?token=...`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _USERINFO = re.compile(r"""(?<=://)[^\s/"']*@""")
+_PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 
 _masks: dict[str, str] = {}  # what must not be shown, and what is shown in its place
@@ -48,7 +50,7 @@ def holds_secret(text: str) -> bool:
     return (
         any(password if separator else user for user, separator, password in parts)
         or any(is_secret_option(*option.groups()) for option in _OPTION.finditer(plain))
-        or "PRIVATE KEY-----" in text
+        or _PRIVATE_KEY.search(text) is not None
     )
 
 
@@ -87,7 +89,7 @@ def without_secrets(text: str) -> str:
     """A text without users and passwords of addresses, values of secret options, and what was remembered."""
     if masks := _masks_of_environment() | _masks:  # a copy, because another thread may read a configuration meanwhile
         text = _any_of(frozenset(masks)).sub(lambda found: masks[found[0]], text)
-    text = _USERINFO.sub("", text)
+    text = _PRIVATE_KEY.sub(rf"\1{MASK}", _USERINFO.sub("", text))
     return _OPTION.sub(lambda found: f"{found[1]}={MASK}" if is_secret_option(*found.groups()) else found[0], text)
 
 

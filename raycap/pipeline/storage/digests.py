@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.storage.atomic import decode_json, file_lock, write_bytes, write_json
+from raycap.pipeline.storage.atomic import decode_json, write_bytes, write_json
 from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
-MAX_MARK_AGE_S = 90 * 86400.0
 MAX_HOLES = 10  # a larger file than this many times its blocks on the disk is sparse; file systems may compress, too
 
 
@@ -48,7 +46,7 @@ def is_recorded(path: Path) -> bool:
 def require_whole(path: Path) -> None:
     """Raises DamagedError unless a file exists and has the digest in the `digests.json` beside it.
 
-    A folder of an older version has no digests, and its files only have to exist.
+    In a folder without digests the file only has to exist.
     """
     if not path.is_file():
         raise DamagedError(f"{path} is missing")
@@ -86,8 +84,7 @@ def has_digest(path: Path, sha256: str) -> bool:
 def is_whole(path: Path, claim: str, check: Callable[[], bool]) -> bool:
     """Whether a check of a local file's content succeeds. It is not made where it succeeded before on this machine.
 
-    claim: what the check shows. When several processes of a machine ask for the same file at the same time, one of them
-    makes the check. Its errors are raised.
+    claim: what the check shows. Its errors are raised.
     """
     status = path.stat()
     state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {claim}"
@@ -95,26 +92,11 @@ def is_whole(path: Path, claim: str, check: Callable[[], bool]) -> bool:
     mark = cache_folder() / "checked" / name[:2] / name
     if mark.exists():
         return True
-    with ExitStack() as stack:
-        with suppress(OSError):  # without a cache every process reads the file
-            stack.enter_context(file_lock(mark.with_name(".lock")))
-        if mark.exists():
-            return True
-        if not check():
-            return False
-        with suppress(OSError):
-            write_bytes(mark, b"", durable=False)
-            if name[2:4] == "00":  # one time in 256
-                _remove_old_marks(mark.parent)
+    if not check():
+        return False
+    with suppress(OSError):  # without a cache every process reads the file
+        write_bytes(mark, b"", durable=False)
     return True
-
-
-def _remove_old_marks(folder: Path) -> None:
-    """Removes the marks of a folder that are older than MAX_MARK_AGE_S. Their files are read once more."""
-    for mark in folder.glob("[!.]*"):
-        with suppress(FileNotFoundError):
-            if mark.stat().st_mtime < time.time() - MAX_MARK_AGE_S:
-                mark.unlink()
 
 
 def memory_bytes() -> int:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
 MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
-MAX_RATIO = 10.0  # a lease is watched as if it had at most this many times the seconds of the caller's own
+MAX_RATIO = 10.0  # nobody waits for the end of a lease with more than this many times the seconds of the caller's own
 
 
 class LostLeaseError(RuntimeError):
@@ -41,14 +41,14 @@ class LostLeaseError(RuntimeError):
 class LeaseRecord(BaseModel, frozen=True):
     """The content of a lease's file. Unless renewed, the lease expires at `until` (Unix seconds); 0: it was returned.
 
-    seconds: from a renewal to the expiry; 0 in files of older versions.
+    seconds: from a renewal to the expiry.
     """
 
     token: NonNegativeInt
     nonce: str
     holder: str
     until: Annotated[float, Field(ge=0, le=MAX_TIME)]
-    seconds: Annotated[float, Field(ge=0, le=MAX_LEASE_S)] = 0.0
+    seconds: Annotated[float, Field(gt=0, le=MAX_LEASE_S)]
 
     def __str__(self) -> str:
         return f"{printable(self.holder)} until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(self.until))}"
@@ -122,27 +122,20 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
-    It waits half a lease to see whether the holder renews it. If not, it waits until the lease expires and takes it.
-    The holder of a lease that has not expired is returned at once if the lease is much longer than `seconds`, or if an
-    older version has written it.
+    It waits half a lease to see whether the holder renews it, or a whole one if it has not expired by this machine's
+    clock. If nobody has renewed it then, it takes the lease. The holder of a much longer lease is returned at once.
 
     The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        longest_s, left_s = MAX_RATIO * seconds, stored.until - time.time()
-        if left_s > 0 and not 0 < stored.seconds <= longest_s:
+        is_expired, longest_s = stored.until < time.time(), MAX_RATIO * seconds
+        if stored.seconds > longest_s and not is_expired:
             return stored
-        lease_s = min(stored.seconds, longest_s)
-        look_s = 1.5 * lease_s / RENEWALS_PER_LEASE
-        for pause_s, purpose in (
-            (look_s, "to see whether it is renewed"),
-            (min(left_s, lease_s) - look_s, "because it was not renewed and will expire"),
-        ):
-            if pause_s <= 0:
-                continue
-            logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s {purpose}")
+        pause_s = min(stored.seconds, longest_s) / 2
+        for _ in range(1 if is_expired else 2):
+            logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
             time.sleep(pause_s)
             present, present_tag = _read(path)
             if present_tag != tag:

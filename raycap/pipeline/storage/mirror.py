@@ -4,16 +4,13 @@ Each part of a folder has one writer at a time (the driver, or rank 0 of a stage
 A marker file shows that a folder is complete. Markers are uploaded last and removed first, so that nobody reads half a
 checkpoint. A push or pull costs one listing and one transfer per changed file.
 
-Copies of runs, searches and bundles are removed when they take more than a share of the disk, beginning with the one
-that was used longest ago. A search removes the copies of a trial when the trial ends. A copy in use, or one with a file
-that S3 lacks, remains. A removed copy is downloaded again when it is needed.
+Copies of runs, searches and bundles that nobody has used for a week are removed, and a search removes those of a trial
+when the trial ends. A removed copy is downloaded again when it is needed.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import shutil
 import time
@@ -21,32 +18,24 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import relative_name
 from raycap.pipeline.storage.atomic import atomic_path, file_lock, try_file_lock, write_text
-from raycap.pipeline.storage.cache import usable_bytes
 from raycap.pipeline.storage.path import Entry, StoragePath, cache_folder, join
-from raycap.pipeline.storage.s3 import StorageError, StorageOptions
+from raycap.pipeline.storage.s3 import StorageError
 
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
-# S3 may have an object `a` beside `a/b`, and names of 1,024 bytes without a slash.
-NO_FILE_NAME = (errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
 PULL_ATTEMPTS = 3  # of a pull whose files the writer removes meanwhile, as it replaces checkpoints
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
 Record = dict[str, list[Any]]
-logger = logging.getLogger(__name__)
-COPIES_SHARE = 1 / 8  # of the space that copies can use; the two caches may take half of it each
-# Some readers of a copy, such as `raycap evaluate`, do not lock it. They have read it this long after their last pull.
-UNUSED_FOR_S = 6 * 3600.0
-PASS_S = 15.0  # other processes wait for a pass, and each copy of a server that is down takes 10 s
 COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
+UNUSED_FOR_S = 7 * 86400.0  # some readers of a copy, such as `raycap evaluate`, do not lock it
 
 
 @dataclass(frozen=True)
@@ -86,8 +75,6 @@ class Mirror:
         remote = {name: entry for name, entry in remote.items() if (name in only if only else _is_visible(name))}
         for name in remote:
             relative_name(name, self.home.uri)
-        start = self.local / under
-        self._require_inside(start if start.is_dir() else start.parent)
         files = self._local_files(under)
         outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
         check({name: remote[name] for name in outdated})
@@ -148,26 +135,11 @@ class Mirror:
 
     def _fetch(self, name: str) -> list[Any] | None:
         """Downloads a file. Returns its entry for the record; None if the object was removed after the listing."""
-        path, stored = self.local / name, self.home / name
-        self._require_inside(path.parent)
-        try:
-            with atomic_path(path, durable=False) as temporary:
-                entry = stored.download(temporary)
-            return [entry.tag, _state(path)]
-        except FileNotFoundError as error:
-            if error.filename != stored.uri:  # another process has removed the copy's folder
-                raise
-            return None
-        except OSError as error:
-            if error.errno not in NO_FILE_NAME:
-                raise
-            reason = f"cannot be copied to {self.local}: {os.strerror(error.errno)}"
-            raise UserError(f"{stored.uri} {reason}; rename or remove the object") from error
-
-    def _require_inside(self, folder: Path) -> None:
-        """Raises UserError if a link leads from a folder of the copy to another place."""
-        if not folder.resolve().is_relative_to(self.local.resolve()):
-            raise UserError(f"{folder} is a link, or below one, that leads out of {self.local}; remove the link")
+        path = self.local / name
+        with suppress(FileNotFoundError), atomic_path(path, durable=False) as temporary:
+            entry = (self.home / name).download(temporary)
+            return [entry.tag, _state(temporary)]
+        return None
 
     def _send(self, name: str) -> list[Any] | None:
         """Uploads a file. Returns its entry for the record; None if the file was removed meanwhile."""
@@ -197,8 +169,7 @@ class Mirror:
             try:
                 yield record
             finally:
-                content = {"home": self.home.uri, "options": asdict(self.home.options), "files": record}
-                write_text(self.record_path, json.dumps(content), durable=False)
+                write_text(self.record_path, json.dumps(record), durable=False)
 
     @property
     def record_path(self) -> Path:
@@ -206,43 +177,11 @@ class Mirror:
         return self.local.with_name(f".{self.local.name}{RECORD_SUFFIX}")
 
     def _read_record(self) -> Record:
-        with suppress(FileNotFoundError, ValueError, KeyError):  # without a record, or with one of an older version
-            record: Record = json.loads(self.record_path.read_text())["files"]
-            return record
-        return {}
-
-    @classmethod
-    def of_record(cls, path: Path) -> Mirror | None:
-        """The copy to which a record belongs; None without a copy."""
-        local = path.with_name(path.name.removeprefix(".").removesuffix(RECORD_SUFFIX))
-        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            content = json.loads(path.read_text())
-            if local.is_dir():
-                return cls(StoragePath(content["home"], StorageOptions(**content["options"])), local)
-        return None
-
-    def size(self) -> int:
-        """The size of the copy in bytes."""
-        return sum(size for size, _ in self._local_files("").values())
-
-    def remove_copy(self, unused_for_s: float) -> bool:
-        """Removes the copy, and returns True, if nothing is lost and nobody uses it.
-
-        All files must be on S3 and unchanged since they were sent or fetched. No process may have locked the folder,
-        and the last push or pull must be `unused_for_s` seconds ago.
-        """
-        record_lock = self.record_path.with_suffix(".lock")
-        with try_file_lock(self.local / ".lock") as is_unlocked, try_file_lock(record_lock) as is_idle:
-            if not (is_unlocked and is_idle) or time.time() - self.record_path.stat().st_mtime < unused_for_s:
-                return False
-            record, files = self._read_record(), self._local_files("")
-            is_sent = all(record.get(name, [None, None])[1] == state for name, state in files.items())
-            if not is_sent or files.keys() - self._listed("").keys():
-                return False
-            removed = self.local.rename(self.local.with_name(f".{self.local.name}.{uuid.uuid4().hex[:12]}.tmp"))
-            self.record_path.unlink()
-        shutil.rmtree(removed, ignore_errors=True)
-        return True
+        try:
+            record: Record = json.loads(self.record_path.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return record
 
 
 def _visible_files(start: Path) -> Iterator[Path]:
@@ -277,66 +216,25 @@ def _without_unfinished(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def prune_copies(keep: Path) -> None:
-    """Removes copies until the others fit the share of the disk. keep: a copy that is needed now.
+    """Removes copies that nobody has used for a week. keep: a copy that is needed now."""
+    for record in [path for name in COPIES for path in (cache_folder() / name).rglob(f".*{RECORD_SUFFIX}")]:
+        copy = record.with_name(record.name.removeprefix(".").removesuffix(RECORD_SUFFIX))
+        if copy != keep:
+            remove_copy(copy, UNUSED_FOR_S)
 
-    Does nothing while another process of this machine removes copies. Ends after PASS_S seconds, because S3 may not
-    answer. Files that other processes remove meanwhile end it, too.
+
+def remove_copy(copy: Path, unused_for_s: float) -> None:
+    """Removes a copy, unless a process has locked it or has pushed or pulled it within the last `unused_for_s` seconds.
+
+    What was not sent is lost. The work that made it is repeated from what S3 has.
     """
-    with suppress(FileNotFoundError):
-        _prune(keep, time.monotonic() + PASS_S)
-
-
-def _prune(keep: Path, deadline: float) -> None:
-    root = cache_folder()
-    with try_file_lock(_lock(root)) as is_alone:
-        if not is_alone:
+    record = copy.with_name(f".{copy.name}{RECORD_SUFFIX}")
+    with suppress(FileNotFoundError):  # another process removes it
+        if not copy.is_dir() or time.time() - record.stat().st_mtime < unused_for_s:
             return
-        copies = _copies(root)
-        sizes = {copy.local: copy.size() for copy in copies}
-        excess = sum(sizes.values()) - int(COPIES_SHARE * usable_bytes(root, sum(sizes.values())))
-        for copy in copies:
-            if excess <= 0 or time.monotonic() > deadline:
+        with try_file_lock(copy / ".lock") as is_free:
+            if not is_free:
                 return
-            if copy.local != keep and _remove(copy, UNUSED_FOR_S):
-                excess -= sizes[copy.local]
-                logger.debug(f"removed   {copy.local}, the copy of {copy.home}")
-
-
-def remove_copy(copy: Mirror, unused_for_s: float) -> None:
-    """Removes a copy that its last user needs no more. See `Mirror.remove_copy` for the cases in which it remains."""
-    with suppress(OSError), file_lock(_lock(cache_folder())):
-        if copy.local.is_dir():  # otherwise another of its users has removed it, and a lock would create the folder
-            _remove(copy, unused_for_s)
-
-
-@contextmanager
-def no_pruning(folder: Path) -> Iterator[None]:
-    """Keeps the removals of other processes out of the context if the folder is a copy in the cache."""
-    if not folder.is_relative_to(cache_folder()):
-        yield
-        return
-    with file_lock(_lock(cache_folder()), shared=True):
-        yield
-
-
-def _copies(root: Path) -> list[Mirror]:
-    """All copies below the cache's folder, beginning with the one that was used longest ago."""
-    found = []
-    for path in (path for name in COPIES for path in (root / name).rglob(f".*{RECORD_SUFFIX}")):
-        with suppress(FileNotFoundError):  # a worker of a newer driver removes the copies of earlier ones
-            last_use, copy = path.stat().st_mtime, Mirror.of_record(path)
-            if copy is not None:
-                found.append((last_use, copy))
-    return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
-
-
-def _lock(root: Path) -> Path:
-    return root / ".copies.lock"
-
-
-def _remove(copy: Mirror, unused_for_s: float) -> bool:
-    """Removes a copy that nobody has used for a time. Returns False if it must remain, or S3 cannot be asked."""
-    home = StoragePath(copy.home.uri, copy.home.options.hasty)
-    with suppress(OSError):
-        return Mirror(home, copy.local).remove_copy(unused_for_s)
-    return False
+            removed = copy.rename(copy.with_name(f".{copy.name}.{uuid.uuid4().hex[:12]}.tmp"))
+            record.unlink()
+        shutil.rmtree(removed, ignore_errors=True)

@@ -6,7 +6,6 @@ at all: by a rename on disk, by one put or a completed multi-part upload on S3.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path
 from raycap.pipeline.storage.atomic import file_lock, write_bytes
 from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
@@ -91,16 +89,11 @@ class StoragePath:
     def read_tagged(self) -> tuple[bytes, str]:
         """The content of a small file and the tag of this content, for `write_if`.
 
-        Raises UserError for a folder, pipe or device, and for more than MAX_TAGGED_BYTES.
+        Raises OSError for a folder, pipe or device, and for more than MAX_TAGGED_BYTES.
         """
-        try:
-            if self.is_remote:
-                return self._object.get(MAX_TAGGED_BYTES)
-            data = read_regular_file(self.path, MAX_TAGGED_BYTES)
-        except OSError as error:
-            if error.errno not in (errno.EMSGSIZE, errno.EINVAL, errno.EISDIR):
-                raise
-            raise UserError(f"{self} cannot be read: {error.strerror}; restore it from a copy, or remove it") from error
+        if self.is_remote:
+            return self._object.get(MAX_TAGGED_BYTES)
+        data = read_regular_file(self.path, MAX_TAGGED_BYTES)
         return data, _content_tag(data)
 
     def write_bytes(self, data: bytes | memoryview) -> str:
@@ -245,31 +238,25 @@ def _lock_of(path: Path) -> Path:
 
 
 def try_rights(folder: StoragePath) -> None:
-    """Writes a small file on the condition that it is new, tries this a second time, reads, lists and removes the file.
+    """Writes a small file on the condition that it is new, tries this a second time, reads and removes the file.
 
     Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
     otherwise two writers could both succeed.
     """
     probe = _probe(folder)
-    folder = StoragePath(folder.uri, probe.options)
-    text, is_new_folder = probe.name.encode(), not folder.is_remote and not folder.path.exists()
     try:
-        if not _try_create(probe, text):
-            raise StorageError(f"{folder}: a file with a new name is said to exist already")
+        probe.write_if(b"first", None)
         try:
-            if _try_create(probe, b"second"):
-                raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
-            if probe.read_bytes() != text:
-                raise StorageError(f"{folder}: what was written is not what is read")
-            if probe.name not in folder.list():
-                raise StorageError(f"{folder}: a file that was written is not listed")
+            probe.write_if(b"second", None)
+        except ConflictError:
+            if probe.read_bytes() != b"first":
+                raise StorageError(f"{folder}: what was written is not what is read") from None
+        else:
+            raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
         finally:
             probe.delete()
             if not folder.is_remote:
                 _lock_of(probe.path).unlink(missing_ok=True)
-            if is_new_folder:
-                with suppress(OSError):  # another process has begun to use it
-                    folder.path.rmdir()
     except StorageError:
         raise
     except OSError as error:
@@ -277,18 +264,17 @@ def try_rights(folder: StoragePath) -> None:
 
 
 def try_writing(folder: StoragePath) -> None:
-    """Writes a small file in a folder on S3, lists the folder and removes the file. Enough for uploads of results.
+    """Writes a small file in a folder on S3 and removes it. Enough for uploads of results.
 
-    Raises StorageError naming the operation that fails. Without the right to remove, the file remains.
+    Raises StorageError. Without the right to remove, the file remains.
     """
-    probe = StoragePath(folder.uri, folder.options.hasty) / ".raycap-probe"
+    probe = _probe(folder)
     try:
         probe.write_bytes(b"")
-        StoragePath(folder.uri, probe.options).list()
-        with suppress(StorageError):
-            probe.delete()
     except FileNotFoundError as error:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
+    with suppress(StorageError):
+        probe.delete()
 
 
 def _probe(folder: StoragePath) -> StoragePath:
@@ -296,24 +282,12 @@ def _probe(folder: StoragePath) -> StoragePath:
     return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
 
 
-def _try_create(probe: StoragePath, data: bytes) -> bool:
-    """Writes a file on the condition that it is new. Returns False if the storage refuses."""
-    try:
-        probe.write_if(data, None)
-    except ConflictError:
-        return False
-    return True
-
-
 def cache_folder() -> Path:
     """$RAYCAP_CACHE, or ~/.cache/raycap. Others cannot read it, because its copies of private data may be readable.
 
-    A folder that exists at $RAYCAP_CACHE keeps its rights, which somebody has chosen.
+    A folder that exists keeps its rights.
     """
-    chosen = os.environ.get(CACHE_VARIABLE)
-    folder = expanded_path(chosen or Path.home() / ".cache" / "raycap")
+    folder = expanded_path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap")
     with suppress(OSError):  # a later write names the problem
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        if not chosen and stat.S_IMODE(folder.stat().st_mode) & ~PRIVATE:  # of an older version
-            folder.chmod(PRIVATE)
     return folder

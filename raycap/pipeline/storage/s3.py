@@ -30,8 +30,7 @@ PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in par
 PARTS_AT_A_TIME = 4
 RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
 PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
-PAUSE_S = 0.5  # the longest pause after a cut body, or while another conditional write to the same object is under way
-DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
+PAUSE_S = 0.5  # the longest pause after a cut body
 
 
 class StorageError(OSError):
@@ -107,7 +106,7 @@ class S3Object:
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
-            deadline = self._deadline()
+            deadline = time.monotonic() + 60 * self.options.retry_minutes
             while True:
                 response = self._client.get_object(**self._location, **extra)
                 if max_bytes is not None and response["ContentLength"] > max_bytes:
@@ -130,16 +129,23 @@ class S3Object:
         Raises ConflictError when another writer was faster. `data` must be unique, for example by a nonce: when the
         answer to a successful write is lost, the repeated write is refused, and only the content shows the success.
         """
+        from botocore.exceptions import ClientError
+
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        try:
-            with self._errors_translated():
-                return self._put_on_condition(data, condition)
-        except ConflictError:
-            with suppress(FileNotFoundError):
-                content, new_tag = self.get()
-                if content == data:
-                    return new_tag
-            raise
+        with self._errors_translated():
+            try:
+                return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
+            except ClientError as error:
+                is_removed = tag is not None and _status(error) == HTTPStatus.NOT_FOUND
+                # the object was replaced, or another conditional write is under way
+                if not is_removed and _status(error) not in (HTTPStatus.PRECONDITION_FAILED, HTTPStatus.CONFLICT):
+                    raise
+                conflict = error
+        with suppress(FileNotFoundError):
+            content, new_tag = self.get()
+            if content == data:
+                return new_tag
+        raise ConflictError(f"{self.uri} was written by another process") from conflict
 
     def upload(self, path: Path) -> str:
         """Replaces the object by a local file. Returns its tag."""
@@ -156,23 +162,18 @@ class S3Object:
         return self.head().tag
 
     def download(self, path: Path) -> Entry:
-        """Writes one version of the object to a local file. Returns the version's size and tag."""
-        from s3transfer.exceptions import S3DownloadFailedError
+        """Writes one version of the object to a local file. Returns the version's size and tag.
 
-        for _ in range(DOWNLOAD_ATTEMPTS):
-            before = self.head()
-            if before.size <= 2 * PART_BYTES:
-                data, tag = self.get()
-                path.write_bytes(data)
-                return Entry(len(data), tag)
-            with self._errors_translated():
-                try:
-                    self._client.download_file(**self._location, Filename=str(path), Config=_transfer_config())
-                except S3DownloadFailedError:  # the object's tag changed between two parts
-                    continue
-            if self.head() == before:
-                return before
-        raise StorageError(f"{self.uri} changes while it is read; is another run writing it?")
+        If the object is replaced meanwhile, the tag may be that of the version before.
+        """
+        found = self.head()
+        if found.size <= 2 * PART_BYTES:
+            data, tag = self.get()
+            path.write_bytes(data)
+            return Entry(len(data), tag)
+        with self._errors_translated():
+            self._client.download_file(**self._location, Filename=str(path), Config=_transfer_config())
+        return found
 
     def head(self) -> Entry:
         """The object's size and tag."""
@@ -203,32 +204,6 @@ class S3Object:
         """The object's bucket and key, as boto3's methods take them."""
         bucket, _, key = self.uri.removeprefix(REMOTE).partition("/")
         return {"Bucket": bucket, "Key": key}
-
-    def _put_on_condition(self, data: bytes, condition: dict[str, str]) -> str:
-        """Sends the content with the condition IfMatch or IfNoneMatch. ConflictError if it is not met."""
-        from botocore.exceptions import ClientError
-
-        refusals = {HTTPStatus.PRECONDITION_FAILED}  # the object was replaced
-        if "IfMatch" in condition:
-            refusals.add(HTTPStatus.NOT_FOUND)  # the object was removed
-        deadline = self._deadline()
-        while True:
-            try:
-                return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
-            except ClientError as error:
-                status = _status(error)
-                if status in refusals:
-                    raise ConflictError(f"{self.uri} was written by another process") from error
-                if status != HTTPStatus.CONFLICT:
-                    raise
-                if time.monotonic() > deadline:
-                    seconds = 60 * self.options.retry_minutes
-                    raise StorageError(f"{self.uri}: other writes were under way for {seconds:.0f} s") from error
-            time.sleep(random.uniform(0, PAUSE_S))  # another conditional write is under way
-
-    def _deadline(self) -> float:
-        """The time of `time.monotonic` at which a request that begins now is not repeated any more."""
-        return time.monotonic() + 60 * self.options.retry_minutes
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
 from raycap.pipeline.runtime.processor import float32_products, prepare_processor

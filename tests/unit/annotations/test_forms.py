@@ -18,13 +18,14 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
-from raycap.pipeline.data.images import ImageLocation, PageCache, decode_batch, is_remote_image
+from raycap.pipeline.data.image_locations import ImageLocation, is_remote_image
+from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.data.reading import read_annotations, read_dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from raycap.pipeline.storage.untrusted.parquet_pages import PageValue, Values
-from tests.support.forms import FORMS, Captioned, add_file, scenes, write_parquet_shards, write_tars
+from raycap.pipeline.storage.untrusted.parquet_files import RowPlace
+from tests.support.forms import FORMS, Captioned, add_file, scenes, write_tars
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +173,14 @@ def test_locations_are_unambiguous_whatever_the_names(tmp_path: Path) -> None:
         file = random_.choice((file, f"s3://b{file}"))
         name = "".join(random_.choices("a/:+1.\n", k=random_.randrange(20)))
         number = random_.randrange(10**15)
-        parts = (number, 7), PageValue(number, 2, 3, 4, 5, "snappy", 2), PageValue(1, 2, 0, 0, 0, "uncompressed", 0)
+        parts = (number, 7), RowPlace(number % 10**9, 2, 3)
         for part in parts:
             location = ImageLocation(StoragePath(file), part, name)
             parsed = ImageLocation.parse(location.uri)
             assert parsed == location and parsed.name == name and parsed.uri == location.uri
             assert is_remote_image(location.uri) == file.startswith("s3://")
         assert ImageLocation.parse(file) == ImageLocation(StoragePath(file))
-    for text in ("tar:", "tar:1+2:/a", "parquet:1+2+3:/a", "tar:-1+2+1:/a"):
+    for text in ("tar:", "tar:1+2:/a", "parquet:1+2:/a", "tar:-1+2+1:/a"):
         with pytest.raises(ValueError, match="is not the location of an image"):
             ImageLocation.parse(text)
 
@@ -208,27 +209,6 @@ def test_cut_and_missing_archives_are_reasons_of_their_images(tmp_path: Path, im
     assert len(keyed.readable()) < len(keyed) == len(images) and len(unreadable) >= 35
     assert {reason.split(": ")[-1] for reason in unreadable.values()} >= {"No such file or directory"}
     assert any("ends before it" in reason for reason in unreadable.values())
-
-
-def page_of(num_bytes: int) -> Values:
-    return Values(bytes(num_bytes), np.empty((0, 2), np.int64))
-
-
-def test_pages_are_cached_within_a_limit() -> None:
-    cache, read = PageCache(3_500), list[int]()
-
-    def get(key: int) -> Values:
-        return cache.get(("file", key), lambda: (read.append(key), page_of(1_000))[1])
-
-    for key in (1, 2, 3, 1, 4, 1, 2):
-        get(key)
-    assert read == [1, 2, 3, 4, 2]
-    with pytest.raises(ZeroDivisionError):
-        cache.get(("file", 9), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    assert cache.get(("file", 9), lambda: page_of(9_000)).num_bytes == 9_000
-    assert list(cache.pages) == [("file", 9)]
-    cache.clear()
-    assert not cache.pages
 
 
 def test_adding_images_moves_no_image_to_another_split(tmp_path: Path, images: list[Captioned]) -> None:
@@ -305,16 +285,6 @@ def test_samples_with_the_same_keys_in_two_shards_differ(tmp_path: Path) -> None
     dataset, _ = read_annotations(section(tmp_path, annotations="*.tar"), tmp_path)
     assert dataset.column("image_id") == [id_of_name("a.tar/0.jpg"), id_of_name("b.tar/0.jpg")]
     assert [ImageLocation.parse(uri).read_bytes() for uri in dataset.column("uri")] == [b"a", b"b"]
-
-
-def test_images_in_parquet_are_read_without_the_footer(tmp_path: Path, images: list[Captioned]) -> None:
-    """A location states the page and the codec, so that reading an image is one or two ranged requests."""
-    write_parquet_shards(tmp_path, images, compression="zstd", use_dictionary=False)
-    dataset = read_dataset(section(tmp_path, annotations="part-{0..2}.parquet"), tmp_path)
-    path = tmp_path / "part-0.parquet"
-    footer = int.from_bytes(path.read_bytes()[-8:-4], "little") + 8
-    path.write_bytes(path.read_bytes()[:-footer] + bytes(footer))
-    assert ImageLocation.parse(dataset.column("uri")[0]).read_bytes() == images[0].content
 
 
 @pytest.mark.parametrize("row_group_size", [None, 7])

@@ -13,19 +13,15 @@ import torch
 from raycap.jobs.caption import caption
 from raycap.jobs.cli import main
 from raycap.models.config import PLAIN, Decoding
-from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.sections import EvaluationSection
-from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
 from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, build_automata
-from raycap.pipeline.evaluation.captioning.search import CaptionSearch, score_rules
+from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.comparison.protocol import Protocol, ensemble_protocol, run_protocol, searched
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, ensemble_protocol, searched
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.runtime.context import LocalContext
-from tests.conftest import ROOT, small_config
 from tests.support.bundles import WORDS, make_bundle, write_images
 from tests.support.few_images import FewImages, caption_split, half
 from tests.support.models import one_thread  # noqa: F401
@@ -45,13 +41,6 @@ def bundle(folder: Path) -> Bundle:
 
 def pixels(count: int) -> torch.Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-
-
-def test_rules_have_the_words_of_the_vocabulary() -> None:
-    rules = score_rules(EvaluationSection(ranking=0.5), WORDS)
-    assert rules.unk == WORDS.ids["UNK"] and rules.length_normalization == 0.5
-    assert [WORDS.words[index] for index in rules.open_endings] == ["a", "the"]
-    assert score_rules(EvaluationSection(ranking="sum"), WORDS).length_normalization is False
 
 
 def test_an_evaluation_follows_the_rules(tmp_path: Path) -> None:
@@ -114,18 +103,6 @@ def test_a_service_takes_the_bundles_rules_and_others_in_their_place(folder: Pat
             CaptionService(bundle, search=search)
 
 
-def test_a_service_draws_the_same_captions_of_an_image_in_any_batch(bundle: Bundle) -> None:
-    search = {"beam_size": 1, "decoding": {"sampling": True, "temperature": 1.5}}
-    service = CaptionService(bundle, search=search)
-    settings = service.changed_search({}, num_results=2)
-    together = service.caption(pixels(5), settings)
-    alone = [service.caption(image[None], settings)[0] for image in pixels(5)]
-    texts = [[[each.caption for each in found.n_best] for found in captions] for captions in (together, alone)]
-    assert texts[0] == texts[1] and len({found.caption for found in together}) > 1
-    other = CaptionService(bundle, search=search | {"decoding": search["decoding"] | {"seed": 1}})  # type: ignore[operator]
-    assert other.caption(pixels(5), other.changed_search({}, num_results=2)) != together
-
-
 def test_the_command_sets_keys_of_the_search(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images, out = write_images(tmp_path / "images", 3), tmp_path / "captions.jsonl"
     drawn = ["--beam", "1", "--set", "evaluation.decoding.sampling=true", "--set", "evaluation.decoding.top_p=0.9"]
@@ -169,37 +146,6 @@ def test_what_contradicts_is_one_sentence(
     assert words in said and "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"num_results": 6}, r"num_results = 6 is above beam_size = 5 \(the default\); raise the beam"),
-        ({"constraints": "words.jsonl", "beam_size": 1, "decoding": {"sampling": True}}, "evaluation.constraints is"),
-        ({"constraints": "words.jsonl", "decoding": {"beam_groups": 5}}, "leave out evaluation.decoding.beam_groups"),
-        ({"decoding": {"min_length": 21}}, "min_length = 21 is above evaluation.max_length = 20"),
-    ],
-)
-def test_a_configuration_that_contradicts_itself_is_refused(tmp_path: Path, values: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        parse_config(small_config(tmp_path) | {"evaluation": values})
-
-
-def test_open_endings_are_english_words() -> None:
-    key = "evaluation.decoding.no_open_endings=true"
-    assert load_config(ROOT / "raycap" / "configs" / "demo.yaml", [key]).evaluation.decoding.no_open_endings
-    for name, tokenizer, words in (
-        ("demo_zh", "unicode", "the list of these words is English, not zh"),
-        ("demo_subword", "subword", "with data.tokenizer = subword tokens can be parts of a word"),
-    ):
-        with pytest.raises(UserError, match=words):
-            load_config(ROOT / "raycap" / "configs" / f"{name}.yaml", [key, f"data.tokenizer={tokenizer}"])
-
-
-def test_subwords_repeat_no_tokens(tmp_path: Path) -> None:
-    vocabulary = Vocabulary.train_subwords(["a red cat sits on the mat"] * 3, 300, 1)
-    rules = score_rules(EvaluationSection(decoding=Decoding(no_repeat_ngram=2)), vocabulary)
-    assert rules.unk == vocabulary.ids["UNK"] and rules.decoding.no_repeat_ngram == 2
-
-
 def test_constraints_go_with_rules_and_not_with_groups(tmp_path: Path) -> None:
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(3)))
@@ -220,18 +166,3 @@ def test_results_that_were_decoded_differently_are_not_compared(tmp_path: Path) 
     # models that were evaluated in different ways are one ensemble once the search is given
     members = [searched(replace(trained, decoding=decoding), default) for decoding in (PLAIN, Decoding(min_length=5))]
     assert ensemble_protocol(members).decoding == Decoding()
-
-
-def test_the_papers_recipes_suppress_nothing_and_identities_have_the_key_unless_it_is_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
-        monkeypatch.setenv(variable, "coco")
-    for name in ("expansionnet_v2_coco", "meshed_memory_coco", "clustformer_coco", "clustformer_code_coco"):
-        config = load_config(ROOT / "raycap" / "configs" / f"{name}.yaml")
-        assert config.evaluation.decoding == PLAIN
-        assert run_protocol(config, None).decoding == PLAIN
-    demo = ROOT / "raycap" / "configs" / "demo.yaml"
-    before = config_identity(load_config(demo))
-    assert config_identity(load_config(demo, ["evaluation.decoding.suppress_unk=true"])) == before
-    assert config_identity(load_config(demo, ["evaluation.decoding.suppress_unk=false"])) != before

@@ -22,7 +22,6 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import seal
 from raycap.pipeline.evaluation.confidence import dump_confidences
-from raycap.pipeline.runtime.secrets import without_secrets
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
 from tests.support.models import (
@@ -183,7 +182,6 @@ UNFIT = "cannot be built|this configuration|must be|less than or equal"
 CASES: dict[str, tuple[Craft, str]] = {
     # what the configuration may open or fetch
     "pretrained weights": (setting("backbone.weights", "pretrained"), "backbone.weights is 'pretrained'; a bundle"),
-    "weights of a path": (setting("backbone.weights", "/etc/passwd"), "opens no other file"),
     "word vectors": (
         both(setting("model.word_vectors", "/dev/zero"), setting("model.word_vector_width", 5)),
         "model.word_vectors is '/dev/zero'",
@@ -191,18 +189,11 @@ CASES: dict[str, tuple[Craft, str]] = {
     # sizes that decide memory or time
     "vocabulary_size": (setting("sizes.vocabulary_size", LARGE), f"config.yaml says 1000000000|{LIMIT}"),
     "max_positions": (setting("sizes.max_positions", LARGE), LIMIT),
-    "feature_width": (setting("sizes.feature_width", LARGE), UNFIT),
-    "d_model": (setting("model.d_model", LARGE), UNFIT),
     "d_ff": (setting("model.d_ff", 10**30), UNFIT),
     "static_expansion": (setting("model.static_expansion", [10**12]), UNFIT),
-    "dynamic_expansion": (setting("model.dynamic_expansion", LARGE), UNFIT),
     "encoder layers": (setting("model.num_encoder_layers", LARGE), LIMIT),
-    "decoder layers": (setting("model.num_decoder_layers", LARGE), LIMIT),
-    "depths": (setting("backbone.depths", [10**7, 2]), LIMIT),
     "depths that cancel": (setting("backbone.depths", [10**7, -(10**7)]), LIMIT),
-    "many stages": (setting("backbone.depths", [0] * 10_000), LIMIT),
     "image_size": (setting("backbone.image_size", 10**6), LIMIT),
-    "embed_dim": (setting("backbone.embed_dim", 10**12), UNFIT),
     # the index of a window has window^4 numbers, which no tensor of the file shows
     "masks": (
         both(
@@ -212,48 +203,27 @@ CASES: dict[str, tuple[Craft, str]] = {
         "bytes of masks and tables",
     ),
     # sizes that no backbone has
-    "no depths": (setting("backbone.depths", []), UNFIT),
-    "window_size 0": (setting("backbone.window_size", 0), UNFIT),
     "num_heads 0": (setting("backbone.num_heads", [0, 0]), UNFIT),
-    "embed_dim -5": (setting("backbone.embed_dim", -5), UNFIT),
-    "image_size -4": (setting("backbone.image_size", -4), f"{UNFIT}|transform"),
     "unknown backbone": (setting("backbone.name", "swin_of_nobody"), "timm does not know"),
     # the confidence
-    "confidence without fits": (text("confidence.json", '{"format": 1}'), "confidence.json"),
     "deep confidence": (text("confidence.json", "[" * DEEP), "confidence.json"),
-    "a large confidence": (text("confidence.json", b" " * 2**17), "confidence.json"),
     "an infinite confidence": (text("confidence.json", confidence("1e999")), "confidence.json.*bias"),
-    "a text as confidence": (text("confidence.json", confidence('"x"')), "confidence.json.*bias"),
     # structure of config.yaml
     "no name": (without("name"), "name must be the model's name, found NoneType"),
-    "name a list": (setting("name", ["x"]), "found list"),
-    "model.name a list": (setting("model.name", ["x"]), "model.name"),
-    "model a list": (setting("model", [1]), "model"),
-    "no model": (without("model"), "config.yaml: "),
     "no sizes": (without("sizes"), "config.yaml: "),
-    "backbone a list": (setting("backbone", [1]), "config.yaml: backbone"),
-    "format a text": (setting("format", "2"), "it has no format number"),
-    "a long value": (setting("model.d_model", "x" * 100_000), "model.d_model"),
-    "a list": (text("config.yaml", "[1, 2]"), "it has no format number"),
-    "empty": (text("config.yaml", ""), "it has no format number"),
     "no text": (text("config.yaml", b"\xff\xfe\0"), "config.yaml cannot be read"),
     "a tag": (text("config.yaml", "!!python/object/apply:os.system [touch x]"), "config.yaml cannot be read"),
     "an alias bomb": (text("config.yaml", BOMB), "more than 100000 values"),
     "aliases of a long text": (text("config.yaml", LONG_TEXT), "expands to more than 1048576 characters"),
     "deep YAML": (text("config.yaml", "[" * DEEP), "nested more than 50 deep"),
-    "long YAML": (text("config.yaml", "#" * 2**20), "characters of YAML"),
     "longer YAML": (text("config.yaml", "#" * 2**21), "larger than 1048576 bytes"),
     # vocabulary.json and preprocessing.json
     "deep vocabulary": (text("vocabulary.json", "[" * DEEP), "nested too deeply"),
     "words are numbers": (words([1, 2, 3]), "list of text under 'words'"),
-    "words are lists": (words([[["a"]]]), "list of text under 'words'"),
-    "no words": (words([]), "lacks PAD, SOS, EOS, UNK"),
     "a word twice": (words(["PAD", "SOS", "EOS", "UNK", "a", "a"]), "more than once"),
     "half a character": (text("vocabulary.json", '{"words": ["\\ud800"]}'), "vocabulary.json cannot be read"),
     "a large vocabulary": (text("vocabulary.json", " " * (16 * 2**20 + 1)), "larger than 16777216 bytes"),
-    "deep preprocessing": (text("preprocessing.json", '{"a":' * DEEP), "nested too deeply"),
     "no transform": (text("preprocessing.json", "{}"), "describes no image transform"),
-    "a list of transforms": (text("preprocessing.json", "[1]"), "describes no image transform"),
     **{
         f"a transform of {key} {value}": (transform(key, value), "transform|interpolation|must|expected 3")
         for key, value in {
@@ -261,39 +231,27 @@ CASES: dict[str, tuple[Craft, str]] = {
             "crop": [16, 16], "antialias": False, "more": 1,
         }.items()
     },
-    "a transform of a huge side": (transform("resize", 10**9), "transform"),
     "a scaled side of 10**9": (
         text("preprocessing.json", json.dumps(ImageTransform(32).describe() | {"resize": 10**9, "crop": [32, 32]})),
         "must be",
     ),
-    "a transform of no side": (transform("resize", True), "must be|describes"),
     # files that are none
     "a pipe of weights": (pipe("model.safetensors"), "lacks model.safetensors"),
-    "a pipe of a configuration": (pipe("config.yaml"), "lacks config.yaml"),
     "a pipe of preprocessing": (pipe("preprocessing.json"), "not a regular file"),
-    "endless weights": (link("model.safetensors", "/dev/zero"), "lacks model.safetensors"),
     "an endless vocabulary": (link("vocabulary.json", "/dev/zero"), "lacks vocabulary.json"),
     # model.safetensors
-    "no content": (text("model.safetensors", b""), "no readable safetensors file"),
     "a tebibyte": (sparse, "no readable safetensors file .it has 1099511627776 bytes; the memory"),
     "a header of 2^63": (header(b"{}", length=2**63), "its header has 9223372036854775808 bytes"),
-    "a large header": (header(b"{}" + b" " * 2**20), "its header has 1048578 bytes"),
-    "a header past the end": (header(b"{}", length=2**16), "no readable safetensors file"),
     "a deep header": (header(b'{"a":' * 10_000), "no readable safetensors file"),
     "a shape that lies": (header(entry([0, 64], [2**40])), "no readable safetensors file"),
-    "a shape that overflows": (header(entry([0, 64], [2**62, 2**62])), "no readable safetensors file"),
-    "a negative shape": (header(entry([0, 64], [-16])), "no readable safetensors file"),
     "offsets past the end": (header(entry([0, 2**40], [2**38])), "no readable safetensors file"),
     "offsets that overlap": (header(TWICE, 48), "no readable safetensors file"),
     "an unknown type": (header(entry([0, 64], [16], "F4_OF_NOBODY")), "no readable safetensors file"),
-    "a type without numbers of torch": (header(entry([0, 64], [8], "C64")), "no readable safetensors file"),
     "cut short": (
         lambda folder: os.truncate(folder / "model.safetensors", 5_000),
         "no readable safetensors file",
     ),
     "one tensor": (header(entry([0, 64], [16])), "lacks 'backbone.swin.*has 'model.x'"),
-    "a name of the terminal": (header(entry([0, 64], [16], name="\x1b[2J")), "lacks 'backbone.swin"),
-    "a tensor too many": (tensors(lambda weights: weights.update(x=torch.zeros(1))), "has 'x' .1 unknown"),
     "a tensor too few": (tensors(remove_first), "lacks 'backbone.swin"),
     "integers": (
         tensors(lambda weights: weights.update({"model.lm_head.weight": weights["model.lm_head.weight"].int()})),
@@ -303,29 +261,16 @@ CASES: dict[str, tuple[Craft, str]] = {
 }  # fmt: skip
 
 
-def test_a_bundle_masks_no_word_in_messages(bundle: Path, tmp_path: Path) -> None:
-    """Other than in a configuration, what looks like a password was chosen by a stranger."""
-    shutil.copytree(bundle, tmp_path / "bundle")
-    (tmp_path / "bundle" / "digests.json").unlink()
-    setting("backbone.weights", "x://user:accuracy@host")(tmp_path / "bundle")
-    with pytest.raises(UserError, match="a bundle contains its weights"):
-        load_bundle(tmp_path / "bundle")
-    assert without_secrets("accuracy 0.5") == "accuracy 0.5"
-
-
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("digests", [True, False], ids=["sealed", "old"])
 @pytest.mark.usefixtures("bounded")
-def test_a_crafted_bundle_is_refused_in_one_sentence(bundle: Path, tmp_path: Path, case: str, digests: bool) -> None:
-    """sealed: with digests that fit, which a stranger can compute. old: as before there were digests."""
+def test_a_crafted_bundle_is_refused_in_one_sentence(bundle: Path, tmp_path: Path, case: str) -> None:
+    """Its digests fit, because a stranger can compute them."""
     craft, expected = CASES[case]
     folder = tmp_path / "bundle"
     shutil.copytree(bundle, folder)
     (folder / "digests.json").unlink()
     craft(folder)
-    if digests:
-        if any(not path.is_file() for path in folder.iterdir()) or case == "a tebibyte":
-            pytest.skip("there is no digest of it")
+    if all(path.is_file() for path in folder.iterdir()) and case != "a tebibyte":  # others have no digest
         seal(folder)
     generator = torch.get_rng_state()
     with pytest.raises(UserError, match=expected) as refused:
@@ -334,10 +279,6 @@ def test_a_crafted_bundle_is_refused_in_one_sentence(bundle: Path, tmp_path: Pat
     assert message.isprintable() and str(folder) in message and len(message) < 1000
     if case != "not finite":  # this is seen only after the captioner is built
         assert torch.equal(torch.get_rng_state(), generator), "nothing was built"
-
-
-def test_the_bundle_itself_is_loaded(bundle: Path) -> None:
-    assert load_bundle(bundle).config["name"] == "small"
 
 
 def test_a_name_cannot_control_a_terminal(bundle: Path, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from raycap.pipeline.evaluation.captioning.measured_precision import (
 from raycap.pipeline.runtime.processor import PrecisionTimes
 from tests.conftest import small_config
 
-NOWHERE = "ray://nowhere:1"  # nothing must be measured there
-
 SYSTEMS: list[dict[str, Any]] = [
     {},
     {"name": "transformer"},
@@ -40,28 +38,6 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **changes: Any)
 def test_a_search_of_each_system_can_be_timed(tmp_path: Path, model: dict[str, Any]) -> None:
     times = measure_search(config_of(tmp_path, model))
     assert times.device == "CPU" and 0 < times.float32 < 60 and 0 < times.bfloat16 < 60
-
-
-def test_a_decision_is_made_for_each_size_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[str] = []
-
-    def decided(work: dict[str, Any], folder: Any, measure: Any, *, label: str, measured: str) -> str:
-        keys.append(str(work))
-        assert label == "captions" and folder == config_of(tmp_path).storage_place / "precision"
-        return "bfloat16"
-
-    monkeypatch.setattr(measured_precision, "decided_precision", decided)
-
-    def key(model: dict[str, Any] | None = None, **changes: Any) -> str:
-        config = with_precision(config_of(tmp_path, model, **changes), NOWHERE)
-        assert config.evaluation.precision == "bfloat16" and config.evaluation.beam_size == 2
-        return keys[-1]
-
-    same = key()
-    assert key(model={"dropout": 0.25}) == same and key(seed=3) == same
-    assert len({same, key(model={"d_ff": 32}), key(model={"dynamic_expansion": 3})}) == 3
-    concrete = config_of(tmp_path, evaluation={"precision": "float32"})
-    assert with_precision(concrete, NOWHERE) is concrete
 
 
 def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from raycap.jobs.cli import main
 from raycap.jobs.constraints import constraints as make_constraints
-from raycap.models.config import PLAIN
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
@@ -23,7 +22,6 @@ from raycap.pipeline.evaluation.captioning.constraints import (
     ImageConstraints,
     build_automata,
     choose_constraints,
-    intersection_over_union,
     read_constraints,
     read_detections,
     read_hierarchy,
@@ -32,10 +30,8 @@ from raycap.pipeline.evaluation.captioning.constraints import (
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import count_constraints
-from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
+from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.cache import ChangedError
-from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half
 from tests.support.models import follow
@@ -64,29 +60,6 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both), 5: one}
     write_constraints(tmp_path / "c.jsonl", made, at_least=1)
     assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both, 1), 5: one}
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("nothing", "line 2 is no JSON object"),
-        ('{"image_id": 2}', "it lacks 'constraints'"),
-        ('{"image_id": "2", "constraints": []}', "whole number"),
-        ('{"image_id": 2, "constraints": [3]}', "neither a word nor a list"),
-        ('{"image_id": 2, "constraints": [[]]}', "neither a word nor a list"),
-        ('{"image_id": 1, "constraints": []}', "names image 1 again"),
-        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": 3}', "at_least is 3; .* constraints, 2"),
-        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": 0}', "at_least is 0"),
-        ('{"image_id": 2, "constraints": ["cat", "mat"], "at_least": true}', "at_least is True"),
-    ],
-)
-def test_malformed_files_are_refused_with_the_line(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"image_id": 1, "constraints": ["cat"]}\n' + line + "\n")
-    with pytest.raises(UserError, match=words):
-        read_constraints(path)
-    with pytest.raises(UserError, match="cannot be read"):
-        read_constraints(tmp_path / "none")
 
 
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
@@ -123,13 +96,6 @@ def test_the_three_most_confident_classes_without_parts_and_people() -> None:
     assert choose_constraints(found, {}) == ["dog", "apple", "toy"]
     assert choose_constraints(found, {}, max_constraints=1, excluded=()) == ["person"]
     assert len(EXCLUDED) == 39
-
-
-def test_boxes_overlap_by_their_areas() -> None:
-    assert intersection_over_union(BOX, BOX) == 1
-    assert intersection_over_union(BOX, APART) == 0
-    assert intersection_over_union(BOX, (5.0, 0.0, 15.0, 10.0)) == pytest.approx(50 / 150)
-    assert intersection_over_union((1.0, 1.0, 1.0, 1.0), BOX) == 0
 
 
 def test_both_forms_of_detections_are_the_same(tmp_path: Path) -> None:
@@ -238,26 +204,6 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     assert entry["constraints"]["not_held"] == [], "2 of 3 are as many as required"
 
 
-def test_a_split_in_bfloat16(tmp_path: Path) -> None:
-    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
-    images = FewImages(torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(3)))
-    log_probs = []
-    search_keys: dict[str, Any] = {"beam_size": 3, "max_length": 9, "decoding": PLAIN}
-    for precision in ("float32", "bfloat16"):
-        settings = EvaluationSection(**search_keys, precision=precision)  # type: ignore[arg-type]
-        search = CaptionSearch(settings, WORDS, with_alignment=True)
-        found, _ = caption_split([bundle.captioner], [images], search, WHOLE)
-        assert all(own[0].alignment is not None for own in found.values())
-        log_probs.append([found[image][0].log_prob for image in sorted(found)])
-    assert log_probs[0] != log_probs[1], "autocast was not on"
-    assert log_probs[0] == pytest.approx(log_probs[1], abs=0.5)
-
-
-def test_satisfied_constraints_are_counted() -> None:
-    counts = ConstraintCounts.tally({1: (0, 2), 2: (1, 2), 3: (2, 2), 4: (0, 0), 5: (1, 1)})
-    assert counts == ConstraintCounts(images=4, all=2, some=1, none=1, not_held=[1, 2])
-
-
 def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Path) -> None:
     bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
@@ -273,27 +219,3 @@ def test_each_shard_captions_its_images_and_reports_unreadable_ones(tmp_path: Pa
         assert all(ranked[0].caption == whole[image][0].caption for image, ranked in hypotheses.items())
     with pytest.raises(BadImage, match="row 3"):
         caption_split([bundle.captioner], [images], CaptionSearch(settings, WORDS), WHOLE)
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_images_are_not_skipped_while_storage_fails(tmp_path: Path, is_replaced: bool) -> None:
-    """An image that was replaced since is skipped, because it alone is at fault."""
-    bundle = load_bundle(make_bundle(tmp_path / "bundle", backbone=False))
-    images = FewImages(torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(3)))
-    search = CaptionSearch(EvaluationSection(beam_size=2, max_length=9, batch_size=2), WORDS, skip_unreadable=True)
-    images.unreadable = {3}
-    if is_replaced:
-        images.error = ChangedError("row 3 was replaced")
-        found, unreadable = caption_split([bundle.captioner], [images], search, WHOLE)
-        assert list(found) == [1, 2, 3] and unreadable == {4: "row 3 was replaced"}
-        return
-    for images.error in (OutageError("storage failed for 600 s"), StorageError("storage failed: 403")):
-        with pytest.raises(StorageError, match="storage failed"):
-            caption_split([bundle.captioner], [images], search, WHOLE)
-
-
-def test_a_split_without_references_has_no_scores() -> None:
-    of_image = ImageCaption((RankedCaption("a cat", -1.0, alignment=0.5),))
-    result = SplitScores("test", {1: of_image, 2: ImageCaption(error="empty file")})
-    expected = {"images": 1, "unreadable": {2: "empty file"}, "alignment": 0.5, "constraints": None, "published": []}
-    assert result.to_json() == expected and result.flat() == {"test_alignment": 0.5}

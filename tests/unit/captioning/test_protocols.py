@@ -23,7 +23,6 @@ from raycap.pipeline.evaluation.comparison.protocol import (
     WORDS,
     Protocol,
     differences,
-    ensemble_protocol,
     run_protocol,
     search_settings,
 )
@@ -79,15 +78,6 @@ def test_every_field_of_a_protocol_has_words_and_can_differ() -> None:
     ]
     assert differences(printed, Protocol())[0] == ("a", "not recorded")
     assert differences(replace(printed, num_models=0), replace(printed, num_models=3)) == []
-
-
-def test_an_ensemble_has_what_its_members_share() -> None:
-    first = Protocol("expansionnet_v2", "grid", False, "scst", True, beam_size=5)
-    second = replace(first, objective="cross_entropy", eos_in_reward=None)
-    assert ensemble_protocol([first, first, first]) == replace(first, num_models=3)
-    assert ensemble_protocol([first, second]) == replace(second, objective=None, num_models=2)
-    with pytest.raises(UserError, match="taken together: captions in en and captions in de; give models of one"):
-        ensemble_protocol([first, replace(first, language="de")])
 
 
 def test_given_settings_come_before_those_of_the_bundles() -> None:
@@ -186,17 +176,3 @@ def test_the_images_of_a_data_file_leave_the_search_to_the_bundle(tmp_path: Path
     assert search_settings(other, [recorded]) == EvaluationSection(
         beam_size=3, max_length=9, ranking="sum", collapse_repeats=True, decoding=PLAIN
     )
-
-
-def test_a_bundle_without_a_protocol_is_searched_as_before(tmp_path: Path) -> None:
-    folder = without_digests(make_bundle(tmp_path / "bundle"))
-    config = read_bundle_config(folder)
-    del config["protocol"]
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    bundle = load_bundle(folder)
-    assert bundle.search == EvaluationSection(decoding=PLAIN) and bundle_protocol(bundle.config) == Protocol(
-        "expansionnet_v2", attend_padding=False
-    )
-    del config["model"]["name"]  # the default is ExpansionNet v2
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert bundle_protocol(load_bundle(folder).config).system == "expansionnet_v2"

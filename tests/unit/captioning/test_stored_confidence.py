@@ -12,23 +12,20 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from raycap.models.config import Decoding
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_results
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
 from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.evaluation.comparison.protocol import confidence_search
 from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config
-from tests.support.bundles import make_bundle, with_confidence, without_digests
+from tests.support.bundles import make_bundle
 from tests.support.captioning import captions_of, images_of
 from tests.support.confidence import make_confidence
 
@@ -59,28 +56,12 @@ def test_a_stored_confidence_belongs_to_the_bundle_and_replaces_that_of_its_sear
         load_bundle(bundle)
 
 
-def test_new_digests_hide_no_damage(bundle: Path) -> None:
-    (bundle / "card.md").write_text("changed")
-    with pytest.raises(UserError, match=r"card.md does not have the digest"):
-        store_results(storage_path(bundle), make_confidence())
-    store_results(storage_path(without_digests(bundle)), make_confidence("a"))
-    assert load_bundle(bundle).confidences == (make_confidence("a"),)
-
-
 def test_links_in_a_strangers_bundle_are_not_followed(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     (bundle / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"bundle/link.* is a link or a special file"):
         store_results(storage_path(bundle), make_confidence())
     assert (bundle / "link").is_symlink() and not (bundle / "confidence.json").exists()
-
-
-def test_drawn_captions_have_the_confidence_of_as_many_draws() -> None:
-    drawn = EvaluationSection(beam_size=1, decoding=Decoding(sampling=True))
-    texts = [confidence_search(drawn.model_copy(update={"num_results": count}), 20) for count in (1, 5)]
-    assert texts[0] != texts[1]
-    beams = [confidence_search(EvaluationSection(num_results=count), 20) for count in (1, 5)]
-    assert beams[0] == beams[1]
 
 
 def test_a_signed_bundle_is_signed_again_or_not_changed(
@@ -158,21 +139,3 @@ def test_an_evaluation_fits_on_validation_and_judges_the_other_splits(
     assert qualities(config, [bundle], test, val).keys() == {"test"} and len(read_confidences(bundle)) == 2
     assert qualities(config, [bundle, bundle], test, val) == {}, "an ensemble"
     assert qualities(config, [bundle], split("val", 60)) == {} and len(read_confidences(bundle)) == 2
-
-
-def test_bundles_that_must_not_change_are_judged_and_left_alone(
-    bundle: Path, config: RunConfig, tmp_path: Path, log_lines: list[str]
-) -> None:
-    champion = Path(shutil.copytree(bundle, tmp_path / "champion-t1"))
-    signed = Path(shutil.copytree(bundle, tmp_path / "signed"))
-    (signed / "digests.sig").write_bytes(b"x")
-    for folder, words in ((champion, "a champion's bundle"), (signed, "has a signature")):
-        log_lines.clear()
-        quality = qualities(config, [folder], split("test", 20), split("val", 30))
-        assert quality.keys() == {"test"} and read_confidences(folder) == ()
-        assert "confidence   not stored: " in log_lines[-1] and words in log_lines[-1]
-
-
-def test_a_bundle_of_an_older_version_has_no_confidence(bundle: Path) -> None:
-    assert load_bundle(bundle).confidences == () and not (bundle / "confidence.json").exists()
-    assert len(load_bundle(with_confidence(bundle)).confidences) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -48,23 +46,3 @@ def test_pickles_that_would_take_long_or_much_memory_are_refused(
         with pytest.raises(ValueError, match=words) as refused:
             read(path)
         assert len(str(refused.value)) < 1000 and str(refused.value).isprintable()
-
-
-def test_no_counter_is_copied(tmp_path: Path) -> None:
-    path = tmp_path / "v.pickle"
-    path.write_bytes(copies_of_a_counter(5_000, 300))
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="it holds a list and no vocabulary object"):
-        read_meshed_vocabulary(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 20 * 2**20, "300 copies take more than 60 MB"
-
-
-def test_names_of_the_special_words_that_are_deep_lists_are_refused(tmp_path: Path) -> None:
-    words = ["EOS", "PAD", "SOS", "UNK"]
-    content = pickle.dumps({"word2idx_dict": {w: i for i, w in enumerate(words)}, "idx2word_list": words}, 2)
-    nested = nested_lists(5_000)[2:-1]
-    (tmp_path / "v.pickle").write_bytes(content[:-1] + b"X\x07\0\0\0sos_str" + nested + b"s.")
-    with pytest.raises(ValueError, match=r"captions start with a very long list and end with None"):
-        read_expansionnet_vocabulary(tmp_path / "v.pickle")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raycap.pipeline.cluster.local_ray import ending_children, private_folder, protect_token
+from raycap.pipeline.cluster.start import ending_children, private_folder, protect_token
 from raycap.pipeline.errors import UserError
 
 

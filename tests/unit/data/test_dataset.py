@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -200,19 +199,6 @@ def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.M
     assert second.readable().fingerprint() != first.fingerprint()
 
 
-def test_few_images_of_a_large_bucket_are_not_found_by_listing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = Bucket([f"other/{number:06d}" for number in range(5_000)] + ["x.png", "y.png"])
-    bucket.install(monkeypatch)
-    uris = ["s3://bucket/x.png", "s3://bucket/y.png", "s3://bucket/z.png", "s3://bucket/other/000001"]
-    dataset = Dataset(pa.table([range(4), ["train"] * 4, uris, [["a"]] * 4, pa.nulls(4, pa.string())], schema=SCHEMA))
-    found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet")
-    assert list(unreadable) == ["s3://bucket/z.png"] and found.table["key"].null_count == 1
-    assert len(bucket.listed) == 1000 + 10 * 4, "the listing ends early"
-    assert sorted(bucket.asked) == uris[:3], "and what it has not found is asked for"
-
-
 def test_the_images_of_a_folder_are_found_by_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket([f"a/{number}.png" for number in range(300)] + [f"a/b/{number}.png" for number in range(300)])
     bucket.install(monkeypatch)
@@ -246,39 +232,6 @@ def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypa
     fail_with(PermissionError(errno.EACCES, "the object is archived"))
     found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet")
     assert list(unreadable) == ["s3://bucket/y.png"] and found.table["key"].null_count == 1
-
-
-def test_a_killed_snapshot_keeps_most_of_its_keys_and_logs_its_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    bucket = Bucket([f"{number}.png" for number in range(7)])
-    bucket.install(monkeypatch)
-    columns = [range(7), ["train"] * 7, [*bucket.objects], [["a"]] * 7, pa.nulls(7, pa.string())]
-    dataset = Dataset(pa.table(columns, schema=SCHEMA))
-    whole = take_snapshot(dataset, tmp_path / "whole.parquet")[0]
-    for name, value in (("content_keys._URIS_PER_SLICE", 2), ("content_keys._WRITE_EVERY_S", 0)):
-        monkeypatch.setattr(f"raycap.pipeline.data.{name}", value)
-    monkeypatch.setattr("raycap.pipeline.data.content_keys._WRITE_SHARE", 1e9)
-    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
-    read: list[str] = []
-
-    def read_until(path: StoragePath, last: str = "5.png") -> bytes:
-        read.append(path.name)
-        if path.name == last:
-            raise KeyboardInterrupt
-        return path.uri.encode()
-
-    monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", read_until)
-    with pytest.raises(KeyboardInterrupt):
-        take_snapshot(dataset, tmp_path / "killed.parquet")
-    assert sorted(read) == [f"{number}.png" for number in range(6)], "the last slice was not begun"
-    assert re.fullmatch(r"content keys  4/7 images, [\d.]+ images/s, \d+ s left", log_lines[1])
-    read.clear()
-    monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", lambda path: read_until(path, ""))
-    found, unreadable = take_snapshot(dataset, tmp_path / "killed.parquet")
-    assert sorted(read) == ["4.png", "5.png", "6.png"], "the keys of two slices were kept"
-    assert not unreadable and found.table.equals(whole.table)
-    assert (tmp_path / "killed.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:
@@ -325,11 +278,8 @@ def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> Non
             assert part.uris() == copy.uris() and list(part.texts()) == list(copy.texts())
             assert list(part.texts_by_image()) == copy.column("captions")
             assert part.fingerprint() == copy.fingerprint() and part.split_sizes() == copy.split_sizes()
-            if part is not whole:
-                assert "table" not in vars(part), "no row was copied as a whole"
-                assert part.whole is whole
             sent = pickle.loads(pickle.dumps(part))  # noqa: S301 (as Ray does)
-            assert part.table.equals(copy.table) and sent.table.equals(copy.table) and type(sent) is Dataset
+            assert part.table.equals(copy.table) and sent.table.equals(copy.table)
 
 
 def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ import pytest
 import torch
 from PIL import Image
 
-import raycap.pipeline.data.images
 import raycap_onnx.images
 from raycap.models.base import Features
 from raycap.models.config import Decoding
@@ -30,12 +29,12 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.search import score_rules
-from raycap.pipeline.serving.export.description import describe_words
+from raycap.pipeline.serving.export import describe_words
 from raycap_onnx import Captioner, CaptionerError
 from raycap_onnx.__main__ import main
+from raycap_onnx.description import Values, Words
 from raycap_onnx.images import Transform, load_image
 from raycap_onnx.search import Search
-from raycap_onnx.words import Words
 from tests.conftest import ROOT
 from tests.support.exports import WORDS, Export, make_captioner_bundle, make_images, make_regions, torch_captions
 
@@ -44,7 +43,7 @@ SOURCES = sorted((ROOT / "raycap_onnx").glob("*.py"))
 
 def test_it_imports_only_its_three_packages() -> None:
     allowed = {"PIL", "numpy", "onnxruntime", "raycap_onnx", *sys.stdlib_module_names}
-    assert len(SOURCES) > 5
+    assert len(SOURCES) > 3
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -129,7 +128,7 @@ def test_pixels_are_those_of_the_transform(name: str) -> None:
     transform = TRANSFORMS[name]
     keys = ("image_size", "scaled_side", "keep_aspect", "interpolation", "mean", "std")
     values = {key: getattr(transform, key) for key in keys}
-    ours = Transform.parse(json.loads(json.dumps(values)), "it")
+    ours = Transform.parse(Values(json.loads(json.dumps(values)), "it"))
     sizes = [(57, 43), (20, 90), (32, 32), (700, 20), (3, 1)]
     images = [Image.fromarray(np.random.default_rng(1).integers(0, 256, (h, w, 3), np.uint8)) for h, w in sizes]
     for image in images:
@@ -163,26 +162,16 @@ def test_images_are_decoded_as_raycap_decodes_them(tmp_path: Path) -> None:
     assert np.array_equal(load_image(np.asarray(rgb.convert("L"))), rgb.convert("L").convert("RGB"))
 
 
-def test_brightness_is_found_as_raycap_finds_it_where_a_value_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (raycap_onnx.images, raycap.pipeline.data.images):
-        monkeypatch.setattr(module, "STRIP_PIXELS", 5)  # a row
-    values = np.full((3, 5), 500, np.float32)
-    values[1] = np.nan
-    Image.fromarray(values).save(buffer := io.BytesIO(), "TIFF")
-    assert np.array_equal(load_image(buffer.getvalue()), decode_image(buffer.getvalue(), 100))
-
-
 def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raycap_onnx.images, "MAX_PIXELS", 100)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 14, 3), np.uint8))
     noise.save(large := io.BytesIO(), "PNG")
-    noise.resize((8, 8)).save(webp := io.BytesIO(), "WEBP")
     noise.resize((8, 8)).save(jpeg := io.BytesIO(), "JPEG")
-    scans = jpeg.getvalue() + b"\xff\xda" * 200
     cases = {
-        "14 x 9 pixels; the limit is 100": large.getvalue(), "8 x 8 pixels; the limit is 50": webp.getvalue(),
-        "scans": scans, "not an image in a known format": b"x", "cannot be decoded": jpeg.getvalue()[:200],
-    }  # fmt: skip
+        "14 x 9 pixels; the limit is 100": large.getvalue(),
+        "not an image in a known format": b"x",
+        "cannot be decoded": jpeg.getvalue()[:200],
+    }
     for message, data in cases.items():
         with pytest.raises(CaptionerError, match=message):
             load_image(data)
@@ -195,8 +184,6 @@ def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pyt
         load_image(tmp_path / "missing.png")
     with pytest.raises(CaptionerError, match="it is not a file"):
         load_image(tmp_path)
-    with pytest.raises(CaptionerError, match="expected uint8"):
-        load_image(np.zeros((4, 4, 3, 1), np.uint8))
 
 
 def vocabularies() -> dict[str, tuple[Vocabulary, list[str]]]:
@@ -220,7 +207,7 @@ def test_words_are_joined_as_raycap_joins_them(joining: str, tmp_path: Path) -> 
     assert content["joining"] == joining
     (tmp_path / "vocabulary.json").write_text(json.dumps(content))
     special = {"sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad, "unk": vocabulary.ids["UNK"]}
-    words = Words.read(tmp_path / "vocabulary.json", raycap_onnx.documents.Values(special, "it"))
+    words = Words.read(tmp_path / "vocabulary.json", Values(special, "it"))
     for text in texts:
         ids = vocabulary.encode(vocabulary.tokenize(text))
         assert words.decode(ids) == vocabulary.decode(ids)
@@ -246,43 +233,27 @@ def setting(key: str, value: Any) -> Craft:
 
 
 HOSTILE: dict[str, Craft] = {
-    r"has format 2 and graphs 'onnx'": setting("format", 2),
-    r"has format 1 and graphs 'torch'": setting("graphs", "torch"),
-    r"lacks search": lambda content, folder: content.pop("search"),
+    r"expected format 1 with graphs onnx": setting("format", 2),
     r"search must be an object of JSON": setting("search", [1]),
-    r"beam_size is 1000000000; expected a number from 1 to 1000": setting("search.beam_size", 10**9),
-    r"beam_size is True; expected a number": setting("search.beam_size", True),
-    r"max_length is 1; expected": setting("search.max_length", 1),
-    r"max_length is 13, above max_positions = 12": setting("search.max_length", 13),
-    r"min_length is 13, above max_length": setting("search.min_length", 13),
+    r"beam_size is 1000000000": setting("search.beam_size", 10**9),
+    r"beam_size is True": setting("search.beam_size", True),
+    r"max_length is 13": setting("search.max_length", 13),
+    r"min_length is 13": setting("search.min_length", 13),
     r"ranking is nan": setting("search.ranking", float("nan")),
-    r"ranking is 10{79}": setting("search.ranking", 10**400),
-    r"ranking is 1e\+300": setting("search.ranking", 1e300),
-    r"mean is \[10{78}": setting("image.mean", [10**400, 0, 0]),
-    r"std is \[1e-60, 1, 1\]": setting("image.std", [1e-60, 1, 1]),
-    r"collapse_repeats is 1; expected true or false": setting("search.collapse_repeats", 1),
-    r"drawn captions or groups of beams, which raycap_onnx does not have": setting("search.sampling", True),
+    r"mean and std": setting("image.mean", [10**400, 0, 0]),
+    r"std above 0": setting("image.std", [1e-60, 1, 1]),
+    r"collapse_repeats is 1": setting("search.collapse_repeats", 1),
     r"drawn captions or groups": setting("search.beam_groups", 2),
-    r"image_size is 100000; expected": setting("image.image_size", 100_000),
-    r"scaled_side is 65; expected a number from 32 to 64": setting("image.scaled_side", 65),
+    r"image_size is 100000": setting("image.image_size", 100_000),
     r"interpolation is 'cubic'": setting("image.interpolation", "cubic"),
-    r"std is \[0, 1, 1\]; expected": setting("image.std", [0, 1, 1]),
-    r"open_endings must be a list of ids below": setting("open_endings", [10**6]),
-    r"eos is -1; expected": setting("tokens.eos", -1),
-    r"name is 7; expected text": setting("name", 7),
-    r"encoder\.onnx is damaged or changed": lambda content, folder: (folder / "encoder.onnx").write_bytes(b"x"),
-    r"decoder\.onnx cannot be read: No such file": lambda content, folder: (folder / "decoder.onnx").unlink(),
-    r"encoder\.onnx: it is not a file": lambda content, folder: (
+    r"open_endings must be a list of ids": setting("open_endings", [10**6]),
+    r"eos is -1": setting("tokens.eos", -1),
+    r"encoder\.onnx is damaged": lambda content, folder: (folder / "encoder.onnx").write_bytes(b"x"),
+    r"encoder\.onnx is missing": lambda content, folder: (
         (folder / "encoder.onnx").unlink(),
         os.mkfifo(folder / "encoder.onnx"),
     ),
-    r"decoder\.onnx\.data is damaged or changed": lambda content, folder: (
-        content["files"].update({"decoder.onnx.data": "0"}),
-        (folder / "decoder.onnx.data").write_bytes(b"x"),
-    ),
-    r"decoder\.onnx\.data cannot be read": lambda content, folder: content["files"].update({"decoder.onnx.data": "0"}),
-    r"files lacks encoder\.onnx\.data": lambda content, folder: (folder / "encoder.onnx.data").write_bytes(b"x"),
-    r"vocabulary\.json is damaged": lambda content, folder: (folder / "vocabulary.json").write_text("{}"),
+    r"encoder\.onnx\.data is None": lambda content, folder: (folder / "encoder.onnx.data").write_bytes(b"x"),
 }
 
 
@@ -310,22 +281,14 @@ def test_hostile_files_are_refused(exported: Export, tmp_path: Path, capsys: pyt
             Captioner(tmp_path)
     assert main([str(tmp_path), "a.png"]) == 2
     assert capsys.readouterr().err.startswith("raycap_onnx: ")
-    shutil.copytree(exported("transformer")[0], tmp_path / "mixed")
-    shutil.copy(exported("meshed memory")[0] / "decoder.onnx", tmp_path / "mixed")
-    reseal(tmp_path / "mixed")
-    with pytest.raises(CaptionerError, match="the graphs fit neither each other nor the words"):
-        Captioner(tmp_path / "mixed")
-    (tmp_path / "mixed" / "encoder.onnx").write_bytes(b"no graph")
-    reseal(tmp_path / "mixed")
-    with pytest.raises(CaptionerError, match=r"encoder\.onnx cannot be opened"):
-        Captioner(tmp_path / "mixed")
-
-
-def reseal(folder: Path) -> None:
-    """Records the digests of changed files."""
+    folder = tmp_path / "sealed"
+    shutil.copytree(exported("transformer")[0], folder)
+    (folder / "encoder.onnx").write_bytes(b"no graph")
     content = json.loads((folder / "captioner.json").read_text())
-    content["files"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in content["files"]}
+    content["files"]["encoder.onnx"] = hashlib.sha256(b"no graph").hexdigest()
     (folder / "captioner.json").write_text(json.dumps(content))
+    with pytest.raises(CaptionerError, match="the graphs cannot be opened"):
+        Captioner(folder)
 
 
 def test_arguments_out_of_range(exported: Export) -> None:

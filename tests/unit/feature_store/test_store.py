@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 from pathlib import Path
@@ -9,24 +10,25 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.images import BadImage, decode_image
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store.index import write_index
-from raycap.pipeline.features.store.store import (
+from raycap.pipeline.features.extraction import plan_extraction
+from raycap.pipeline.features.store import (
     FeatureStore,
     feature_key,
     has_shard,
     remove_damaged,
     remove_orphans,
     shard_name,
+    write_index,
+    write_quarantine,
     write_shard,
 )
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.tables import read_cache
 from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
@@ -124,10 +126,10 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
-    assert len(list((tmp_path / "index").iterdir())) == 1
+    assert (tmp_path / "index.parquet").exists()
     write_shard(tmp_path, ["new"], features[:1])
     assert contains(FeatureStore(tmp_path), "new"), "manifests outside of the index are read"
     next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
@@ -138,32 +140,58 @@ def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(gather(store, keys[4:]), features[4:])
 
 
-def test_an_index_that_another_process_replaces_is_read_from_the_manifests(
+def test_a_shard_that_is_computed_again_with_other_bits_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the listing of its parts and their reading."""
-    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
+    """Its name is that of the damaged one, whose digest the index has."""
+    monkeypatch.setattr("raycap.pipeline.features.store.MAX_LOOSE", 1)
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
-    (part,) = (tmp_path / "index").iterdir()
-
-    def read(path: StoragePath, schema: pa.Schema) -> pa.Table:
-        part.unlink(missing_ok=True)
-        return read_cache(path, schema)
-
-    monkeypatch.setattr("raycap.pipeline.features.store.index.read_cache", read)
-    assert np.array_equal(gather(FeatureStore(tmp_path), keys), features) and not part.exists()
+    flip_any(tmp_path / "shards" / f"{shard_name(keys[:4])}.npy")
+    remove_damaged(tmp_path, pa.array(keys))
+    write_shard(tmp_path, keys[:4], features[4:8])
+    write_index(storage_path(tmp_path))
+    assert not FeatureStore(tmp_path).damaged(pa.array(keys))
+    assert np.array_equal(gather(FeatureStore(tmp_path), keys[:4]), features[4:8])
 
 
-def test_an_index_is_read_in_chunks_that_end_within_shards(tmp_path: Path) -> None:
-    keys, features = filled(tmp_path, shards=10)
-    tables = [pq.read_table(path) for path in sorted(tmp_path.glob("manifest/*"))]
-    (tmp_path / "index").mkdir(exist_ok=True)
-    pq.write_table(pa.concat_tables(tables), tmp_path / "index" / "all.parquet", row_group_size=7)
-    write_shard(tmp_path, ["new"], np.ones((1, *features.shape[1:]), features.dtype))
-    store = FeatureStore(tmp_path)
-    assert np.array_equal(gather(store, keys), features) and contains(store, "new")
-    assert {info.shard for info in store.shards} == {path.stem for path in tmp_path.glob("shards/*")}
+def content_key(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def plain_plan(keys: list[str | None], stored: set[str], bad: dict[str, str]) -> tuple[int, list[int], dict[str, str]]:
+    """What `plan_extraction` finds."""
+    first: dict[str, int] = {}
+    for row, key in enumerate(keys):
+        if key is not None:
+            first.setdefault(key, row)
+    missing = [row for key, row in first.items() if key not in stored and key[:64] not in bad]
+    return len(first), missing, {key[:64]: bad[key[:64]] for key in first if key[:64] in bad}
+
+
+@pytest.mark.parametrize("count", [0, 1, 40, 5000])
+def test_a_plan_is_that_of_lists(tmp_path: Path, count: int) -> None:
+    rng = np.random.default_rng(count)
+    keys: list[str | None] = [
+        None if dice < 0.1 else content_key(number) + ("-v-1" if dice > 0.8 else "")
+        for number, dice in zip(rng.integers(0, max(1, count), count).tolist(), rng.random(count), strict=True)
+    ]
+    known = [key for key in dict.fromkeys(keys) if key is not None]
+    stored, bad = known[::3], {key[:64]: "empty file" for key in known[1::7]}
+    if stored:
+        write_shard(tmp_path, stored, np.zeros((len(stored), 1, 1), np.float32))
+    columns = [range(count), ["train"] * count, [f"{row}.jpg" for row in range(count)], [["a"]] * count, keys]
+    dataset = Dataset(
+        pa.table([pa.array(each, field.type) for each, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+    )
+    write_quarantine(storage_path(tmp_path), dataset, bad, {})
+    plan = plan_extraction(dataset, StoragePath(str(tmp_path)), 10**6)
+    num_images, missing, unusable = plain_plan(keys, set(stored), bad)
+    assert (plan.num_images, plan.missing["uri"].to_pylist(), plan.unusable) == (
+        num_images,
+        [f"{row}.jpg" for row in missing],
+        unusable,
+    )
 
 
 def test_verify_reads_everything_back(tmp_path: Path) -> None:
@@ -195,7 +223,7 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
 
 
 def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.shards.MAX_OPEN", 2)
+    monkeypatch.setattr("raycap.pipeline.features.shards.MAX_OPEN", 2)
     keys, features = filled(tmp_path, shards=6)
     order = np.random.default_rng(2).permutation(len(keys))
     store = FeatureStore(tmp_path)
@@ -240,10 +268,10 @@ def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
 def test_damaged_manifests_and_indexes_are_removed(
     tmp_path: Path, damage: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.index.MAX_LOOSE", 1)
+    monkeypatch.setattr("raycap.pipeline.features.store.MAX_LOOSE", 1)
     filled(tmp_path)
     write_index(storage_path(tmp_path))
-    (part,) = (tmp_path / "index").iterdir()
+    part = tmp_path / "index.parquet"
     damage(part)
     assert len(FeatureStore(tmp_path)) == 12
     (line,) = log_lines

@@ -26,7 +26,7 @@ from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.features import extraction, precision
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction
 from raycap.pipeline.features.precision import extraction_precision, measure_extraction
-from raycap.pipeline.features.store.store import FeatureStore, write_quarantine
+from raycap.pipeline.features.store import FeatureStore, write_quarantine
 from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
@@ -55,7 +55,7 @@ def test_images_in_quarantine_are_not_planned_again(tmp_path: Path, monkeypatch:
     rows = pq.read_table(tmp_path / "quarantine.parquet").to_pylist()
     assert [row["uri"] for row in rows] == ["1.png", "6.png", "7.png", "9.png", "other.png"]
     plan = plan_extraction(dataset, folder, 100)
-    assert plan.missing.tolist() == [0, 2, 3, 4, 5, 8] and plan.num_images == 9
+    assert plan.missing["uri"].to_pylist() == [uris[row] for row in (0, 2, 3, 4, 5, 8)] and plan.num_images == 9
     assert plan.unusable == {content[1]: "no image", content[6]: "no image"}
     write_quarantine(folder, dataset, {}, {})
     assert [row["uri"] for row in pq.read_table(tmp_path / "quarantine.parquet").to_pylist()] == ["other.png"]

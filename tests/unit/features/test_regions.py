@@ -20,7 +20,7 @@ from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import open_regions, read_image
-from raycap.pipeline.features.store.store import FeatureStore
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
 from tests.support.damage import flip_any, replace_by_garbage

@@ -16,10 +16,11 @@ from raycap.models.encoders.views import Augmentation, Views, content_key_of, se
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data import images as images_module
-from raycap.pipeline.data.images import decode_batch, decode_image, read_image_file
+from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import decode_batch, decode_image
 from raycap.pipeline.features.extraction import plan_extraction, with_views
 from raycap.pipeline.features.model_inputs import AugmentedImages, Images
-from raycap.pipeline.features.store.store import QUARANTINE, FeatureStore, write_quarantine
+from raycap.pipeline.features.store import QUARANTINE, FeatureStore, write_quarantine
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.training.batches import Batches, CaptionTokens, view_seeds
@@ -126,7 +127,7 @@ def test_an_unusable_image_has_no_views_to_compute(run: Any, tmp_path: Path) -> 
     assert quarantined["key"] == bad and quarantined["reason"] == "empty file"
     plan = plan_extraction(rows, place, 10**6)
     assert plan.unusable == {bad: "empty file"} and len(plan.missing) == len(rows) - VIEWS.count
-    assert bad not in {content_key_of(rows.column("key")[row]) for row in plan.missing}
+    assert bad not in {content_key_of(key) for key in plan.missing["key"].to_pylist()}
 
 
 def test_regions_have_no_views(tmp_path: Path) -> None:

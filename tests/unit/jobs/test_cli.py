@@ -50,7 +50,7 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
         (["score", "--reference", "a"], "No such option: --reference"),
         (["bench", "gpuu"], "Did you mean 'gpu'"),
         (["submit", "trian"], "'trian' cannot be submitted; one of caption"),
-        (["submit", "logs"], "Missing argument 'CONFIG|IMAGES|ID'"),
+        (["submit", "run"], "Missing argument 'CONFIG|IMAGES'"),
         (["run", str(ROOT / "raycap" / "configs")], "configs is a folder; give the path of a YAML file"),
     ):
         assert main(words) == 2

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 from ray.train._internal.storage import StorageContext
 from ray.tune.experiment import Trial
@@ -19,12 +18,10 @@ from ray.tune.experiment import Trial
 from raycap.jobs.tune import adapter as module
 from raycap.jobs.tune.adapter import TuneAdapter
 from raycap.jobs.tune.command import _lease
-from raycap.jobs.tune.schedulers import make_scheduler
 from raycap.pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
 from raycap.pipeline.cluster.stalls import StalledError
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runs.folder import JOURNAL
-from raycap.pipeline.runtime.secrets import remember_address
 from raycap.pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import storage_path
@@ -85,11 +82,6 @@ def test_budget_concurrent_limits_the_requests(tmp_path: Path) -> None:
     assert len(requests(adapter)) == 1
 
 
-def test_a_local_ray_gets_what_it_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 3.0})
-    assert len(requests(adapter_of(tmp_path, on_cluster=False))) == 3
-
-
 def test_trials_with_several_workers_ask_for_a_few_more_than_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,16 +94,6 @@ def test_trials_with_several_workers_ask_for_a_few_more_than_fit(
     for name in names:
         assigned(adapter, name)
     assert adapter.num_waiting == module.MAX_WAITING_FITS and not requests(adapter)
-
-
-def test_a_process_without_a_trial_ends(tmp_path: Path) -> None:
-    """The sampler has fewer points than the budget allows."""
-    adapter = adapter_of(tmp_path, budget={"trials": 4})
-    names = requests(adapter)
-    adapter.log.exhausted = True
-    assert assigned(adapter, names[0]) is None
-    adapter.on_stop(names[0], 0.0)
-    assert not adapter.log.records
 
 
 def test_a_lost_node(tmp_path: Path) -> None:
@@ -190,11 +172,6 @@ def test_an_error_is_read_as_text(
     assert trial.get_pickled_error() is None and not (tmp_path / "ran").exists()
 
 
-def test_the_reason_of_a_failure_is_stored_without_secrets() -> None:
-    remember_address("postgresql://me:secret   word@host")
-    assert module._failure_reason("RuntimeError: cannot\nuse 'secret   word'") == "RuntimeError: cannot use '***'"
-
-
 def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
     """Four members on one node: after an interval the running member makes room for one that has not run."""
     adapter = adapter_of(tmp_path, **FOUR_MEMBERS)
@@ -208,19 +185,10 @@ def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
     assert len(requests(adapter)) == 1, "member 1 waits again"
 
 
-def test_ray_tunes_files_get_no_password(tmp_path: Path) -> None:
-    """Ray Tune pickles the scheduler into a file that other users of the machine may read."""
-    adapter = adapter_of(tmp_path, **FOUR_MEMBERS, set={"tracking": {"uri": "https://me:secret-word@host"}})
-    scheduler = make_scheduler(adapter.log.search, [], adapter.turns, adapter.population)
-    assert b"secret-word" in cloudpickle.dumps(adapter.log.search)
-    assert b"secret-word" not in cloudpickle.dumps(scheduler)
-    assert adapter.population is not None and b"secret-word" not in cloudpickle.dumps(adapter.population)
-
-
 def test_a_search_without_any_node_does_not_wait_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    status = ClusterStatus(nodes=[], used=0, pending=[{"CPU": 1.0}] * 4, num_starting=1, has_autoscaler=True)
+    status = ClusterStatus(nodes=[], used=0, pending=[{"CPU": 1.0}] * 4, num_starting=1)
     monkeypatch.setattr(module, "cluster_status", lambda: status)
     adapter, now = adapter_of(tmp_path), module.time.monotonic()
     requests(adapter)
@@ -237,29 +205,10 @@ def test_a_search_without_any_node_does_not_wait_in_silence(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Sets the time of the adapter, in minutes from now. The cluster waits for one worker."""
-    status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0, has_autoscaler=True)
+    status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0)
     monkeypatch.setattr("raycap.pipeline.cluster.stalls.cluster_status", lambda: status)
     begin = module.time.monotonic()
     yield lambda minutes: monkeypatch.setattr(module.time, "monotonic", lambda: begin + 60 * minutes)
-
-
-def test_a_search_whose_trials_make_no_progress_ends(
-    tmp_path: Path, clock: Callable[[float], None], log_lines: list[str]
-) -> None:
-    adapter = adapter_of(tmp_path, budget={"trials": 1})
-    clock(50)
-    assigned(adapter, *requests(adapter))
-    clock(51)
-    adapter.on_step()
-    assert not [line for line in log_lines if "waiting" in line], "a start is progress"
-    clock(53)
-    adapter.on_step()
-    adapter.on_step()
-    (line,) = [line for line in log_lines if "waiting" in line]
-    assert "no running trial has made progress for 180 s; nodes: 1 x (1 CPU); pending: 1 x (1 CPU)" in line
-    clock(111)
-    with pytest.raises(StalledError, match=r"max_stall_minutes \(60 min\); .*; the same command continues the search"):
-        adapter.on_step()
 
 
 def test_the_journal_of_a_trial_counts_as_progress(tmp_path: Path, clock: Callable[[float], None]) -> None:
@@ -323,21 +272,6 @@ def test_a_search_that_has_lost_its_lease_writes_nothing(tmp_path: Path) -> None
     assert log.folder.records()[0].state == "running" and not log.folder.records()[0].reports
 
 
-def test_a_search_that_has_lost_its_lease_ends(tmp_path: Path) -> None:
-    """Its background thread finds the loss, so that steps of Ray Tune make no request."""
-    lease_file = storage_path(tmp_path / "lease.json")
-    lease = take_lease(lease_file, 0.3)
-    assert isinstance(lease, Lease)
-    log = TrialLog(SearchFolder(tmp_path / "search"), small_search(tmp_path), lease)
-    adapter = TuneAdapter(log, lambda: None, on_cluster=True)
-    with lease:
-        adapter.on_step()
-        take_lease(lease_file, 30, by_force=True)
-        lease._thread.join()
-        with pytest.raises(LostLeaseError, match="has passed to"):
-            adapter.on_step()
-
-
 POINTS: dict[str, Any] = {"space": {LR: {"low": 1e-4, "high": 1e-2}}, "algorithm": "random", "budget": {"trials": 7}}
 
 
@@ -345,10 +279,6 @@ def fail(adapter: TuneAdapter, name: str, number: int, reason: str = "RuntimeErr
     assigned(adapter, name)
     adapter.on_result(name, {"outcome": TrialOutcome("failed", f"{reason} ({number})")})
     adapter.on_stop(name, 1.0)
-
-
-def validate(adapter: TuneAdapter, name: str) -> None:
-    adapter.on_result(name, {"epoch": 1.0, "CIDEr-D": 0.5, "run": "", "costs": {}})
 
 
 def test_a_broken_node_does_not_use_up_all_points(tmp_path: Path) -> None:
@@ -362,69 +292,3 @@ def test_a_broken_node_does_not_use_up_all_points(tmp_path: Path) -> None:
     assert [record.state for record in adapter.log.records] == ["failed"] * 5
     adapter.log.folder.reopen_failed()
     assert open_log(adapter.log.search, adapter.log.folder.path).num_left == 7
-
-
-def test_failures_that_are_not_in_a_row_are_the_points(tmp_path: Path) -> None:
-    """A trial that ends well or has a validation is between them, or no trial is left after them."""
-    adapter = adapter_of(tmp_path, **POINTS | {"budget": {"trials": 15}})
-    names = requests(adapter)
-    for name in names[:4]:
-        fail(adapter, name, 0)
-    assigned(adapter, names[4])
-    end(adapter, names[4])
-    for name in names[5:9]:
-        fail(adapter, name, 0)
-    assigned(adapter, names[9])
-    validate(adapter, names[9])
-    adapter.on_error(names[9], str(ActorDiedError()))
-    for name in names[10:]:
-        fail(adapter, name, 0)
-    assert adapter.log.count("failed") == 14 and adapter.request("last") is None
-
-
-@pytest.mark.parametrize("validates", [True, False])
-def test_bad_points_do_not_end_a_search_whose_other_trials_run(tmp_path: Path, validates: bool) -> None:
-    """The others validate between the failures, or are before their first validation."""
-    adapter = adapter_of(tmp_path, **POINTS | {"budget": {"trials": 50}})
-    names = requests(adapter)
-    for name in names[:15]:
-        assigned(adapter, name)
-    for number, name in enumerate(names[15:20]):
-        fail(adapter, name, number)
-        if validates:
-            validate(adapter, names[number])
-    if validates:  # as many failures as trials run, but not without a validation between them
-        for name in names[:13]:
-            end(adapter, name)
-        for number, name in enumerate(names[20:24]):
-            fail(adapter, name, number)
-            validate(adapter, names[14])
-        fail(adapter, names[24], 0)
-    else:
-        for number, name in enumerate(names[20:29]):
-            fail(adapter, name, number)
-        with pytest.raises(JobFailedError, match="15 trials failed"):  # and 15 are running
-            fail(adapter, names[29], 14)
-
-
-def test_points_that_need_too_much_memory_do_not_end_a_search_that_works(tmp_path: Path) -> None:
-    """A validation shows that the memory of the nodes is enough for other points."""
-    adapter = adapter_of(tmp_path, **POINTS | {"budget": {"trials": 20}})
-    names = requests(adapter)
-    assigned(adapter, names[0])
-    validate(adapter, names[0])
-    for number, name in enumerate(names[1:7]):
-        fail(adapter, name, number, "out of memory: 80 GiB")
-    for number, name in enumerate(names[7:11]):
-        fail(adapter, name, number)
-    with pytest.raises(JobFailedError, match="5 trials failed"):
-        fail(adapter, names[11], 4)
-
-
-def test_a_search_whose_every_point_needs_too_much_memory_ends(tmp_path: Path) -> None:
-    adapter = adapter_of(tmp_path, **POINTS)
-    names = requests(adapter)
-    for number, name in enumerate(names[:4]):
-        fail(adapter, name, number, "out of memory: 80 GiB")
-    with pytest.raises(JobFailedError, match="out of memory"):
-        fail(adapter, names[4], 4, "out of memory: 80 GiB")

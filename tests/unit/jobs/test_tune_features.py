@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raycap.jobs.tune.features import BackboneSource, find_backbone
+from raycap.jobs.tune.features import find_backbone
 from raycap.models.encoders.backbone import Backbone
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder, StageResult
@@ -76,7 +73,7 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.M
         pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
         return stand_in
 
-    monkeypatch.setattr("raycap.jobs.run.train", train)
+    monkeypatch.setattr("raycap.jobs.tune.features.train", train)
     backbone, messages = backbone_of(search)
     assert trained_stages == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]]
     assert "a stand-in is trained now" in messages[-1]
@@ -91,33 +88,6 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.M
     pretend_training(run, trained)
     backbone, messages = backbone_of(search)
     assert f"from the finished run {run.run_id}" in messages[-1] and backbone.swin.norm.bias[0] == len(trained)
-
-
-def test_a_second_search_waits_for_the_stand_in_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], s3: str
-) -> None:
-    """Their drivers are on two machines, with the storage on S3."""
-    storage = {"uri": f"s3://data/{tmp_path.name}", "endpoint_url": s3}
-    search = small_search(tmp_path, backbone={"weights": "run"}, set={"storage": storage})
-    dataset, _ = find_data(search.base)
-    second, sources, configs = ThreadPoolExecutor(1), list[Future[BackboneSource | None]](), list[RunConfig]()
-
-    def train(config: RunConfig, address: str | None) -> RunFolder:
-        configs.append(config)
-        if len(configs) == 1:
-            sources.append(second.submit(find_backbone, search, dataset, None))
-            while not sources[0].done() and not any("this search waits for it" in line for line in log_lines):
-                time.sleep(0.05)
-        stand_in = prepare(config)
-        pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
-        stand_in.push("stages")
-        return stand_in
-
-    monkeypatch.setattr("raycap.jobs.run.train", train)
-    monkeypatch.setattr("raycap.jobs.tune.features.BACKBONE_LEASE_S", 1.5)
-    first = find_backbone(search, dataset, None)
-    assert first is not None and sources[0].result(60) == first
-    assert len(configs) == 1
 
 
 def test_invalid_backbones_are_refused(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raycap.jobs.tune import workers
 from raycap.jobs.tune.features import extract_once
 from raycap.models.decoding.search import beam_search
 from raycap.models.registry import build_model
@@ -22,19 +19,17 @@ from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
-from raycap.pipeline.features.store.store import open_store
-from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult, open_folder
+from raycap.pipeline.features.store import open_store
+from raycap.pipeline.runs.folder import RunFolder, StageResult, open_folder
 from raycap.pipeline.runs.journal import read_journal
-from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.search import trial as module
-from raycap.pipeline.search.spec import SCORE, Search, SearchConfig
+from raycap.pipeline.search.spec import Search, SearchConfig
 from raycap.pipeline.search.trial import TrialTask, run_trial
 from raycap.pipeline.search.trials import SearchPlan
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import OutageError
-from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from raycap.pipeline.training.stage_output import StageOutput
+from raycap.pipeline.training.loop import StageRun
 from tests.conftest import small_config
 from tests.support.runs import MESHED_MEMORY, SMALL_MODEL, prepare_run
 
@@ -162,62 +157,6 @@ def test_a_trial_leaves_no_copy_of_its_run_that_nobody_uses(
     assert world.copies() == ["storage"]
 
 
-@pytest.mark.parametrize("error", [SystemExit(), RuntimeError("a bad point")])
-def test_a_trial_that_ends_after_a_validation_sends_its_state_and_leaves_no_copy(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    """Its last checkpoint is still being written, and its last entries of the journal are not sent."""
-    world = make_world(s3, tmp_path, monkeypatch)
-    write = StageOutput._write_checkpoint
-
-    def write_late(*arguments: Any) -> None:
-        time.sleep(0.5)
-        write(*arguments)
-
-    monkeypatch.setattr(StageOutput, "_write_checkpoint", write_late)
-
-    def end(metrics: dict[str, Any]) -> None:
-        if SCORE in metrics:
-            world.pulled()
-            raise error
-
-    with suppress(SystemExit):
-        assert run_trial(world.tasks[0], end).state == "failed"
-    assert world.copies() == ["storage"]
-    run = world.pulled()
-    (last,) = [entry for entry in read_journal(run.journal) if entry["kind"] == "validation"]
-    assert (run.stage("xe_frozen") / f"step-{last['step']}").is_dir()
-
-
-@pytest.mark.parametrize("end", ["finished", "failed", "stopped"])
-def test_the_workers_of_a_trial_leave_no_copy_of_its_run(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    """A stopped trial takes its run over from its workers, which are in the middle of a stage."""
-    world = make_world(s3, tmp_path, monkeypatch, resources={"workers": 2})
-
-    class Worker(LocalContext):
-        def __init__(self, folder: RunFolder) -> None:
-            super().__init__()
-            self.folder = folder
-
-        def report(self, metrics: dict[str, Any]) -> None:
-            assert world.copies() == ["storage", "workers"]
-            if end == "failed":
-                raise RuntimeError("a bad point")
-            if end == "stopped":
-                self.folder.new_driver_token()
-
-    def train(job: StageJob, *_: Any) -> None:
-        train_stages(Worker(job.folder), job)
-        job.folder.pull("stages")
-        job.folder.pull(JOURNAL)
-
-    outcome = run_trial(world.tasks[0], lambda _: None, train)
-    assert outcome.state == ("finished" if end == "finished" else "failed"), outcome
-    assert not world.copies() and not list(tmp_path.rglob("*.safetensors"))
-
-
 def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,18 +201,6 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
     assert outcome.scores["test CIDEr-D"] == scores["CIDEr-D"] and outcome.scores["test BLEU-4"] == scores["BLEU-4"]
     texts = [entry["text"] for entry in read_journal(run.journal) if entry["kind"] == "event"]
     assert texts[-1].startswith("captions of test: meshed_memory, region features, cross entropy, beam 2, at most 12")
-
-
-def test_the_captions_of_workers_reach_the_trial_through_the_storage(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The workers have a copy of the run of their own. Two workers are configured, and one is enough for the files."""
-    world = make_world(s3, tmp_path, monkeypatch, resources={"workers": 2}, score_split="test")
-    monkeypatch.setattr(workers, "fit", lambda job, config: train_stages(LocalContext(), job))
-    outcome = run_trial(world.tasks[0], lambda _: None, workers.train_on_workers)
-    assert outcome.state == "finished" and outcome.scores is not None, outcome
-    assert outcome.scores.keys() == {"BLEU-4", "ROUGE-L", "test CIDEr-D", "test BLEU-4", "test ROUGE-L"}
-    assert not world.copies()
 
 
 def stop(*_: Any) -> None:

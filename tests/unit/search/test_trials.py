@@ -14,13 +14,10 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.evaluation.comparison.published import ablation
-from raycap.pipeline.search.ablations import comparisons, expansionnet_matches
+from raycap.pipeline.search.ablations import comparisons
 from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
 from raycap.pipeline.search.report import importances, write_page, write_plots
 from raycap.pipeline.search.results import (
-    difference_note,
     front,
     leaderboard,
     leaderboard_text,
@@ -29,11 +26,7 @@ from raycap.pipeline.search.results import (
     write_configurations,
     write_tables,
 )
-from raycap.pipeline.search.samplers import importance
-from raycap.pipeline.search.space import space_of
-from raycap.pipeline.search.spec import SearchConfig
-from raycap.pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome, TrialRecord
-from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.search.trials import TrialLog, TrialOutcome
 from tests.support.searches import LR, N_E, G, finished, open_log, run_log, small_search
 
 CHOICES: dict[str, Any] = {
@@ -49,20 +42,6 @@ def known_optimum(changes: dict[str, Any], seed: int) -> TrialOutcome:
     groups = sum(changes[G])
     score = float(np.log2(groups)) - abs(np.log2(changes[N_E] / 4)) - 1000 * abs(changes[LR] - 0.003)
     return finished(score, float(groups))
-
-
-@pytest.mark.parametrize("change", [{"seed": None}, {"reports": [1]}, {"state": "ended"}, {"point": []}])
-def test_a_damaged_trial_is_named_with_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
-    folder = SearchFolder(tmp_path / "storage/searches/s-1")
-    record = TrialRecord(1, {LR: 0.001}, 7, reports=[(0.5, 0.25)])
-    folder.write(record)
-    assert folder.records() == [record]
-    path = folder.path / "trials/00001.json"
-    for damage in (lambda: write_json(path, read_json(path) | change), lambda: path.write_text("{")):
-        damage()
-        text = rf"^{path} is damaged: .*; restore it from a copy, or remove it, and"
-        with pytest.raises(DamagedError, match=text):
-            folder.records()
 
 
 def front_of(log: TrialLog) -> set[str]:
@@ -198,14 +177,6 @@ def test_validation_chooses_and_the_named_split_is_reported(tmp_path: Path) -> N
     assert "finished at epoch 2: val CIDEr-D 12.0800, test CIDEr-D 8.0000, " in line
 
 
-def test_differences_within_the_spread_are_marked() -> None:
-    ones, twos = [1.0, 1.2], [1.1, 1.3]  # standard deviations of 0.14, means that differ by 0.1
-    assert difference_note(ones, twos) == "within spread" and difference_note(ones, [1.5, 1.7]) == ""
-    assert difference_note([1.0], [1.0]) == "equal" and difference_note([1.0], [1.001]) == ""
-    assert difference_note([1.0], [1.1, 1.3]) == "" and difference_note([1.1], [1.1, 1.3]) == "within spread"
-    assert difference_note([], twos) == ""
-
-
 def test_more_seeds_continue_a_search(tmp_path: Path) -> None:
     """Only the trials of new seeds run, and only those of the listed seeds count."""
     ran: list[int] = []
@@ -272,25 +243,6 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
     assert [stage.epochs for stage in load_config(paths[0]).stages] == [0.7] * 4, "the whole recipe, not the trial's"
 
 
-def test_integer_ranges_are_finite_and_no_sampler_hangs(tmp_path: Path) -> None:
-    space = {"model.num_encoder_layers": {"low": 1, "high": 4, "log": True}}
-    for algorithm in ("random", "tpe"):
-        search = small_search(tmp_path, space=space, algorithm=algorithm, budget={"trials": 8})
-        assert search.space.size == 4
-        log = open_log(search, tmp_path / algorithm)
-        assert run_log(log, lambda changes, seed: TrialOutcome("finished", scores={}, costs={})) == 4
-        assert len({str(record.point) for record in log.records}) == 4
-
-
-def test_importance_of_each_dimension() -> None:
-    config = SearchConfig.model_validate({"name": "x", "base": "y", "space": CHOICES, "budget": {"trials": 4}})
-    space = space_of(config.space)
-    points = list(space.points())[::3]
-    shares = importance(space, points, [float(space.changes(point)[N_E]) for point in points])
-    assert max(shares, key=lambda key: shares[key]) == N_E and shares[N_E] > 0.9
-    assert importance(space, points[:3], [1.0, 2.0, 3.0]) == {} and importance(space, points, [1.0] * len(points)) == {}
-
-
 def test_importance_compares_scores_of_the_same_epoch(tmp_path: Path) -> None:
     """Stopped trials have scores of fewer epochs, so scores at the last epoch that all reached are compared."""
 
@@ -332,28 +284,3 @@ def test_plots_and_page(tmp_path: Path) -> None:
     text = write_page(log, results, best).read_text()
     assert "&lt;b&gt;odd" in text and "<b>odd" not in text
     assert text.count("<svg") == 4 and not re.search(r'(src|href)="(?!data:|#)', text)
-
-
-def test_our_rows_next_to_the_papers(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {G: list(row.static_expansion) if row.static_expansion else None, N_E: row.dynamic_expansion}
-        for row in ablation()[:3]
-    ]
-    search = small_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={}, compare="expansionnet_v2")
-    log = open_log(search, tmp_path / "search")
-    scores = iter([1.0, 1.25, 1.5])
-    run_log(
-        log,
-        lambda changes, seed: finished(value := next(scores), 2e9, scores={"CIDEr-D": value, "BLEU-4": value / 4}),
-    )
-    results = point_results(log)
-    (_, _, columns, table), (_, _, _, costs) = comparisons(search, results)
-    assert columns[:5] == ["seeds", "BLEU-4", "BLEU-4 +/-", "BLEU-4 paper", "BLEU-4 paper +/-"]
-    cells = dict(zip(columns, dict(table)["G 16, N_E attention"], strict=True))
-    assert (cells["CIDEr-D"], cells["CIDEr-D +/-"]) == ("1.2500", "+0.2500")
-    assert (cells["CIDEr-D paper"], cells["CIDEr-D paper +/-"]) == ("1.178", "+0.020")
-    assert len(table) == 12 and sum(match.result is not None for match in expansionnet_matches(search, results)) == 3
-    assert dict(costs)["G 16, N_E attention"][:4] == ["10.00", "1.000", "9.62", "1.037"]
-    figure = pareto_plot(search, results, front(results, search.config.objectives))
-    marks = [line for axes in figure.axes for line in axes.lines if line.get_label() == "the paper's rows"]
-    assert len(marks) == 1 and len(np.atleast_1d(marks[0].get_xdata())) == 12

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,21 +51,6 @@ def test_a_file_is_read_once_per_machine(folder: Path, monkeypatch: pytest.Monke
             require_whole(folder / name)
 
 
-def test_processes_that_ask_together_read_a_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[Path] = []
-
-    def slow(path: Path) -> str:
-        reads.append(path)
-        time.sleep(0.3)
-        return file_digest(path)
-
-    digest = file_digest(folder / "b.bin")
-    monkeypatch.setattr(digests, "file_digest", slow)
-    with ThreadPoolExecutor(4) as pool:  # the lock belongs to an open file, so that threads are as good as processes
-        assert all(pool.map(lambda _: digests.has_digest(folder / "b.bin", digest), range(4)))
-    assert reads == [folder / "b.bin"]
-
-
 def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
     os.truncate(folder / "a.bin", 2**40)
     with pytest.raises(DamagedError, match="a.bin is damaged"):
@@ -80,15 +63,6 @@ def test_a_file_that_is_larger_than_the_memory_is_whole(folder: Path, monkeypatc
     monkeypatch.setattr(digests, "memory_bytes", lambda: 100)
     require_whole(folder / "a.bin")
     assert file_digest(folder / "a.bin") == hashlib.sha256((folder / "a.bin").read_bytes()).hexdigest()
-
-
-def test_old_marks_are_removed(tmp_path: Path) -> None:
-    for name in (".lock", "old", "new"):
-        (tmp_path / name).write_bytes(b"")
-        age = digests.MAX_MARK_AGE_S * (0.9 if name == "new" else 1.1)
-        os.utime(tmp_path / name, (0, time.time() - age))
-    digests._remove_old_marks(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "new"}
 
 
 NEWER, NO_TEXT = b'{"format": 2, "files": {}}', b'{"format": 1, "files": {"a.bin": 1}}'

@@ -144,7 +144,7 @@ def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
     where = folder / "lease.json"
     first = taken(where, 4)
     assert taken(where, 4).token == 2 and first.token == 1
-    assert "to see whether it is renewed" in caplog.text and "not renewed and will expire" in caplog.text
+    assert caplog.text.count("waiting 2 s to see whether it is renewed") == 2
     record = {"token": 5, "nonce": "n", "holder": "h", "until": 2.0**35, "seconds": 0.3}
     where.write_bytes(json.dumps(record).encode())
     assert taken(where, 0.3).token == 6
@@ -164,7 +164,7 @@ def test_a_lease_that_is_returned_meanwhile_is_taken(folder: StoragePath, monkey
     assert taken(where).token == 2
 
 
-def test_a_lease_much_longer_than_the_caller_s_is_not_taken_before_it_expires(folder: StoragePath) -> None:
+def test_a_lease_much_longer_than_the_caller_s_is_not_taken(folder: StoragePath) -> None:
     """Its holder may be alive and renew it seldom."""
     where = folder / "lease.json"
     held = taken(where, 30)
@@ -212,13 +212,6 @@ def test_a_late_holder_finds_that_the_lease_has_passed_on(folder: StoragePath) -
     late.check()  # the early holder has not returned it
 
 
-def test_an_expired_lease_that_nobody_claimed_is_still_its_holders(folder: StoragePath) -> None:
-    early = taken(folder / "lease.json", 0.01)
-    time.sleep(0.05)
-    early.check()
-    assert early.token == 1
-
-
 def test_a_lease_can_be_taken_by_force(folder: StoragePath) -> None:
     where = folder / "lease.json"
     first = taken(where)
@@ -230,10 +223,10 @@ def test_a_lease_can_be_taken_by_force(folder: StoragePath) -> None:
 
 def test_a_file_that_is_not_a_lease_is_refused(folder: StoragePath) -> None:
     deep = b"[" * 100_000
-    record = {"token": 1, "nonce": "n", "holder": "h", "until": 0, "seconds": 0}
+    record = {"token": 1, "nonce": "n", "holder": "h", "until": 0, "seconds": 1}
     wrong = [{key: value} for key in record for value in (None, [], {}, "x" if key in ("token", "until") else 1e308)]
     wrong += [{"until": math.inf}, {"until": math.nan}, {"until": -1}, {"seconds": math.inf}, {"token": -1}]
-    wrong += [{"until": 1.0, "seconds": 6e10}]
+    wrong += [{"until": 1.0, "seconds": 6e10}, {"seconds": 0}]
     texts = [json.dumps(record | change).encode() for change in wrong if change != {"token": None}]
     for text in (b"", b"[]", b"{}", deep, b'{"token": 1, "until": ' + deep, *texts):
         (folder / "lease.json").write_bytes(text)
@@ -251,10 +244,9 @@ def test_an_expired_lease_of_months_is_not_waited_for(
     (folder / "lease.json").write_bytes(json.dumps(record).encode())
     assert taken(folder / "lease.json", 2.0).token == 2
     assert 10.0 in pauses and max(pauses) < 1000.0  # requests to S3 also pause
-    assert "held by h until 1970-01-01 00:00:01 UTC; waiting 10 s" in caplog.text
 
 
 def test_a_holder_cannot_control_the_terminal(folder: StoragePath) -> None:
-    record = {"token": 1, "nonce": "n", "holder": "\x1b[2Jh\n until 2255", "until": 2.0**35}
+    record = {"token": 1, "nonce": "n", "holder": "\x1b[2Jh\n until 2255", "until": 2.0**35, "seconds": 1e7}
     (folder / "lease.json").write_bytes(json.dumps(record).encode())
     assert str(take_lease(folder / "lease.json", 30)).startswith("\\x1b[2Jh\\n until 2255 until 3058-")

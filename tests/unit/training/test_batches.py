@@ -16,7 +16,7 @@ from raycap.pipeline.config.sections import DataSection, StageSection
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.features.model_inputs import Images
-from raycap.pipeline.features.store.store import FeatureStore, write_shard
+from raycap.pipeline.features.store import FeatureStore, write_shard
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, target_positions
 from tests.conftest import write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens, caption_tokens, open_tokens

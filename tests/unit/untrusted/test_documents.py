@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.untrusted import documents, parquet_files
+from raycap.pipeline.storage.untrusted import documents
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json, parse_yaml
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.storage.untrusted.parquet_pages import PAGE_BYTES, read_row_groups, sum_pages
 
 
 def parquet_rows(data: bytes, name: str, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -149,78 +147,6 @@ def test_every_flipped_byte_of_gzip_is_refused_or_equal() -> None:
         damaged[index] ^= 0x10
         with suppress(UserError):
             assert gunzip(bytes(damaged), "f") == bytes(range(256))  # a flag or time in the header
-
-
-def test_parquet_that_decompresses_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"x": np.zeros(10**5)}), buffer, use_dictionary=False, compression="zstd")
-    assert len(list(parquet_rows(buffer.getvalue(), "f", ["x"]))) == 10**5
-    monkeypatch.setattr(parquet_files, "MIN_LIMIT_BYTES", 0)
-    with pytest.raises(UserError, match="^x.parquet decompresses to more than"):
-        list(parquet_rows(buffer.getvalue(), "x.parquet", ["x"]))
-    with pytest.raises(UserError, match="^x.parquet is not a readable Parquet file"):
-        list(parquet_rows(b"PAR1" + bytes(100), "x.parquet", ["x"]))
-
-
-def with_footer(data: bytes, changes: dict[int, int]) -> bytes:
-    """A Parquet file with other numbers in its footer, in the zigzag varints of the same length. changes: old: new."""
-    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    footer = data[start:-8]
-    for old, new in changes.items():
-        digits = [(2 * old) >> 7 * index & 127 for index in range(((2 * old).bit_length() + 6) // 7)]
-        stated = [(2 * new) >> 7 * index & 127 for index in range(len(digits))]
-        before, after = (bytes([*(d | 128 for d in each[:-1]), each[-1]]) for each in (digits, stated))
-        assert before in footer
-        footer = footer.replace(before, after)
-    return data[:start] + footer + data[-8:]
-
-
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_the_sizes_in_a_parquet_footer_are_not_believed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    buffer, size = io.BytesIO(), 2**20
-    table = pa.table({"x": ["a" * size, "b"], "other": ["c" * 9 * size] * 2})
-    pq.write_table(table, buffer, compression="zstd", use_dictionary=False, data_page_version=version)
-    group = pq.ParquetFile(buffer).metadata.row_group(0)
-    sizes = {group.total_byte_size, *(group.column(index).total_uncompressed_size for index in range(2))}
-    data = with_footer(buffer.getvalue(), dict.fromkeys(sizes, 100))
-    assert pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).total_byte_size == 100
-    monkeypatch.setattr(parquet_files, "MIN_LIMIT_BYTES", 3 * size // 2)
-    assert [len(row["x"]) for row in parquet_rows(data, "f", ["x", "y"])] == [size, 1], "other columns are not read"
-    with pytest.raises(UserError, match="^f decompresses to more than"):
-        list(parquet_rows(data, "f", ["x", "other"]))
-
-
-@pytest.mark.parametrize("options", [{}, {"use_dictionary": False}, {"data_page_version": "2.0"}, {"version": "1.0"}])
-def test_the_pages_of_a_column_are_added_up(options: dict[str, Any]) -> None:
-    """The sum of the pages that Arrow has written is the size that it states itself."""
-    buffer, count = io.BytesIO(), 40_000
-    table = pa.table({"x": [f"text {n}" for n in range(count)], "y": [[n, None][: n % 3] for n in range(count)]})
-    pq.write_table(table, buffer, data_page_size=10_000, row_group_size=15_000, write_page_checksum=True, **options)
-    data, metadata = buffer.getvalue(), pq.ParquetFile(buffer).metadata
-    groups = read_row_groups(buffer, 2)
-    for column in range(2):
-        chunks = [metadata.row_group(group).column(column) for group in range(metadata.num_row_groups)]
-        num_bytes, num_values = sum_pages(io.BytesIO(data), groups, [column], 10**9)
-        num_pages, rest = divmod(num_bytes - sum(chunk.total_uncompressed_size for chunk in chunks), PAGE_BYTES)
-        assert num_pages >= 3 and rest == 0
-        assert num_values >= sum(chunk.num_values for chunk in chunks), "with those of dictionaries"
-
-
-def test_pages_are_read_once_and_not_beyond_a_limit() -> None:
-    buffer = io.BytesIO()
-    table = pa.table({"x": np.arange(40_000), "y": np.arange(40_000)})
-    pq.write_table(table, buffer, use_dictionary=False, data_page_size=10_000, row_group_size=20_000)
-    data, groups = buffer.getvalue(), read_row_groups(buffer, 2)
-    num_bytes, num_values = sum_pages(io.BytesIO(data), groups, [0, 1], 10**9)
-    assert num_bytes > 600_000 and num_values == 40_000
-    with pytest.raises(ValueError, match="columns or row groups overlap"):
-        sum_pages(io.BytesIO(data), groups[:1] * 1000, [0], 10**12)
-    with pytest.raises(ValueError, match="columns or row groups overlap"):
-        sum_pages(io.BytesIO(data), groups, [0] * 1000, 10**12)
-    damaged = data[:100_000] + b"\xff" * (len(data) - 100_000)
-    with pytest.raises(ValueError):
-        sum_pages(io.BytesIO(damaged), groups, [0], 10**9)
-    assert 50_000 < sum_pages(io.BytesIO(damaged), groups, [0], 50_000)[0] < 100_000
 
 
 def test_a_parquet_column_whose_name_has_a_dot_is_another_column() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.cluster.submission import check_options
+from raycap.pipeline.cluster.submission import check_paths
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path, printable, relative_name
 from raycap.pipeline.storage.path import cache_folder, storage_path
@@ -41,7 +41,7 @@ def test_a_home_folder_of_no_user_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     path = "~nosuchuser/x"
     monkeypatch.setenv("RAYCAP_CACHE", path)
     calls: list[Callable[[], object]] = [
-        lambda: storage_path(path), lambda: check_options({"out": path}, ()), cache_folder,
+        lambda: storage_path(path), lambda: check_paths([("--out", path)], ()), cache_folder,
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(UserError, match="^~nosuchuser/x begins with ~ and names no user's home folder; give anoth"):

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
-from raycap.pipeline.data.images import ImageLocation
+from raycap.pipeline.data.image_locations import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import parse_json
-from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
-from raycap.pipeline.storage.untrusted.parquet_pages import PageValue
+from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
@@ -23,7 +22,7 @@ MAX_NAME = 1000  # characters of the name of an image in a Parquet file
 class StoredImage(NamedTuple):
     """An image in a Parquet file: where it is, and the path from which it came, if the file has it."""
 
-    place: PageValue
+    place: RowPlace
     path: Any
 
 
@@ -86,7 +85,7 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[dic
         raise UserError(f"{title} is compressed as a whole; unpack it, because images in it are read in place")
     columns.remove(found["image"])
     columns += [] if binary.names is None else [binary.names]
-    for row, place in zip(table.rows(columns), table.value_places(binary.values), strict=True):
+    for row, place in zip(table.rows(columns), table.places(binary), strict=True):
         stored = row.get(found["image"]) or {}
         yield row | {found["image"]: StoredImage(place, stored.get("path"))}
 

@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, Source, as_list, as_texts, lines_of, opened
-from raycap.pipeline.data.images import ImageLocation
+from raycap.pipeline.data.image_locations import ImageLocation
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted
+from raycap.pipeline.runtime.names import one_line, quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
-from raycap.pipeline.storage.untrusted.tar_headers import TarMember, tar_members
 
+MAX_HEADER_BYTES = 2**20  # that hold a long name or other values
 MAX_TEXT_BYTES = 2**20  # of the captions or the JSON of an image
 _KEY = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # the key ends at the first dot after the last slash
+
+
+class TarMember(NamedTuple):
+    """A file in an archive, whose content is `length` bytes from `start` on."""
+
+    name: str
+    start: int
+    length: int
+
+
+class _Headers:
+    """An archive of which tarfile reads headers only. It would read one of any size, as the header states it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
+        return self.file.read(size)
+
+
+def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
+    """The regular files in an archive, in its order. Folders, links and devices are left out.
+
+    title: the archive's name, with which errors begin. Raises UserError for damaged archives, sparse files, and a name
+    that occurs twice or is not UTF-8.
+    """
+    size, names = file.seek(0, os.SEEK_END), set[str]()
+    file.seek(0)
+    try:
+        with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
+            for member in archive:
+                if not member.isreg():
+                    continue
+                if member.issparse():
+                    raise UserError(f"{title} has the sparse file {quoted(member.name)}; pack it without --sparse")
+                if not 0 <= member.size <= size - member.offset_data:
+                    raise UserError(f"{title} ends within {quoted(member.name)}; copy it again")
+                if member.name in names:
+                    raise UserError(f"{title} has the file {quoted(member.name)} a second time; pack it again")
+                names.add(member.name)
+                yield TarMember(member.name, member.offset_data, member.size)
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise tarfile.ReadError(f"it is damaged at byte {archive.offset}")
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        remedy = "unpack it to a plain tar if it is compressed; else copy or pack it again"
+        raise UserError(f"{title} is not a whole tar archive: {one_line(error)}; {remedy}") from error
 
 
 @dataclass

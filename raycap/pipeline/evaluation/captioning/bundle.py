@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from raycap.models.config import BackboneConfig, ModelConfig, ModelSizes
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.languages import code_problem
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.config.run import RunConfig
@@ -69,7 +70,6 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, 
 
 if TYPE_CHECKING:
     from raycap.models.captioner import Captioner
-    from raycap.models.encoders.transform import ImageTransform
 
 
 FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
@@ -132,8 +132,6 @@ def save_bundle(
     """
     from safetensors.torch import save_file
 
-    from raycap.models.encoders.backbone import image_transform
-
     model, backbone = captioner.model, captioner.backbone
     if len(vocabulary) != model.sizes.vocabulary_size:
         raise ValueError(
@@ -155,7 +153,7 @@ def save_bundle(
         }
         (temporary / "config.yaml").write_text(_yaml(config), encoding="utf-8")
         vocabulary.save(temporary / "vocabulary.json")
-        transform = None if backbone is None else image_transform(backbone.config).describe()
+        transform = None if backbone is None else backbone.transform.describe()
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner) + _table(info), encoding="utf-8")
         if confidences:
@@ -172,7 +170,6 @@ def load_bundle(folder: Path) -> Bundle:
     from safetensors.torch import load_file
 
     from raycap.models.base import load_strictly
-    from raycap.models.encoders.transform import ImageTransform
 
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
@@ -209,13 +206,9 @@ class BundleParts:
 
     def build(self) -> Captioner:
         """The captioner with random weights."""
-        from raycap.models.captioner import Captioner
-        from raycap.models.encoders.backbone import Backbone
-        from raycap.models.registry import build_model
+        from raycap.models.registry import build_captioner
 
-        # The backbone first: with a seed, the random weights depend on the order.
-        backbone = None if self.backbone is None else Backbone(self.backbone, with_weights=False)
-        return Captioner(build_model(self.model, self.sizes), backbone)
+        return build_captioner(self.model, self.sizes, self.backbone)
 
 
 def read_bundle_config(folder: Path) -> dict[str, Any]:
@@ -338,16 +331,14 @@ def _require_room(parts: BundleParts, path: Path) -> None:
     """
     import torch
 
-    from raycap.models.base import check_fits
-    from raycap.models.convert.tensor_files import read_header
+    from raycap.models.convert.tensor_files import check_file
 
-    header = read_header(path)
     try:
         with torch.device("meta"):
             plan = parts.build()
     except Exception as error:  # torch and timm refuse sizes with errors of many kinds
         raise ValueError(f"a captioner with the sizes of config.yaml cannot be built: {one_line(error)}") from error
-    check_fits(plan, header, str(path))
+    check_file(path, plan)
     stored = {id(tensor) for tensor in plan.state_dict(keep_vars=True).values()}
     computed = sum(tensor.nbytes for tensor in plan.buffers() if id(tensor) not in stored)
     if computed > MAX_COMPUTED_BYTES:
@@ -382,8 +373,6 @@ def _table(info: Mapping[str, Any]) -> str:
 
 def _card(name: str, captioner: Captioner) -> str:
     """The text of card.md before its table."""
-    from raycap.models.encoders.backbone import backbone_macs
-
     model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
     count = sum(parameter.numel() for parameter in model.parameters())
     inputs = f"It has no backbone: it captions stored features of width {sizes.feature_width}, not images."
@@ -391,7 +380,7 @@ def _card(name: str, captioner: Captioner) -> str:
         inputs = (
             f"It captions images through {backbone.config.name} at {backbone.config.image_size} px "
             f"({backbone.num_tokens} tokens of width {backbone.width}, "
-            f"{backbone_macs(backbone.config) / 1e9:.3g} billion multiply-accumulates per image)."
+            f"{backbone.macs() / 1e9:.3g} billion multiply-accumulates per image)."
         )
     return (
         f"# {name}\n\nA raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "

@@ -19,8 +19,9 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.features.store.store import open_store
+from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
@@ -128,7 +129,6 @@ class TaskCaptioner:
     def __init__(self, models: Sequence[TaskModel], config: RunConfig) -> None:
         """Raises UserError for models of different vocabularies."""
         from raycap.pipeline.runtime.context import LocalContext
-        from raycap.pipeline.runtime.processor import device_for, prepare_processor
 
         workers = config.workers
         self.context = LocalContext(device_for(workers.gpus_per_worker))

@@ -22,6 +22,7 @@ from raycap.pipeline.evaluation.captioning.bundle import bundle_source, read_par
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, Report, ReportImage, choose_images, report_html
+from raycap.pipeline.evaluation.reports.pictures import layer_colors
 from raycap.pipeline.evaluation.reports.tables import Rows
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import Score
@@ -177,7 +178,6 @@ def compute_maps(
     from raycap.models.encoders.backbone import num_prefix_tokens
     from raycap.models.explain.attribution import Quadrature, cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
-    from raycap.pipeline.evaluation.reports.pictures import layer_colors
     from raycap.pipeline.features.model_inputs import on_device
 
     captioner = TaskCaptioner([model], config)

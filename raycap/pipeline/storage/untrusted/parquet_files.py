@@ -1,38 +1,46 @@
-"""Reads Parquet files from elsewhere: rows of small columns, and where the values of a large binary column are.
+"""Reads Parquet files from elsewhere: rows of small columns, and the values of a column of files' contents.
 
-Every failure is a UserError that begins with the file's name. Memory is bounded, because a few hundred bytes can
-decompress to gigabytes.
+A process of its own parses them, with limits of memory and time (`parquet_child`). Every failure is a UserError that
+begins with the file's name. Storage errors are raised as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import atexit
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import one_line, printable
-from raycap.pipeline.storage.untrusted.documents import MAX_RATIO, MIN_LIMIT_BYTES
-from raycap.pipeline.storage.untrusted.parquet_pages import (
-    DICTIONARY_PAGE,
-    OTHER_PAGE,
-    PageValue,
-    file_size,
-    read_pages,
-    read_row_groups,
-    sum_pages,
-)
+from raycap.pipeline.runtime.names import one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MIN_LIMIT_VALUES = 1_000_000  # what any column may hold; a larger file may hold one value per byte
+MAX_GROUP_BYTES = 2**30  # of the images in a row group
+_CHILD = Path(__file__).with_name("parquet_child.py")
+
+
+class RowPlace(NamedTuple):
+    """Where a value is: the row group, the row in it, and the number of the leaf column."""
+
+    group: int
+    row: int
+    leaf: int
 
 
 class BinaryColumn(NamedTuple):
-    """A column of files' contents, and that of their names, if there is one."""
+    """A column of files' contents: the number of its leaf column, and the column of their names, if there is one."""
 
-    values: str  # the path of the leaf, such as image.bytes
+    leaf: int
     names: str | None
 
 
@@ -40,138 +48,109 @@ class ParquetFile:
     """An open Parquet file. `name` begins the errors' messages."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        import pyarrow.parquet as pq
-
         self.file, self.name = file, name
-        with self._errors_named():
-            opened = pq.ParquetFile(file)
-            self.schema, schema = opened.schema_arrow, opened.metadata.schema
-            self.leaves = [schema.column(index) for index in range(len(schema))]
-            self.groups = read_row_groups(file, len(self.leaves))
-
-    @property
-    def num_rows(self) -> int:
-        return sum(group.num_rows for group in self.groups)
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the columns, without those of their parts."""
-        return list(self.schema.names)
+        _, found = self._ask({"kind": "describe"})
+        self.columns: list[str] = found["columns"]
+        self.num_rows_of_groups: list[int] = found["groups"]
+        self._binary = {column: BinaryColumn(*values) for column, values in found["binary"].items()}
 
     def binary_column(self, name: str) -> BinaryColumn | None:
         """A column of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes; None for others."""
-        import pyarrow as pa
-
-        if self.schema.names.count(name) != 1:
-            return None
-        kind = self.schema.field(name).type
-        if _is_binary(kind):
-            return BinaryColumn(name, None)
-        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 and _is_binary(kind.field("bytes").type):
-            return BinaryColumn(f"{name}.bytes", f"{name}.path" if kind.get_field_index("path") >= 0 else None)
-        return None
+        return self._binary.get(name)
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The rows, with bounded memory for each batch of them.
+        """The rows. columns: the names of the columns to read, or of their parts, such as image.path."""
+        batches, _ = self._ask({"kind": "rows", "columns": list(columns)})
+        for batch in batches:
+            try:
+                yield from batch.to_pylist()
+            except UnicodeDecodeError as error:
+                raise UserError(f"{self.name} has a text that is not UTF-8: {error}; write it again") from error
 
-        columns: the names of the columns to read, or of their parts, such as image.path. A repeated text is stored once
-        and would be decoded for each row. Columns of text are therefore read as dictionaries, and the size of their
-        text is added up before it is decoded.
-        """
-        import pyarrow.parquet as pq
+    def places(self, column: BinaryColumn) -> Iterator[RowPlace]:
+        """Where the value of each row is in a column of files' contents."""
+        for group, count in enumerate(self.num_rows_of_groups):
+            yield from (RowPlace(group, row, column.leaf) for row in range(count))
 
-        with self._errors_named():
-            # Arrow reads a column "a.b" where "a" is asked for
-            chosen = [
-                index
-                for index, leaf in enumerate(self.leaves)
-                if leaf.path in columns or leaf.path.partition(".")[0] in columns
-            ]
-            stored = sum(group.columns[index].total_compressed_size for group in self.groups for index in chosen)
-            self._require_small(chosen, stored)
-            texts = [leaf.path for leaf in self.leaves if leaf.physical_type == "BYTE_ARRAY"]
-            file = pq.ParquetFile(self.file, read_dictionary=texts)
-            limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
-            for group in range(len(self.groups)):  # one at a time: Arrow cannot join nested dictionaries of two groups
-                for batch in file.iter_batches(8192, row_groups=[group], columns=list(columns)):
-                    left -= sum(map(_decoded_bytes, batch.columns))
-                    if left < 0:
-                        raise UserError(f"{self.name} has more than {limit} bytes of text in {stored} bytes")
-                    yield from batch.to_pylist()
+    def values(self, group: int, leaf: int) -> pa.LargeBinaryArray:
+        """The values of a leaf column of bytes in a row group."""
+        batches, _ = self._ask({"kind": "values", "group": group, "leaf": leaf, "most": MAX_GROUP_BYTES})
+        return batches[0].column(0)
 
-    def _require_small(self, columns: Sequence[int], stored: int) -> None:
-        """Raises UserError if leaf columns have too many values, or bytes when they are decompressed.
-
-        stored: the bytes of these columns by the footer, which `sum_pages` compares with the file.
-        """
-        limit = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
-        num_bytes, num_values = sum_pages(self.file, self.groups, columns, limit)
-        if num_bytes > limit:
-            raise UserError(f"{self.name} decompresses to more than {limit} bytes; write it again without compression")
-        self._require_few_values(num_values, stored)
-
-    def _require_few_values(self, count: int, stored: int) -> None:
-        """Raises UserError if a column of `stored` bytes has too many values."""
-        limit = max(MIN_LIMIT_VALUES, stored)
-        if count > limit:
-            raise UserError(f"{self.name} has a column of {count} values in {stored} bytes; the limit is {limit}")
-
-    def value_places(self, leaf: str) -> Iterator[PageValue]:
-        """Where the value of each row is in a leaf column of bytes. Only the headers of its pages are read."""
-        (index,) = (index for index, each in enumerate(self.leaves) if each.path == leaf)
-        column = self.leaves[index]
-        if column.physical_type != "BYTE_ARRAY" or column.max_repetition_level:
-            raise UserError(f"{self.name}: the column {printable(leaf)} is no column of one file per row")
-        stored = min(file_size(self.file), sum(group.columns[index].total_compressed_size for group in self.groups))
-        self._require_few_values(self.num_rows, stored)
-        with self._errors_named():
-            for group in self.groups:
-                chunk = group.columns[index]
-                dictionary, count = (0, 0), 0
-                for page in read_pages(self.file, chunk):
-                    if page.kind == DICTIONARY_PAGE:
-                        dictionary = page.start, page.length
-                    elif page.kind != OTHER_PAGE:
-                        count += page.num_values
-                        if count > group.num_rows:
-                            raise ValueError(f"the column {leaf} has more values than rows")
-                        for row in range(page.num_values):
-                            place = (page.start, page.length, *dictionary, row)
-                            yield PageValue(*place, chunk.codec, column.max_definition_level)
-                if count != group.num_rows:
-                    raise ValueError(f"the column {leaf} has {count} values and {group.num_rows} rows")
-
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        """Raises UserError for Arrow's errors, and for what `pipeline.storage.untrusted.parquet_pages` refuses."""
-        import pyarrow as pa
-
+    def _ask(self, task: dict[str, Any]) -> tuple[list[pa.RecordBatch], dict[str, Any]]:
         try:
-            yield
-        except UserError:
-            raise
-        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            if isinstance(error, OSError) and type(error) is not OSError:  # Arrow raises OSError itself
-                raise  # the storage is out of order
+            return _child(os.getpid()).ask(self.file, task)
+        except ValueError as error:
             raise UserError(f"{self.name} is not a readable Parquet file: {one_line(error)}") from error
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    import pyarrow as pa
+class _Child:
+    """The child process, which is started at its first task, and again after it has died. One task at a time."""
 
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.stop)
+
+    def ask(self, file: BinaryIO, task: Mapping[str, Any]) -> tuple[list[pa.RecordBatch], dict[str, Any]]:
+        """The batches and the values that a task gives for a file. Raises ValueError, and the errors of reading it."""
+        import pyarrow as pa
+
+        with self._lock:
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            batches: list[pa.RecordBatch] = []
+            is_done = False
+            try:
+                line = json.dumps({**task, "size": file.seek(0, os.SEEK_END)})
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.flush()
+                while not is_done:
+                    head = process.stdout.read(9)
+                    content = process.stdout.read(struct.unpack("<Q", head[1:])[0]) if len(head) == 9 else b""
+                    kind = head[:1]
+                    is_done = kind in (b"D", b"E")
+                    if kind == b"R":
+                        start, length = struct.unpack("<QQ", content)
+                        file.seek(start)
+                        data = file.read(length)
+                        if len(data) < length:
+                            raise ValueError("it ends too early")
+                        process.stdin.write(data)
+                        process.stdin.flush()
+                    elif kind == b"B":
+                        batches += pa.ipc.open_stream(content)
+                    elif kind == b"E":
+                        raise ValueError(content.decode())
+                    elif kind != b"D":
+                        raise ValueError("its reader ended, by a limit of memory or time or by damage")
+                return batches, json.loads(content)
+            except BrokenPipeError as error:
+                raise ValueError("its reader ended, by a limit of memory or time or by damage") from error
+            finally:
+                if not is_done:  # also when the file could not be read, and the child waits for a range
+                    self.stop()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"}
+        return subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            with suppress(BrokenPipeError):
+                self._process.communicate()
+            self._process = None
 
 
-def _decoded_bytes(array: pa.Array) -> int:
-    """The size of an array in which each text is stored where it is used."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if isinstance(array, pa.DictionaryArray):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0)
-    if isinstance(array, pa.StructArray):
-        return sum(map(_decoded_bytes, array.flatten()))
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
-        return _decoded_bytes(array.flatten())
-    return int(array.nbytes)
+@cache
+def _child(_: int) -> _Child:
+    """This process's child. The argument is the process's number: a forked process has a child of its own."""
+    return _Child()

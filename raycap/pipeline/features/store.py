@@ -3,7 +3,7 @@
     features/<feature_key>/shards/<name>.npy        (rows, N, C), one dtype
                            shards/<name>.boxes.npy  (rows, N, 4) float32, only for regions
                            manifest/<name>.parquet  key, shard, row, digests, length; written after the shard
-                           index/<name>.parquet     manifests of many shards, to open a large store faster
+                           index.parquet            manifests of many shards, to open a large store faster
                            quarantine.parquet       images without features, with the reason
                            COMPLETE                 JSON: number of rows, and the description of the extraction
 
@@ -21,7 +21,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,28 @@ import pyarrow.compute as pc
 
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import UNREADABLE
+from raycap.pipeline.data.image_locations import UNREADABLE
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store.index import MANIFEST, KeyTable, ManifestRows, key_digests, manifest_path
-from raycap.pipeline.features.store.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
+from raycap.pipeline.features.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
 from raycap.pipeline.storage.cache import shard_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.tables import read_cache, write_table
 
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
+MANIFEST = pa.schema(
+    [
+        ("key", pa.string()),  # content key of the image
+        ("shard", pa.string()),
+        ("row", pa.int32()),
+        ("sha256", pa.string()),  # digest of the shard file
+        ("bytes", pa.int64()),  # size of the shard file
+        ("length", pa.int32()),  # number of regions in the row; null for grids, where every token counts
+        ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
+    ]
+)
+MAX_LOOSE = 16  # manifests that the index may lack after an extraction
+_NUM_READS = 32  # manifests that are read at the same time
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +66,11 @@ def feature_key(description: dict[str, Any]) -> str:
 def shard_name(content_keys: Sequence[str]) -> str:
     """The name of the shard of these images: a hash of their keys."""
     return hashlib.sha256("\n".join(content_keys).encode()).hexdigest()[:32]
+
+
+def manifest_path(folder: StoragePath, shard: str) -> StoragePath:
+    """The file of a shard's manifest."""
+    return folder / f"manifest/{shard}.parquet"
 
 
 def has_shard(folder: StoragePath | Path, content_keys: Sequence[str]) -> bool:
@@ -100,10 +117,33 @@ def _write_array(path: StoragePath, array: np.ndarray) -> tuple[int, str]:
     return len(data), hashlib.sha256(data).hexdigest()
 
 
+def _read_manifests(folder: StoragePath) -> tuple[pa.Table, list[str]]:
+    """The manifest rows of all images in a store, and the shards that its index lacks.
+
+    The index is a cache: its rows of shards without a manifest do not count. A manifest that is damaged, or that
+    another process removes meanwhile, counts as missing.
+    """
+    names = (folder / "manifest").list()
+    shards = {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
+    index = read_cache(folder / INDEX, MANIFEST)
+    index = index.filter(pc.is_in(index["shard"], value_set=pa.array(list(shards), pa.string())))
+    loose = sorted(shards.difference(pc.unique(index["shard"]).to_pylist()))
+    with ThreadPoolExecutor(_NUM_READS) as pool:
+        tables = pool.map(lambda shard: read_cache(manifest_path(folder, shard), MANIFEST), loose)
+        return pa.concat_tables([index, *tables]).combine_chunks(), loose
+
+
+def write_index(folder: StoragePath) -> None:
+    """Writes all manifests to the index if it lacks many."""
+    rows, loose = _read_manifests(folder)
+    if len(loose) > MAX_LOOSE:
+        write_table(folder / INDEX, rows)
+
+
 class FeatureStore:
     """Reads the features of a store. Rows that are written after it is opened are not visible.
 
-    Opening reads the index and the manifests that the index lacks (`ManifestRows`). Shards are opened at first use.
+    Opening reads the index and the manifests that the index lacks. Shards are opened at first use.
     """
 
     def __init__(
@@ -114,25 +154,32 @@ class FeatureStore:
     ) -> None:
         """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space."""
         self.folder = storage_path(folder)
-        self._rows = ManifestRows.read(self.folder)
-        self.keys, self.shards = self._rows.keys, self._rows.shards
+        rows, _ = _read_manifests(self.folder)
+        self.keys = rows["key"]
+        shards = rows["shard"].combine_chunks().dictionary_encode()
+        firsts = np.unique(shards.indices.to_numpy(), return_index=True)[1]
+        columns = rows.select(["shard", "sha256", "bytes", "boxes_sha256"]).take(firsts)
+        self.shards = [ShardInfo(**row) for row in columns.to_pylist()]
+        # of each image: the number of its shard in `shards`, its row there, and its number of regions or -1
+        self._shard, self._row = shards.indices.to_numpy(), rows["row"].to_numpy()
+        self._length: np.ndarray = pc.fill_null(rows["length"], -1).to_numpy()
         local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
         self._maps = ShardMaps(self.folder / "shards", self.shards, local)
 
     def __len__(self) -> int:
         """Number of images in the store."""
-        return int(self.keys.is_first().sum())
+        return int(pc.count_distinct(self.keys).as_py())
 
     def contains(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """For each image, whether the store has it: bools (len(content_keys),)."""
-        return self.keys.contains(key_digests(content_keys))
+        return np.asarray(pc.is_in(content_keys, value_set=self.keys))
 
     def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """The positions (len(content_keys),) int64 of images, by which the methods below read them.
 
         Raises DamagedError naming the first key that the store lacks.
         """
-        positions = self.keys.find(key_digests(content_keys))
+        positions = np.asarray(pc.fill_null(pc.index_in(content_keys, value_set=self.keys), -1), np.int64)
         if (missing := np.flatnonzero(positions < 0)).size:
             key = content_keys[int(missing[0])].as_py()
             raise DamagedError(f"features of image {key} are not in {self.folder}; run the extraction again")
@@ -140,38 +187,37 @@ class FeatureStore:
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
         """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
-        return self._maps.read(self._rows.shard[positions], self._rows.row[positions])
+        return self._maps.read(self._shard[positions], self._row[positions])
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) float32 of regions.
 
         Both are None for grids. The boxes are also None when the detector's file had none.
         """
-        if self._rows.length is None:
+        if not (self._length >= 0).any():
             return None, None
-        lengths = self._rows.length[positions].astype(np.int64)
-        if not any(self.shards[shard].boxes_sha256 for shard in np.unique(self._rows.shard[positions])):
+        lengths = self._length[positions].astype(np.int64)
+        if not any(self.shards[shard].boxes_sha256 for shard in np.unique(self._shard[positions])):
             return lengths, None
-        return lengths, self._maps.read_boxes(self._rows.shard[positions], self._rows.row[positions])
+        return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
 
     def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
         """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
 
         Unlike `verify` it reads a local shard only once per machine.
         """
-        wanted, _ = KeyTable.sort(key_digests(content_keys))
-        numbers = np.unique(self._rows.shard[wanted.contains(self.keys.digests())])
+        numbers = np.unique(self._shard[np.asarray(pc.is_in(self.keys, value_set=content_keys))])
         return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
 
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
-        rows = np.bincount(self._rows.shard, minlength=len(self.shards))
+        rows = np.bincount(self._shard, minlength=len(self.shards))
         with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
             return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
 
     def _find_damage(self, info: ShardInfo, rows: int) -> str:
         """A sentence about the damage of one shard; "" for an intact shard. rows: its rows in the manifest."""
-        remedy = f"delete manifest/{info.shard}.parquet and the folder {INDEX} in {self.folder} and extract again"
+        remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
         files = {f"shards/{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
             files[f"shards/{info.shard}.boxes.npy"] = info.boxes_sha256
@@ -206,7 +252,7 @@ def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
     with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
     shards = (root.path / "shards").glob("*")
     orphans = [path for path in shards if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest]
-    orphans += [path for folder in ("manifest", INDEX, "") for path in (root.path / folder).glob(".*.tmp")]
+    orphans += [path for folder in ("manifest", "") for path in (root.path / folder).glob(".*.tmp")]
     old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]
     for path in old:
         path.unlink(missing_ok=True)
@@ -234,17 +280,6 @@ def content_keys_of(table: pa.Table) -> pa.ChunkedArray:
     return pc.utf8_slice_codeunits(table["key"], 0, 64)
 
 
-class KeySet:
-    """Content keys to compare with those of many chunks: Arrow's `is_in` would hash them again for each chunk."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._table, _ = KeyTable.sort(key_digests(pa.array(list(keys), pa.string())))
-
-    def contains(self, keys: pa.ChunkedArray) -> np.ndarray:
-        """Whether each of these keys is there: bools (len(keys),)."""
-        return self._table.contains(key_digests(keys)) if len(self._table) else np.zeros(len(keys), bool)
-
-
 def write_quarantine(
     folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
 ) -> None:
@@ -252,17 +287,16 @@ def write_quarantine(
 
     unreadable: {URI: reason}. The rows of other data sets remain.
     """
-    before = read_cache(folder / QUARANTINE_FILE, QUARANTINE)
-    rows = {row["uri"]: row for row in before.to_pylist()}
-    keys = KeySet(unusable)
-    for chunk in dataset.chunks("uri", "key"):
-        for uri in chunk["uri"].to_pylist() if len(before) else ():
-            rows.pop(uri, None)
-        found = chunk.set_column(1, "key", content_keys_of(chunk))
-        for row in found.filter(pa.array(keys.contains(found["key"]))).to_pylist():
-            rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
+    before = read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
+    images = dataset.table.select(["uri", "key"])
+    here = set(images["uri"].to_pylist() if before else ())
+    rows = {row["uri"]: row for row in before if row["uri"] not in here}
+    images = images.set_column(1, "key", content_keys_of(images))
+    is_unusable = pc.is_in(images["key"], value_set=pa.array(unusable, pa.string()))
+    for row in images.filter(is_unusable).to_pylist():
+        rows[row["uri"]] = row | {"reason": unusable[row["key"]]}
     for uri, reason in unreadable.items():
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
     after = sorted(rows.values(), key=lambda row: row["uri"])
-    if after != before.to_pylist():
+    if after != before:
         write_table(folder / QUARANTINE_FILE, pa.Table.from_pylist(after, QUARANTINE))

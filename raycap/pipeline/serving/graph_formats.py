@@ -1,6 +1,7 @@
-"""Graphs in ONNX's format: writes them, and runs them on onnxruntime. No other module imports these packages.
+"""The formats of exported graphs: writes and runs ONNX graphs, and programs of torch.export.
 
-The TorchScript exporter is not used: it takes what depends on sizes for constants.
+No other module imports ONNX's packages. The TorchScript exporter is not used: it takes what depends on sizes for
+constants.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 OPSETS = range(18, 24)  # that the exporter of PyTorch and onnxruntime know
 DEFAULT_OPSET = 20
-MAX_EMBEDDED_BYTES = (
-    2**30
-)  # of weights in the file of a graph, which has at most 2 GiB; others have a file of their own
+MAX_EMBEDDED_BYTES = 2**30  # of weights in a graph's file, which has at most 2 GiB; larger ones have their own file
+INT32 = 6  # ONNX's number of the type
 REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 
 
@@ -52,7 +51,10 @@ def write_graph(
     import onnx_ir.passes.common
     import torch
 
-    with _quiet(), torch.no_grad():
+    for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # which report their progress
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of names of dimensions
         try:
             program = torch.onnx.export(
                 graph,
@@ -115,20 +117,33 @@ def _translations() -> dict[Any, Any]:
     return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}
 
 
-INT32 = 6  # ONNX's number of the type
+def write_program(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor]) -> None:
+    """Writes a graph of tensors to tensors, with the weights."""
+    import torch
+    from torch.export import Dim
+
+    arguments = tuple(each.example for each in inputs)
+    shapes = (tuple(dict.fromkeys(each.dims, Dim.DYNAMIC) for each in inputs),)  # of one argument, `*inputs`
+    with torch.no_grad():
+        program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
+    for module in program.graph_module.modules():  # a block without autocast is a graph of its own
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # with the paths of this machine
+    torch.export.save(program, path)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks on its progress and on names of dimensions."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+class TorchProgram:
+    """A program in a file."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+
+        # Tracing guards numbers of rows that differ in its examples; one beam per image has equal ones.
+        self._module = torch.export.load(path).module(check_guards=False)
+
+    def __call__(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The outputs for inputs in the order of the graph."""
+        import torch
+
+        with torch.no_grad():
+            return [each.numpy() for each in self._module(*(torch.from_numpy(values) for values in inputs))]

@@ -1,22 +1,100 @@
-"""Starts a run from a model bundle (`init_from`): the run takes over vocabulary, number of positions and weights."""
+"""The weights with which a run begins, and what decides their shapes: vocabulary, positions, width of the features.
+
+They are drawn from the seed, or read from files, or taken over from a model bundle (`init_from`) with its vocabulary.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from raycap.models.base import CaptionModel
-from raycap.models.encoders.backbone import Backbone
+from raycap.models.config import ModelSizes
+from raycap.models.encoders.backbone import Backbone, image_transform
+from raycap.models.layers import fill_word_vectors
+from raycap.models.registry import build_model
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import build_vocabulary
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
+from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
 from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.features.regions import feature_width
+from raycap.pipeline.runs.prepare import check_constraints, max_positions
 from raycap.pipeline.storage.path import storage_path
 
+logger = logging.getLogger(__name__)
+
 MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
+
+
+class Beginning(NamedTuple):
+    """What a run begins with. num_tokens: of an image's features. parts: `model`, and `backbone` if it has one."""
+
+    vocabulary: Vocabulary
+    sizes: ModelSizes
+    num_tokens: int
+    parts: dict[str, nn.Module]
+
+
+def begin(config: RunConfig, dataset: Dataset) -> Beginning:
+    """Draws the weights of the backbone and then of the model from the seed. Raises UserError."""
+    start = warm_start(config)
+    vocabulary = build_vocabulary(dataset, config.data)
+    if start is not None:
+        vocabulary = start.extend_vocabulary(vocabulary)
+    num_positions = max_positions(config, dataset, vocabulary)
+    if start is not None:
+        num_positions = max(num_positions, start.bundle.captioner.model.sizes.max_positions)
+    backbone = None
+    if config.has_backbone:
+        backbone = initial_backbone(config, with_weights=start is None)  # the bundle contains the backbone's weights
+        width, num_tokens = backbone.width, backbone.num_tokens
+    else:
+        width, num_tokens = feature_width(dataset, config), config.features.max_regions
+        torch.manual_seed(config.seed)
+    check_constraints(config, dataset, vocabulary)
+    sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    model = _initial_model(config, sizes, vocabulary)
+    if start is not None:
+        start.copy_weights(model, backbone)
+    parts: dict[str, nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
+    return Beginning(vocabulary, sizes, num_tokens, parts)
+
+
+def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
+    """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
+
+    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
+    """
+    torch.manual_seed(config.seed)
+    try:
+        image_transform(config.backbone)  # refuses a transform that cannot be computed
+        return Backbone(config.backbone, with_weights=with_weights)
+    except ConnectionError as error:
+        raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+    except Exception as error:  # timm and its libraries may raise any error
+        reason = " ".join(str(error).split())
+        raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
+
+
+def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
+    """The model with weights drawn from torch's current random state and, if configured, with word vectors."""
+    file, columns = config.model.word_vectors, config.model.word_vector_width
+    if file is None or columns is None:
+        return build_model(config.model, sizes)
+    vectors, has_vector = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
+    logger.info(f"words     {file}: {describe_missing(vocabulary.words, has_vector)}")
+    model = build_model(config.model, sizes)
+    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(has_vector))
+    return model
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from raycap.pipeline.storage.path import StoragePath
 MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
-INDEX = "index"  # the folder of a store with manifests of many shards
+INDEX = "index.parquet"  # the file of a store with the manifests of many shards
 _HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
 
 
@@ -44,7 +44,7 @@ class ShardInfo:
 def remove_manifest(store: StoragePath, shard: str) -> None:
     """Removes a shard's manifest, and the index: it would hide the manifest of a new shard with the same images."""
     (store / f"manifest/{shard}.parquet").delete()
-    (store / INDEX).delete_folder()
+    (store / INDEX).delete()
 
 
 class _Shard:

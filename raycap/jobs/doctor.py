@@ -1,0 +1,411 @@
+"""`raycap doctor`: checks what this machine or a cluster can run, and gives a remedy for each problem.
+
+The nodes of a cluster are asked by tasks of Ray. With a dashboard's address, this command runs there as a job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import tempfile
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from raycap.jobs.options import Set
+from raycap.jobs.submit import Job, submit
+from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
+from raycap.pipeline.cluster.start import cluster_address, connect, stage_bundles
+from raycap.pipeline.cluster.submission import used_variables
+from raycap.pipeline.config.load import parse_config, read_values
+from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.shipped import named_config
+from raycap.pipeline.data.formats.source import find_files
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.scores.java import free_memory_mb, java_version, spice_models
+from raycap.pipeline.runtime.log import configure_logging, unchanged_level
+from raycap.pipeline.runtime.names import one_line, printable
+from raycap.pipeline.runtime.processor import computes_on_cpus
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.search.spec import load_search
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path, try_rights
+from raycap.pipeline.storage.s3 import is_remote
+from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
+from raycap.pipeline.version import commit
+
+RAY_GIB, WORKER_GIB = 1.0, 0.75  # of memory, before a model is loaded
+OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `cluster.start` starts
+PROBE_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
+Requests = Mapping[str, Sequence[Resources]]  # the resources of each process, by stage
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, whose texts may quote an error: secrets are removed from them.
+
+    level: `fail` means that a configuration cannot run, `warn` that a part of it will be missing, slower or delayed.
+    """
+
+    name: str
+    level: Literal["ok", "warn", "fail"]
+    text: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("text", "remedy"):
+            object.__setattr__(self, name, without_secrets(getattr(self, name)))
+
+    @property
+    def line(self) -> str:
+        """The finding as a line for the terminal."""
+        return f"{self.level:<5} {self.name:<10} {self.text}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class ScarceError(Exception):
+    """What a check has found suffices for a part of the work only."""
+
+
+def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = True) -> Finding:
+    """The finding of a check. look: returns what is there; any error that it raises is the problem."""
+    try:
+        return Finding(name, "ok", look())
+    except Exception as error:  # libraries raise many types for a broken installation, credentials and settings
+        level: Literal["warn", "fail"] = "fail" if is_needed and not isinstance(error, ScarceError) else "warn"
+        return Finding(name, level, reason_of(error), remedy)
+
+
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The YAML file to run here, or the name of a shipped one.", metavar="[CONFIG]", callback=named_config
+        ),
+    ] = None,
+    set_: Set = None,
+    address: Annotated[
+        str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
+    ] = None,
+    print_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
+) -> int:
+    """Check what this machine or a cluster can run.
+
+    Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run. With
+    an address, every node of the cluster is asked; with a dashboard's, a job there asks them.
+
+    Example: raycap doctor demo
+    """
+    address = cluster_address(address)
+    if address is not None and address.startswith(("http://", "https://")):
+        return _submit(config, set_ or (), address, print_json)
+    run, requests = (None, {}) if config is None else _read(config, set_ or ())
+    findings: list[Finding] = []
+    for finding in _examine(run, requests, address):
+        findings.append(finding)
+        if not print_json:
+            print(printable(finding.line))
+    failed = list(dict.fromkeys(finding.name for finding in findings if finding.level == "fail"))
+    if print_json:
+        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(report, indent=1))
+    else:
+        name = str(config) if config is not None else "raycap"
+        print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
+    return 1 if failed else 0
+
+
+def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
+    """The run in a YAML file, or the one from which a search starts, and what its stages ask for."""
+    values = read_values(path, overrides)
+    if "space" in values or "rows" in values:  # only the file of a search has these keys
+        search = load_search(path, overrides)
+        trial = [search.bundle] * search.config.resources.workers
+        return search.base, {"features": stage_bundles(search.base, "features"), "a trial": trial}
+    config = parse_config(values)
+    return config, {stage: stage_bundles(config, stage) for stage in ("features", "training")}
+
+
+def _examine(config: RunConfig | None, requests: Requests, address: str | None) -> Iterator[Finding]:
+    """Checks this machine, and the nodes of the cluster that it joins."""
+    yield from check_machine(config, on_cluster=address is not None)
+    if address is None:
+        return
+    try:
+        connect(address)
+    except Exception as error:  # Ray raises various types
+        remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
+        yield Finding("cluster", "fail", f"{address} cannot be joined: {one_line(error)}", remedy)
+        return
+    yield from check_nodes(config, requests)
+
+
+def _submit(path: Path | None, overrides: Sequence[str], address: str, print_json: bool) -> int:
+    """Runs this command as a job on the cluster, whose output is printed. Returns its exit code."""
+    arguments = [*([str(path)] if path else []), *(word for override in overrides for word in ("--set", override))]
+    secrets = used_variables(path) if path else ()
+    with unchanged_level():
+        configure_logging(logging.WARNING)
+        return submit(Job("doctor", [*arguments, *(["--json"] if print_json else [])], secrets=secrets), address)
+
+
+def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Finding]:
+    """Checks this machine. on_cluster: a run computes on a cluster, not here."""
+    yield Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    yield find("torch", torch_pair, "install both from one place, as `uv pip install -r requirements.lock` does")
+    yield java()
+    yield from folders()
+    if config is None:
+        return
+    if not on_cluster:
+        workers, features = config.workers, config.features
+        wanted = max(workers.num_workers * workers.gpus_per_worker, features.least_actors * features.gpus_per_actor)
+        yield gpus(wanted, is_needed=True)
+        yield find("memory", partial(memory, workers.num_workers), "use fewer workers or free memory")
+    if not is_remote(config.storage.uri):
+        yield find("disk", partial(space, config.working_path), "free space, or set another storage")
+    yield storage(config.storage_place)
+    yield find("data", partial(data, config), "check data.root, data.annotations and the credentials")
+    remedy = "training continues without it; check tracking.uri, then `raycap sync` sends the rest"
+    remedy = SERVER_REMEDY if is_only_here(config) else remedy
+    yield find("tracker", partial(tracker, config), remedy, is_needed=False)
+
+
+def folders() -> Iterator[Finding]:
+    """Whether the folders that raycap and Ray write to can be written and have space."""
+    ray_folder, shared = Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path("/dev/shm")
+    remedy = "free space, or set RAYCAP_CACHE to a folder that can be written"
+    yield find("cache", partial(space, cache_folder()), remedy)
+    remedy = "set HOME to a folder that can be written; Ray keeps its token there"
+    yield find("home", partial(space, Path.home(), 0, 0), remedy)
+    remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
+    yield find("tmp", partial(space, ray_folder, 0.1, 1), remedy)
+    if shared.is_dir():  # for Ray's object store, which is slower on a disk
+        remedy = "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)"
+        yield find("shm", partial(space, shared, 0, OBJECT_STORE_GIB), remedy)
+
+
+def space(folder: Path, least: float = 1, enough: float = 10) -> str:
+    """The free space for a folder, which need not exist yet, in GiB. OSError if it is below `least`, or not writable.
+
+    Raises ScarceError if it is below `enough`.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written: {error.strerror}") from error
+    free = shutil.disk_usage(existing).free / 2**30
+    if free < enough:
+        raise (OSError if free < least else ScarceError)(f"{free:.1f} GiB free for {folder}")
+    return f"{free:.1f} GiB free for {folder}"
+
+
+def torch_pair() -> str:
+    """Different builds of torch and torchvision fail only when an operator is called, as here."""
+    torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
+    vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+    return f"torch {torch.__version__}, torchvision {vision.__version__}"
+
+
+def gpus(wanted: float, *, is_needed: bool) -> Finding:
+    """Whether torch can use as many GPUs as a run wants, or as Ray offers on a node."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    text = f"torch (CUDA {torch.version.cuda or 'not built in'}) can use {count} GPUs, and {wanted:g} are wanted"
+    if wanted <= count:
+        return Finding("gpus", "ok", text)
+    remedy = "set workers.gpus_per_worker and features.gpus_per_actor to 0, or install a driver that fits torch"
+    return Finding("gpus", "fail" if is_needed else "warn", text, remedy)
+
+
+def java() -> Finding:
+    """Whether METEOR and SPICE can be computed."""
+    remedy = "METEOR or SPICE will be unavailable"
+    return find("java", lambda: f"{java_version()}, models of SPICE in {spice_models()}", remedy, is_needed=False)
+
+
+def memory(num_workers: int) -> str:
+    """Whether the free memory suffices for Ray and the workers on this machine."""
+    free, needed = free_memory_mb() / 2**10, RAY_GIB + WORKER_GIB * num_workers
+    if free < needed:
+        raise OSError(f"{free:.1f} GiB free, {num_workers} workers and Ray need {needed:.1f}")
+    return f"{free:.1f} GiB free"
+
+
+def storage(folder: StoragePath, probe: str = "") -> Finding:
+    """Whether results can be written, by a conditional write. probe: a file that another machine has written there."""
+
+    def look() -> str:
+        if probe and not (folder / probe).exists():
+            raise OSError(f"{folder} is another folder than on the machine of this command")
+        try_rights(folder)
+        return f"{folder}: conditional write, read, list and delete work"
+
+    remedy = "correct the folder's permissions, or set a storage that all nodes share, such as s3://bucket/prefix"
+    if folder.is_remote:
+        remedy = "check the bucket's policy, the credentials and storage.endpoint_url"
+    return find("storage", look, remedy)
+
+
+def data(config: RunConfig) -> str:
+    """Whether the data set's annotations exist; `raycap check` reads them."""
+    section = config.data
+    if section.root is None:
+        return "synthetic data set"
+    root = storage_path(section.root, config.storage.options.hasty)
+    patterns = [source.annotations for source in section.sources] or [section.annotations]
+    name = next(name for pattern in patterns for name in find_files(root, pattern))
+    if section.format != "text" and not (root / name).exists():
+        raise UserError(f"{root / name} does not exist")
+    return f"{root / name} exists"
+
+
+def tracker(config: RunConfig) -> str:
+    """Whether the tracker answers; a run continues without it and sends the missing data later."""
+    if not config.tracking.enabled:
+        return "off"
+    address = public_uri(config)
+    if is_only_here(config):
+        raise ScarceError(f"{address} is lost with this machine, the storage is not")
+    if urllib.parse.urlsplit(address).scheme in ("http", "https"):
+        try:
+            tracking_client(config).search_experiments(max_results=1)
+        except Exception as error:
+            raise ScarceError(f"{address} does not answer: {reason_of(error)}") from error
+    return address
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal on all machines. Builds of torch for different hardware count as equal."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2]), "raycap": commit()}
+    return found | {name: importlib.metadata.version(name).partition("+")[0] for name in ("ray", "torch")}
+
+
+def same_versions(expected: Mapping[str, str]) -> Finding:
+    """Compares this machine's versions with those of another. An unknown commit, as without git, is no difference."""
+    found = versions()
+    different = [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]
+    text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
+    if different:
+        return Finding("versions", "fail", text, "give all nodes the same image")
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def check_node(
+    expected: Mapping[str, str], wanted: tuple[float, bool], probe: tuple[StoragePath, str] | None
+) -> list[Finding]:
+    """Runs the checks on the node on which this runs.
+
+    expected: the driver's versions. wanted: how many GPUs Ray offers there, and whether a run needs them. probe: the
+    place of the storage, and the name of a file that the driver wrote there.
+    """
+    found = [same_versions(expected), gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
+    return found if probe is None else [*found, storage(*probe)]
+
+
+def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:
+    """Asks all live nodes and compares their answers. Ray must have been started."""
+    import ray
+
+    alive = {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
+    uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles) and not computes_on_cpus()
+    probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
+    with suppress(OSError):  # the check of the storage from this machine reports it
+        if probe is not None:
+            (probe[0] / probe[1]).write_bytes(b"")
+    try:
+        found, silent = _ask(alive, uses_gpus, probe)
+    finally:
+        with suppress(OSError):
+            if probe is not None:
+                (probe[0] / probe[1]).delete()
+    status = cluster_status()
+    yield answering(status, silent, len(alive))
+    yield from (stage_fits(status, stage, bundles) for stage, bundles in requests.items())
+    yield from merged(found)
+
+
+def _ask(
+    alive: Mapping[str, dict[str, Any]], uses_gpus: bool, probe: tuple[StoragePath, str] | None
+) -> tuple[dict[str, list[Finding]], dict[str, str]]:
+    """Calls `check_node` on all nodes at once. alive: {node: its entry of `ray.nodes`}.
+
+    Returns {node: findings} and {node: why it has none}.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
+
+    task = ray.remote(check_node).options(num_cpus=0, max_retries=0)
+    found, silent = dict[str, list[Finding]](), dict[str, str]()
+    running = {
+        name: task.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(
+            versions(), (node["Resources"].get("GPU", 0.0), uses_gpus), probe
+        )
+        for name, node in alive.items()
+    }
+    deadline = time.monotonic() + PROBE_S
+    for name, reference in running.items():
+        try:
+            found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            ray.cancel(reference, force=True)
+            silent[name] = f"no answer within {PROBE_S:g} s"
+        except Exception as error:  # a node that has just died, or code that cannot be imported there
+            silent[name] = str(error).strip().splitlines()[-1]
+    return found, silent
+
+
+def answering(status: ClusterStatus, silent: Mapping[str, str], count: int) -> Finding:
+    """Whether there are workers, and all nodes answer. silent: {node: why it has not answered} of `count` nodes."""
+    if silent:
+        text = f"{len(silent)} of {count} do not answer: {listed(silent)}"
+        return Finding("nodes", "fail", text, "look at the node's log, give it the same image, or remove it")
+    if any(node.get("CPU") or node.get("GPU") for node in status.nodes):
+        return Finding("nodes", "ok", status.text)
+    text = "no worker is up, so only the head is checked"
+    return Finding("nodes", "warn", text, "start worker nodes, or repeat this while a job runs, to check its nodes")
+
+
+def stage_fits(status: ClusterStatus, stage: str, bundles: Sequence[Resources]) -> Finding:
+    """Whether the live nodes can serve what a stage asks for. What an autoscaler can start is not known."""
+    wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    text = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
+    if status.fits(wanted):
+        return Finding("resources", "ok", f"{text}, and live nodes have it")
+    text += f", which the live nodes do not have ({status.text})"
+    remedy = "lower the keys of workers, features or a search's resources, unless an autoscaler adds such nodes"
+    return Finding("resources", "warn", text, remedy)
+
+
+def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """One finding for each check of the nodes, called `node NAME`: the worst level, with the nodes that have it."""
+    for name in dict.fromkeys(finding.name for each in found.values() for finding in each):
+        ours = {node: finding for node, each in found.items() for finding in each if finding.name == name}
+        bad = {node: finding for node, finding in ours.items() if finding.level != "ok"}
+        if bad:
+            worst = min(bad.values(), key=lambda finding: finding.level)  # "fail" is before "warn"
+            text = listed({node: finding.text for node, finding in bad.items()})
+            yield replace(worst, name=f"node {name}", text=text)
+        else:
+            yield Finding(f"node {name}", "ok", "; ".join(dict.fromkeys(finding.text for finding in ours.values())))
+
+
+def listed(texts: Mapping[str, str]) -> str:
+    """The texts of nodes; equal ones together."""
+    by_text: dict[str, list[str]] = {}
+    for node, text in texts.items():
+        by_text.setdefault(text, []).append(node)
+    return "; ".join(f"{', '.join(nodes)}: {text}" for text, nodes in by_text.items())

@@ -1,1 +1,0 @@
-"""`raycap doctor`: what this machine or a cluster can run."""

@@ -1,0 +1,187 @@
+"""The process that parses Parquet files from elsewhere. `parquet_files` starts this file as a script.
+
+Arrow ends the whole process when it is asked for a column whose footer contradicts itself, and a few hundred bytes can
+decompress to gigabytes. So this process has limits of memory and time. It opens nothing itself: it asks its parent for
+ranges of the file. A message is its kind (one letter), its length in 8 bytes, and its content:
+
+    parent:  one line of JSON, a task; then the bytes of each range that is asked for
+    child:   R start and length of a range, B a record batch as an Arrow stream, E an error, D the end with JSON
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import struct
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+MAX_MEMORY = 4 * 2**30  # bytes of address space
+MAX_CPU_S = 120  # per task
+MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than images
+MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
+MIN_LIMIT_VALUES = 1_000_000  # rows that any file may have; a larger file may have one per byte
+BATCH_ROWS = 8192
+
+
+class ParentFile(io.RawIOBase):
+    """The file that the parent has opened, of `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        length = max(0, min(len(buffer), self.size - self.place))
+        if length:
+            send(b"R", struct.pack("<QQ", self.place, length))
+            data = sys.stdin.buffer.read(length)
+            if len(data) < length:
+                sys.exit(1)  # the parent has ended
+            buffer[:length] = data
+            self.place += length
+        return length
+
+
+def send(kind: bytes, content: bytes | memoryview | pa.Buffer = b"") -> None:
+    sys.stdout.buffer.write(kind + struct.pack("<Q", len(content)))
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+def send_batch(batch: pa.RecordBatch) -> None:
+    batch.validate(full=True)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    send(b"B", sink.getvalue())
+
+
+def describe(file: pq.ParquetFile) -> dict[str, Any]:
+    """The columns, the number of rows of each row group, and {name: [leaf, column of names]} of columns of files.
+
+    These are columns of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes.
+    """
+    schema, metadata = file.schema_arrow, file.metadata
+    leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
+    numbers = {leaf.path: index for index, leaf in enumerate(leaves) if not leaf.max_repetition_level}
+    binary: dict[str, tuple[int, str | None]] = {}
+    for field in schema:
+        if schema.names.count(field.name) > 1:
+            continue
+        if is_binary(field.type) and field.name in numbers:
+            binary[field.name] = numbers[field.name], None
+        elif pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
+            path = f"{field.name}.path" if field.type.get_field_index("path") >= 0 else None
+            if is_binary(field.type.field("bytes").type) and f"{field.name}.bytes" in numbers:
+                binary[field.name] = numbers[f"{field.name}.bytes"], path
+    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    return {"columns": schema.names, "binary": binary, "groups": groups}
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def send_rows(source: ParentFile, columns: list[str]) -> None:
+    """Sends the rows of some columns, or parts of columns such as image.path.
+
+    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
+    dictionaries, and the size of their text is added up.
+    """
+    metadata = pq.ParquetFile(source).metadata
+    leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
+    chosen = [
+        index
+        for index, leaf in enumerate(leaves)
+        if leaf.path in columns or leaf.path.partition(".")[0] in columns  # Arrow reads "a.b" where "a" is asked for
+    ]
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    stored = min(sum(group.column(index).total_compressed_size for group in groups for index in chosen), source.size)
+    if metadata.num_rows > (limit := max(MIN_LIMIT_VALUES, source.size)):
+        raise ValueError(f"it has {metadata.num_rows} rows in {source.size} bytes; the limit is {limit}")
+    file = pq.ParquetFile(source, read_dictionary=[leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"])
+    limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
+    for group in range(len(groups)):  # one at a time: Arrow cannot join nested dictionaries of two groups
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
+            left -= sum(map(decoded_bytes, batch.columns))
+            if left < 0:
+                raise ValueError(f"it has more than {limit} bytes of text in {stored} bytes; divide it")
+            send_batch(batch)
+
+
+def decoded_bytes(array: pa.Array) -> int:
+    """The size of an array in which each text is stored where it is used."""
+    if isinstance(array, pa.DictionaryArray):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return max(array.indices.nbytes, int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0))
+    if isinstance(array, pa.StructArray):
+        return sum(map(decoded_bytes, array.flatten()))
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        return decoded_bytes(array.flatten())
+    return int(array.nbytes)
+
+
+def send_values(file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
+    """Sends a leaf column of at most `most` bytes in a row group, as a column of large binaries."""
+    size = file.metadata.row_group(group).column(leaf).total_uncompressed_size
+    path = file.metadata.schema.column(leaf).path
+    if size <= most:
+        column = file.read_row_group(group, columns=[path], use_threads=False).column(0)
+        size = column.nbytes
+    if size > most:
+        raise ValueError(f"a row group has {size} bytes of images; the limit is {most}; write smaller ones")
+    while pa.types.is_struct(column.type):
+        column = pc.struct_field(column, 0)
+    values = pc.cast(column, pa.large_binary()).combine_chunks()
+    send_batch(pa.RecordBatch.from_arrays([values], ["values"]))
+
+
+def answer(task: dict[str, Any]) -> None:
+    source = ParentFile(task["size"])
+    result: dict[str, Any] = {}
+    match task["kind"]:
+        case "describe":
+            result = describe(pq.ParquetFile(source))
+        case "rows":
+            send_rows(source, task["columns"])
+        case "values":
+            send_values(pq.ParquetFile(source), task["group"], task["leaf"], task["most"])
+    send(b"D", json.dumps(result).encode())
+
+
+def main() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    with suppress(ValueError, OSError):  # a system without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    for line in sys.stdin.buffer:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
+        try:
+            answer(json.loads(line))
+        except MemoryError:  # pyarrow's error for memory is one, too
+            send(b"E", b"it needs too much memory")
+        except Exception as error:  # damaged files raise nearly any type
+            send(b"E", " ".join(str(error).split()).encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
