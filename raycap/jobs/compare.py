@@ -23,8 +23,7 @@ from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
 from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compare
 from raycap.pipeline.evaluation.evaluate import Options, common_settings

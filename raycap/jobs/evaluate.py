@@ -24,9 +24,8 @@ from raycap.pipeline.data.reading import data_root, find_data, planned_data, rea
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, summarize_systems
-from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata
+from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
-from raycap.pipeline.evaluation.inputs import images_by_split
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_results
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
@@ -68,9 +67,6 @@ def evaluate(
     ] = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also write the file for COCO's evaluation server.")
-    ] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
 ) -> int:
@@ -90,13 +86,7 @@ def evaluate(
         )
     if stage is not None and models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
-    if server is not None and not server.replace("-", "").replace("_", "").isalnum():
-        raise UserError(f"--server {server}: letters, digits, - and _ only; it becomes part of a file's name")
     is_one_model = (seeds == 1 or ensemble) and len(compared or ()) <= 1
-    if server is not None and not is_one_model:
-        raise UserError(
-            "--server takes the captions of one model; leave out --seeds, or add --ensemble, or compare less"
-        )
     run_config = load_config(config, set_ or ())
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
@@ -137,7 +127,7 @@ def evaluate(
         if is_one_model:
             scores = evaluator.evaluate(bundles, folder)
             other = evaluator.evaluate(others) if others else None
-            write_results(folder, scores, settings, label=label, compared=other, server=server)
+            write_results(folder, scores, settings, label=label, compared=other)
             every = [scores]
         else:
             ours = evaluator.evaluate_each(dict(zip(labels, systems, strict=True)), folder)

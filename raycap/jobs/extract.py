@@ -145,9 +145,8 @@ def _fetch_whole(stored: StoragePath, path: Path, digest_file: StoragePath) -> b
             stored.download(temporary)
     try:
         digest = digest_file.read_bytes().decode(errors="replace")
-    except FileNotFoundError:  # an older version wrote the file, or a process that was killed before the digest
-        digest_file.write_bytes(file_digest(path).encode())
-        return True
+    except FileNotFoundError:  # the process was killed before it wrote the digest
+        return False
     is_whole = has_digest(path, digest)
     if not is_whole:
         logger.warning(f"damaged   {stored} does not have the digest in {digest_file.name}; it is made again")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from annotated_types import Le, MaxLen
+
 from raycap.models.values import (
     NUMBER,
     TEXT,
@@ -23,8 +25,6 @@ from raycap.models.values import (
     Whole,
     Width,
     Words,
-    at_most,
-    max_length,
 )
 
 
@@ -120,7 +120,7 @@ class ExpansionNetConfig(ModelConfig):
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
-    static_expansion: Annotated[tuple[Groups, ...], max_length(100)] | None = (32, 64, 128, 256, 512)
+    static_expansion: Annotated[tuple[Groups, ...], MaxLen(100)] | None = (32, 64, 128, 256, 512)
     dynamic_expansion: Count | None = 16
     encoder_dynamic_expansion: Count | None = None
     dropout: Decimal = 0.3
@@ -329,12 +329,12 @@ class BackboneConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
-    name: Annotated[str, max_length(100), TEXT] = "swin_large_patch4_window12_384"
+    name: Annotated[str, MaxLen(100), TEXT] = "swin_large_patch4_window12_384"
     weights: Annotated[Text, Identity.FILE] = "none"
     image_size: Pixels = 384
     embed_dim: Width | None = None
-    depths: Annotated[tuple[Layers, ...], max_length(MAX_STAGES)] | None = None
-    num_heads: Annotated[tuple[Count, ...], max_length(MAX_STAGES)] | None = None
+    depths: Annotated[tuple[Layers, ...], MaxLen(MAX_STAGES)] | None = None
+    num_heads: Annotated[tuple[Count, ...], MaxLen(MAX_STAGES)] | None = None
     window_size: Count | None = None
     drop_path: Decimal = 0.0
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
@@ -433,7 +433,7 @@ class Decoding:
     temperature: Decimal = 1.0
     top_k: Words | None = None
     top_p: Decimal | None = None
-    seed: Annotated[int, at_most(2**62 - 1), NUMBER] = 0
+    seed: Annotated[int, Le(2**62 - 1), NUMBER] = 0
 
     def __post_init__(self) -> None:
         least = {"min_length": 2, "no_repeat_ngram": 1, "beam_groups": 1, "top_k": 1, "seed": 0, "diversity": 0}

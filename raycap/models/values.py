@@ -10,24 +10,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
+
+from annotated_types import Le
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,20}")
 _DECIMAL = re.compile(r"[-+]?([0-9]{1,20}\.?[0-9]{0,20}|\.[0-9]{1,20})([eE][-+]?[0-9]{1,3})?")
 # characters that no path, address or name has: control characters, and halves of characters
 _NO_TEXT = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_TEXT = 1024  # bytes; the longest key on S3
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A mark on a type: pydantic refuses larger numbers (`le`), or longer texts and sequences (`max_length`)."""
-
-    kind: Literal["le", "max_length"]
-    limit: int
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return handler(source) | {self.kind: self.limit}
 
 
 @dataclass(frozen=True)
@@ -74,26 +65,14 @@ def check_text(value: Any) -> Any:
     return value
 
 
-def at_most(limit: int) -> Limit:
-    """The mark of a number."""
-    return Limit("le", limit)
-
-
-def max_length(limit: int) -> Limit:
-    """The mark of a text or a sequence."""
-    return Limit("max_length", limit)
-
-
 NUMBER, TEXT = Before(read_number), Before(check_text)
 
 Text = Annotated[str, TEXT]
 Whole = Annotated[int, NUMBER]
 Decimal = Annotated[float, NUMBER]
-Count = Annotated[int, at_most(10_000), NUMBER]  # of heads, positions, image tokens, captions, workers and the like
-Width = Annotated[
-    int, at_most(2**17), NUMBER
-]  # of vectors; the widest layers of large language models have about 50,000
-Layers = Annotated[int, at_most(200), NUMBER]  # captioners have 3 to 12
-Groups = Annotated[int, at_most(10**10), NUMBER]  # expansion vectors; the number of parameters limits them further
-Words = Annotated[int, at_most(10**7), NUMBER]  # of a vocabulary
-Pixels = Annotated[int, at_most(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384
+Count = Annotated[int, Le(10_000), NUMBER]  # of heads, positions, image tokens, captions, workers and the like
+Width = Annotated[int, Le(2**17), NUMBER]  # of vectors; the widest layers of large language models have about 50,000
+Layers = Annotated[int, Le(200), NUMBER]  # captioners have 3 to 12
+Groups = Annotated[int, Le(10**10), NUMBER]  # expansion vectors; the number of parameters limits them further
+Words = Annotated[int, Le(10**7), NUMBER]  # of a vocabulary
+Pixels = Annotated[int, Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384

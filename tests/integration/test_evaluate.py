@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, models=[model], compared=[other], server="raycap", out=str(tmp_path / "one")) == 0
+    assert evaluate(config, models=[model], compared=[other], out=str(tmp_path / "one")) == 0
     assert evaluate(config, models=[model, model], out=str(tmp_path / "two")) == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
@@ -69,8 +68,6 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     lines = [json.loads(line) for line in (tmp_path / "one" / "n-best-test.jsonl").read_text().splitlines()]
     assert [len(line["n_best"]) for line in lines] == [2] * 5
     assert [line["n_best"][0]["caption"] for line in lines] == [row["caption"] for row in predictions]
-    with zipfile.ZipFile(tmp_path / "one" / "captions_raycap_results.zip") as archive:
-        assert json.loads(archive.read("captions_test_raycap_results.json")) == predictions
     assert "CIDEr-D" in one["compared"]["differences"] and any("resamples" in line for line in log_lines)
     page = (tmp_path / "one" / "report-test.html").read_text()
     assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
@@ -79,8 +76,6 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert evaluate(config, models=[model], out=str(tmp_path / "three")) == 1
     three = scores(tmp_path / "three")
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
-    with pytest.raises(UserError, match="4 captions for the 5 images"):
-        evaluate(config, models=[model], server="raycap", out=str(tmp_path / "four"))
 
 
 @pytest.mark.ray
@@ -118,32 +113,25 @@ def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
 
 
 @pytest.mark.ray
-def test_the_file_for_cocos_server_holds_both_splits(
+def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_references(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    """The shipped data file with few images: the published names, every image once, a warning about their number."""
+    """The shipped data file with few images: every image once, in the form that COCO's server takes."""
     coco_file(tmp_path / "coco", "test2014", range(1, 6), captions=False)
     coco_file(tmp_path / "coco", "val2014", range(6, 9), captions=True)
     monkeypatch.setenv("RAYCAP_COCO", str(tmp_path / "coco"))
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    data, out = ROOT / "raycap" / "configs" / "data" / "coco_server.yaml", tmp_path / "out"
-    assert evaluate(config, models=[model], data=data, server="raycap", out=str(out)) == 0
-    with zipfile.ZipFile(out / "captions_raycap_results.zip") as archive:
-        rows = {name: json.loads(archive.read(name)) for name in archive.namelist()}
-    assert list(rows) == ["captions_test2014_raycap_results.json", "captions_val2014_raycap_results.json"]
-    assert [[row["image_id"] for row in part] for part in rows.values()] == [[1, 2, 3, 4, 5], [6, 7, 8]]
-    assert all(row.keys() == {"image_id", "caption"} and row["caption"] for part in rows.values() for row in part)
-    assert any("takes 40,775 captions of test2014 and 40,504 captions of val2014" in line for line in log_lines)
+    data = ROOT / "raycap" / "configs" / "data" / "coco_server.yaml"
+    assert evaluate(config, models=[model], data=data) == 0
+    (folder,) = (tmp_path / "results" / "evaluations").iterdir()
+    assert folder.match("a-??????????-coco_server")
+    rows = [json.loads((folder / f"predictions-{split}.json").read_text()) for split in ("test2014", "val2014")]
+    assert [[row["image_id"] for row in part] for part in rows] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert all(row.keys() == {"image_id", "caption"} and row["caption"] for part in rows for row in part)
     (printed,) = [line for line in log_lines if "ExpansionNet v2, ensemble, COCO server, 40 references (paper)" in line]
     assert "CIDEr-D 1.408" in printed and "40,775 images of COCO's test2014, ours: 5" in printed
-    splits = json.loads((out / "scores.json").read_text())["splits"]
+    splits = json.loads((folder / "scores.json").read_text())["splits"]
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
-    log_lines.clear()
-    monkeypatch.setattr("raycap.pipeline.evaluation.results_folder.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
-    assert evaluate(config, models=[model], data=data, server="raycap") == 0, "to the folder of the storage"
-    assert not any("server takes" in line for line in log_lines)
-    (folder,) = (tmp_path / "results" / "evaluations").iterdir()
-    assert folder.match("a-??????????-coco_server") and (folder / "captions_raycap_results.zip").is_file()
 
 
 @pytest.mark.ray

@@ -14,8 +14,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from raycap.models.encoders.augmentation import augmented
 from raycap.models.encoders.backbone import Backbone
+from raycap.models.encoders.transform import augmented
 from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig

@@ -1,4 +1,6 @@
-"""The image transform that belongs to the backbone: resizing for CPU tasks, normalizing for the device.
+"""The image transform that belongs to the backbone, and random changes of training images.
+
+Resizing is for CPU tasks, normalizing for the device.
 
 A driver chooses it once (`encoders.backbone.image_transform`) and sends it to the tasks that decode images. torch is
 imported only where tensors are made, so that such a task starts in a fraction of a second.
@@ -7,13 +9,15 @@ imported only where tensors are made, so that such a task starts in a fraction o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageEnhance
+
+from raycap.models.encoders.views import Augmentation
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +30,8 @@ MAX_ENLARGEMENT = 2.0  # of the scaled side over the cropped one; timm's models 
 # An image is scaled as a whole and then cropped. Of one whose sides differ more than this, a stripe in the middle is
 # scaled: the whole could take gigabytes.
 MAX_ASPECT_RATIO = 16
+MAX_RATIO = 4 / 3  # of a crop's width to its height, both as shares of the image; its inverse is the smallest
+COLOR_CHANGES = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 
 @lru_cache
@@ -139,3 +145,32 @@ def _without_far_ends(image: Image.Image) -> Image.Image:
         return image
     left, top = (max(0, length - longest) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top))
+
+
+def augmented(
+    image: Image.Image, augmentation: Augmentation, seed: int, resize: Callable[[Image.Image], np.ndarray]
+) -> np.ndarray:
+    """Pixels (H, W, 3) uint8 of an RGB image that is cropped, resized by `resize`, changed in color and maybe mirrored.
+
+    The seed decides all of it. Colors are changed after resizing, when there are fewer pixels.
+    The crop has a share of the area between `min_area` and 1. The ratio of its sides, relative to those of the image,
+    is log-uniform between 3/4 and 4/3 as far as the crop fits into the image, and its place is uniform. Brightness,
+    contrast and saturation are multiplied by factors between 1 - `color` and 1 + `color`. A mirroring has the
+    probability 1/2.
+    """
+    # all numbers are drawn in every case, so that one setting does not change the effect of another one
+    area, ratio, left, top, *factors, side = np.random.default_rng(seed).random(8)
+    area = 1 - area * (1 - augmentation.min_area)
+    ratio = min(MAX_RATIO, 1 / area) ** (2 * ratio - 1)
+    width = max(1, round(image.width * math.sqrt(area * ratio)))
+    height = max(1, round(image.height * math.sqrt(area / ratio)))
+    x, y = round(left * (image.width - width)), round(top * (image.height - height))
+    if (width, height) != image.size:
+        image = image.crop((x, y, x + width, y + height))
+    pixels = resize(image)
+    if augmentation.color:
+        image = Image.fromarray(pixels)
+        for change, factor in zip(COLOR_CHANGES, factors, strict=True):
+            image = change(image).enhance(1 + augmentation.color * (2 * factor - 1))
+        pixels = np.asarray(image)
+    return pixels[:, ::-1] if augmentation.mirror and side < 0.5 else pixels

@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from raycap.models.values import Decimal
 
-VERSION = 1  # of `encoders.augmentation.augmented`; raise it when its pixels change, which makes views again
+VERSION = 1  # of `encoders.transform.augmented`; raise it when its pixels change, which makes views again
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of training images, which `models.encoders.augmentation.augmented` makes.
+    """Random changes of training images, which `models.encoders.transform.augmented` makes.
 
     min_area: the smallest share of the image's area that a crop keeps; 1 for no crop. color: the largest relative
     change of brightness, contrast and saturation. mirror: mirrors half of the images; captions that name left and right

@@ -13,7 +13,7 @@ the last positive score of a row or group passes 0. A trained model jumped by 0.
 photograph. The other systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
-S points on the line, of which R are computed at a time.
+R points on the line that are computed at a time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raycap.models.base import CaptionModel, Features, Memory, evaluating, hooked, map_tensors
 from raycap.models.layers import CrossAttention, split_heads
 
-# doubling the points helps no more when the greatest gap stays above this share of the previous one
-STALLED_SHARE = 0.75
+STEPS = 64  # points on the line, unless a caller needs fewer
+ROWS = 16  # points that are computed at a time
 
 
 @torch.no_grad()
@@ -65,31 +66,11 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
 
 
 @dataclass(frozen=True)
-class Quadrature:
-    """How the integral is approximated. Raises ValueError unless steps and rows are 1 or more."""
-
-    steps: int = 32  # number of points on the line; doubled up to `max_steps` while a word's gap is above `tolerance`
-    max_steps: int = 256
-    tolerance: float = 0.05  # in nats; 0.05 nats are 5 % of a word's probability
-    rows: int = 16  # points that are computed at a time
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.rows < 1:
-            raise ValueError(f"steps = {self.steps} and rows = {self.rows}: both must be 1 or more")
-
-    @classmethod
-    def exactly(cls, steps: int) -> Quadrature:
-        """Uses this number of steps, however large the gap is."""
-        return cls(steps=steps, max_steps=steps)
-
-
-@dataclass(frozen=True)
 class Attribution:
     """How much each image token adds to the log-probability of each word."""
 
     values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
     change: Tensor  # (W,), log p at the features minus log p at the baseline
-    steps: int  # number of points on the line
 
     @property
     def gap(self) -> Tensor:
@@ -107,22 +88,14 @@ class Attribution:
 
     def head(self, words: int) -> Attribution:
         """The attribution of the first `words` words only."""
-        return Attribution(self.values[:words], self.change[:words], self.steps)
+        return Attribution(self.values[:words], self.change[:words])
 
 
-def integrated_gradients(
-    model: CaptionModel,
-    features: Features,
-    tokens: Tensor,
-    *,
-    baseline: Tensor | None = None,
-    quadrature: Quadrature = Quadrature(),
-) -> Attribution:
+def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor, steps: int = STEPS) -> Attribution:
     """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
-    `baseline` is (N, C), or None for zeros. The steps are no longer doubled once the greatest gap hardly shrinks,
-    because such a gap comes from jumps. Each group of `quadrature.rows` points takes one forward pass and one backward
-    pass per word, so that the memory in use does not depend on the number of steps. Raises ValueError for other shapes.
+    steps: the number of points on the line. Each group of ROWS points takes one forward pass and one backward pass per
+    word, so that the memory in use does not depend on the number of steps. Raises ValueError for other shapes.
     """
     if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(
@@ -131,34 +104,22 @@ def integrated_gradients(
         )
     # the caller may be in inference mode, whose tensors get no gradient
     with evaluating(model), torch.inference_mode(False):
-        line = _Line(model, features, tokens.clone(), baseline)
-        steps, previous_gap = quadrature.steps, math.inf
-        while True:
-            result = Attribution(line.integrate(steps, quadrature.rows), line.change, steps)
-            gap = float(result.gap.max())
-            steps *= 2
-            stalled = gap > STALLED_SHARE * previous_gap
-            # "not >" is also true for a gap of NaN
-            if not gap > quadrature.tolerance or steps > quadrature.max_steps or stalled:
-                return result
-            previous_gap = gap
+        line = _Line(model, features, tokens.clone())
+        return Attribution(line.integrate(steps), line.change)
 
 
 class _Line:
-    """The line from the baseline to one image's features, and the log-probabilities of the words on it.
+    """The line from zeros to one image's features, and the log-probabilities of the words on it.
 
-    `start` (N, C) is the baseline, `difference` (N, C) leads from it to the features, and `change` (W,) is the
-    difference of the log-probabilities between both ends.
+    `end` (N, C) are the features, and `change` (W,) is the difference of the log-probabilities between both ends.
     """
 
-    def __init__(self, model: CaptionModel, features: Features, tokens: Tensor, baseline: Tensor | None) -> None:
+    def __init__(self, model: CaptionModel, features: Features, tokens: Tensor) -> None:
         self.model, self.tokens = model, tokens
         self.image = map_tensors(features, lambda tensor: tensor.detach().clone())
-        end = self.image.tokens[0].to(next(model.parameters()).dtype)
-        self.start = torch.zeros_like(end) if baseline is None else baseline.detach().to(end)
-        self.difference = end - self.start
+        self.end = self.image.tokens[0].to(next(model.parameters()).dtype)
         with torch.no_grad():
-            log_probs = self.log_probs(torch.stack((self.start, end))).double()
+            log_probs = self.log_probs(torch.stack((torch.zeros_like(self.end), self.end))).double()
         self.change = log_probs[1] - log_probs[0]
 
     def log_probs(self, features: Tensor) -> Tensor:
@@ -169,30 +130,18 @@ class _Line:
         log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         return log_probs.gather(2, self.tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
 
-    def integrate(self, steps: int, rows: int) -> Tensor:
-        """The integral (W, N) as a sum over `steps` points, of which `rows` are computed at a time."""
-        words = len(self.tokens) - 1
-        difference = self.difference
-        points, weights = (part.to(difference.device) for part in gauss_legendre(steps))
-        values = torch.zeros(words, len(difference), dtype=torch.float64, device=difference.device)
-        for start in range(0, steps, rows):
-            point, weight = points[start : start + rows], weights[start : start + rows]
-            inputs = (self.start + point[:, None, None].to(difference.dtype) * difference).requires_grad_()
+    def integrate(self, steps: int) -> Tensor:
+        """The integral (W, N) as a Gauss-Legendre sum over `steps` points."""
+        words, end = len(self.tokens) - 1, self.end
+        places, weights = (torch.from_numpy(part).to(end.device) / 2 for part in np.polynomial.legendre.leggauss(steps))
+        points = (places + 0.5).to(end.dtype)  # from [-1, 1] to [0, 1]
+        values = torch.zeros(words, len(end), dtype=torch.float64, device=end.device)
+        for point, weight in zip(points.split(ROWS), weights.split(ROWS), strict=True):
+            inputs = (point[:, None, None] * end).requires_grad_()
             with torch.enable_grad():
                 # each row is a separate image, so that the gradient of the sum contains the gradient of each row
                 log_probs = self.log_probs(inputs).sum(0)
             for word in range(words):
                 (gradient,) = torch.autograd.grad(log_probs[word], inputs, retain_graph=word + 1 < words)
-                values[word] += weight @ (gradient * difference).sum(2, dtype=torch.float64)
+                values[word] += weight @ (gradient * end).sum(2, dtype=torch.float64)
         return values
-
-
-def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """The points and weights of Gauss-Legendre quadrature on [0, 1], both (count,) float64.
-
-    They come from a tridiagonal eigenproblem (Golub and Welsch 1969).
-    """
-    index = torch.arange(1, count, dtype=torch.float64)
-    off_diagonal = index / (4 * index * index - 1).sqrt()
-    points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
-    return (points + 1) / 2, vectors[0] ** 2

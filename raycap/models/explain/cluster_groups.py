@@ -37,28 +37,26 @@ class Clusters:
     grid: tuple[int, int] | None  # (rows, columns) of the image tokens; None for regions
 
 
-def sequence_groups(matrix: Tensor, threshold: float = THRESHOLD) -> Tensor:
+def sequence_groups(matrix: Tensor) -> Tensor:
     """The number (N,), from 0, of the run to which each token of a sequence belongs; `matrix` (N, N) is C.
 
-    A token belongs to the current run if its C with the run's first token is `threshold` or more. Otherwise it starts
+    A token belongs to the current run if its C with the run's first token is THRESHOLD or more. Otherwise it starts
     the next run.
     """
     labels, start, label = [], 0, 0
     rows = matrix.tolist()
     for token in range(len(rows)):
-        if token and rows[start][token] < threshold:
+        if token and rows[start][token] < THRESHOLD:
             start, label = token, label + 1
         labels.append(label)
     return torch.tensor(labels, dtype=torch.int64)
 
 
-def grid_groups(
-    matrix: Tensor, rows: int, columns: int, valid_mask: Tensor | None = None, threshold: float = THRESHOLD
-) -> Tensor:
+def grid_groups(matrix: Tensor, rows: int, columns: int, valid_mask: Tensor | None = None) -> Tensor:
     """The number (N,), from 0, of the group of each cell of a grid; -1 where `valid_mask` (N,) is False.
 
     `matrix` (N, N) is C. The first cell without a group starts the next group. It takes the connected cells whose
-    C with this first cell is `threshold` or more.
+    C with this first cell is THRESHOLD or more.
     """
     weights = matrix.tolist()
     cells = [divmod(cell, columns) for cell in range(rows * columns)]
@@ -70,7 +68,7 @@ def grid_groups(
         pending = [start]
         while pending:
             row, column = cell = pending.pop()
-            if cell in free and (cell == start or weights[first][row * columns + column] >= threshold):
+            if cell in free and (cell == start or weights[first][row * columns + column] >= THRESHOLD):
                 free.remove(cell)
                 labels[cell] = count
                 pending += [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]

@@ -20,8 +20,7 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap.models.encoders.augmentation import augmented
-from raycap.models.encoders.transform import ImageTransform
+from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
 from raycap.pipeline.data.image_locations import UNREADABLE, is_remote_image, read_image_file, reason_of
 from raycap.pipeline.runtime.names import one_line

@@ -1,6 +1,6 @@
 """The vocabulary: the tokens of captions to ids and back, and the files with the ids of all captions of a data set.
 
-The files are written once, a part at a time, and memory-mapped by every process that reads them:
+The files are written once and memory-mapped by every process that reads them:
 
 ids.npy       int32 (tokens,)       the ids of all captions, one caption after the other
 offsets.npy   int64 (captions + 1,) caption c has ids[offsets[c] : offsets[c + 1]]
@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
 from raycap.pipeline.config.languages import PARTS_OF_WORDS
 from raycap.pipeline.data.language.subwords import SubwordModel
@@ -36,7 +34,6 @@ MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.1
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
-IMAGES_PER_PART = 4096  # whose ids are Python objects at a time
 
 
 @dataclass(frozen=True)
@@ -193,53 +190,16 @@ class TokenFiles:
 def write_tokens(folder: Path, images: Iterable[Sequence[Sequence[int]]]) -> None:
     """Writes the token files of a folder; existing ones are replaced, each as a whole.
 
-    images: for each image the ids of each of its captions. Needs memory for IMAGES_PER_PART images.
+    images: for each image the ids of each of its captions.
     """
+    ids, ends, last = array("i"), array("q", [0]), array("q", [0])
+    for captions in images:
+        for caption in captions:
+            ids.extend(caption)
+            ends.append(len(ids))
+        last.append(len(ends) - 1)
     (folder / DIGESTS).unlink(missing_ok=True)
-    images, num_tokens, num_captions = iter(images), 0, 0
-    with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(_array_file(folder / f"{name}.npy", dtype)) for name, dtype in DTYPES.items()
-        }
-        files["offsets"].append([0])
-        files["first"].append([0])
-        while part := list(islice(images, IMAGES_PER_PART)):
-            captions = list(chain.from_iterable(part))
-            ends = num_tokens + np.cumsum(list(map(len, captions)), dtype=np.int64)
-            last = num_captions + np.cumsum(list(map(len, part)), dtype=np.int64)
-            files["ids"].append(list(chain.from_iterable(captions)))
-            files["offsets"].append(ends)
-            files["first"].append(last)
-            num_tokens, num_captions = int(ends[-1]) if captions else num_tokens, int(last[-1])
+    for (name, dtype), values in zip(DTYPES.items(), (ids, ends, last), strict=True):
+        with atomic_path(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
+            np.save(file, np.asarray(values, dtype), allow_pickle=False)
     write_digests(folder, [f"{name}.npy" for name in DTYPES])
-
-
-@dataclass
-class _ArrayFile:
-    """A file in numpy's format whose array grows."""
-
-    file: BinaryIO
-    dtype: np.dtype[Any]
-    length: int = 0
-
-    def append(self, values: Sequence[int] | np.ndarray) -> None:
-        self.file.write(np.asarray(values, self.dtype).tobytes())
-        self.length += len(values)
-
-    def write_header(self) -> None:
-        """Writes the header at the beginning of the file. It has the same size for every length up to 10**20."""
-        self.file.seek(0)
-        header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
-        npy.write_array_header_1_0(self.file, header)
-
-
-@contextmanager
-def _array_file(path: Path, dtype: str) -> Iterator[_ArrayFile]:
-    """A new array of one dimension in a file, which appears as a whole at the end of the context."""
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        array = _ArrayFile(file, np.dtype(dtype))
-        array.write_header()
-        begin = file.tell()
-        yield array
-        array.write_header()
-        assert file.tell() == begin, "numpy leaves room for a longer shape"

@@ -348,7 +348,7 @@ def _link(file: Any, name: str) -> Any:
 def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
     """The first rows of a data set. Raises ValueError when they cannot be read or are not finite in this dtype."""
     try:
-        _require_true_size(stored, name, max_regions)
+        _require_true_size(stored, max_regions)
         with np.errstate(over="ignore"):
             values: np.ndarray = stored[:max_regions].astype(dtype)
     except Exception as error:  # a damaged chunk
@@ -364,7 +364,7 @@ def _filters(stored: Any) -> list[int]:
     return [properties.get_filter(index)[0] for index in range(properties.get_nfilters())]
 
 
-def _require_true_size(stored: Any, name: str, max_regions: int) -> None:
+def _require_true_size(stored: Any, max_regions: int) -> None:
     """Raises ValueError if a compressed chunk with any of the first rows decompresses to more than a chunk has."""
     from h5py import h5z
 

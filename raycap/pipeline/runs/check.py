@@ -1,6 +1,6 @@
 """The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
 
-The check decodes every image once, in threads or on a cluster. Of a large data set it decodes a sample first. The only
+The check decodes every image once, in threads of this process. The only
 file that it writes is the manifest of content keys.
 """
 
@@ -13,14 +13,13 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashFiles
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
@@ -40,34 +39,9 @@ MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CI
 MIN_ORIGINAL_SIDE = 400
 SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
-SAMPLE = 1000  # images that are decoded before all others, if the data set has ten times as many
 # the share of words of validation captions outside of the vocabulary, above which there is a warning
 MAX_UNKNOWN = 0.05
 MAX_EXAMPLES = 3  # A finding names at most this many images.
-
-
-class Reader(Protocol):
-    """Reads many images. Raises StorageError while the storage is out of order."""
-
-    @property
-    def hash_files(self) -> HashFiles | None:
-        """What hashes files; None for threads of this process."""
-
-    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        """Decodes images. Yields the rows of a table with the columns key and uri, in any order, as `measure_batch`."""
-
-
-class Threads:
-    """Reads images with threads of this process."""
-
-    hash_files: HashFiles | None = None
-
-    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
-        for start in range(0, len(table), IMAGES_AT_A_TIME):
-            part = table.slice(start, IMAGES_AT_A_TIME)
-            batch = {name: part[name].to_numpy() for name in part.column_names}
-            yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
 
 
 @dataclass(frozen=True)
@@ -82,8 +56,7 @@ class Finding:
 class Findings:
     """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem.
 
-    data: the data set with content keys, and {URI: reason} of the images that cannot be read; None if a sample ended
-    the check.
+    data: the data set with content keys, and {URI: reason} of the images that cannot be read.
     """
 
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -107,31 +80,25 @@ class Findings:
 def check_data(
     config: RunConfig,
     checked_keys: pa.Array | None = None,
-    reader: Reader = Threads(),
     listing: pa.Table | None = None,
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Every image is read and decoded once. If too many of a sample are unusable, the others are not decoded. For a run on
-    region features, the check only looks up whether they exist.
+    Every image is read and decoded once. For a run on region features, the check only looks up whether they exist.
 
-    checked_keys: content keys of images that an earlier check has decoded. The check, with its sample, leaves these
-    images out, and `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. All
-    images get content keys before the sample, so that new files are read. listing: of `take_snapshot`.
+    checked_keys: content keys of images that an earlier check has decoded. The check leaves these images out, and
+    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. listing: of
+    `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(dataset, config.data)
     result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
     logger.info(f"reading {len(dataset)} images")
-    if checked_keys is None and _check_sample(result, dataset, config):
-        return result
-    dataset, missing = result.data = snapshot_of(dataset, config, reader.hash_files, listing)
+    dataset, missing = result.data = snapshot_of(dataset, config, listing=listing)
     unchecked = dataset
-    if checked_keys is not None:  # only the keys say which images are to be sampled
+    if checked_keys is not None:
         unchecked = dataset.where(pc.invert(pc.is_in(dataset.table["key"], value_set=checked_keys.drop_null())))
-        if _check_sample(result, unchecked.readable(), config):
-            return result
     _check_captions(result, dataset, problems, config.data.tokenizer)
     fitting = _check_tokenizer(result, dataset, config.data.tokenizer)
     try:
@@ -141,7 +108,7 @@ def check_data(
     except UserError as error:  # the captions give no vocabulary
         result.error(str(error))
     if config.has_backbone:
-        unusable, sizes = _decode_all(unchecked, config, reader)
+        unusable, sizes = _decode_all(unchecked, config)
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
         unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
     _check_images(result, unchecked, config, missing, unusable)
@@ -228,32 +195,16 @@ def _is_text(caption: str) -> bool:
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
-def _check_sample(result: Findings, dataset: Dataset, config: RunConfig) -> bool:
-    """Whether an error shows that far too many images of a large data set are unusable: those of a random sample."""
-    if not config.has_backbone or len(dataset) < 10 * SAMPLE:
-        return False
-    rows = np.sort(np.random.default_rng(0).choice(len(dataset), SAMPLE, replace=False))
-    parts = Threads().measure(dataset.table.select(["key", "uri"]).take(rows), config)
-    unusable = [
-        (str(uri), str(reason))
-        for part in parts
-        for uri, reason in zip(part["uri"], part["reason"], strict=True)
-        if reason
-    ]
-    limit, share = config.data.max_bad_fraction, len(unusable) / SAMPLE
-    logger.info(f"sample: {len(unusable)} of {SAMPLE} images cannot be used")
-    if share < limit + 4 * np.sqrt(limit * (1 - limit) / SAMPLE) + 1 / SAMPLE:  # four standard errors
-        return False
-    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unusable[:MAX_EXAMPLES])
-    result.error(
-        f"{len(unusable)} of a sample of {SAMPLE} images cannot be used, and data.max_bad_fraction = {limit}; the "
-        f"other images were not decoded: {examples}"
-    )
-    result.statistics["unreadable"] = dict(unusable)
-    return True
+def _measured(table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    """Decodes images. Yields the rows of a table with the columns key and uri, in order, as `measure_batch`."""
+    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+    for start in range(0, len(table), IMAGES_AT_A_TIME):
+        part = table.slice(start, IMAGES_AT_A_TIME)
+        batch = {name: part[name].to_numpy() for name in part.column_names}
+        yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
 
 
-def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
+def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
 
     Files of equal content are decoded once.
@@ -263,7 +214,7 @@ def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[di
     reasons: dict[str, str] = {}
     sizes = [np.empty((0, 2), np.int32)]
     with progress("decoding", len(images)) as advance:
-        for part in reader.measure(images, config):
+        for part in _measured(images, config):
             is_bad = part["reason"] != ""
             reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
             sizes.append(part["size"][~is_bad])

@@ -24,8 +24,7 @@ from raycap.pipeline.data.reading import build_vocabulary
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_bundle
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.prepare import check_constraints, max_positions
 from raycap.pipeline.storage.path import storage_path

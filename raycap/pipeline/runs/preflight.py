@@ -19,7 +19,7 @@ from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.data.reading import build_vocabulary, planned_data
 from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import REQUIRED_FILES
+from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.features.regions import open_regions, region_file

@@ -20,7 +20,7 @@ from raycap.pipeline.config.load import (
 from raycap.pipeline.config.sections import DataSection, FurtherMetrics
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.metrics import FURTHER_METRICS
+from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS
 from raycap.pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
@@ -195,7 +195,7 @@ def test_any_batch_that_gives_every_worker_a_sample_is_accepted() -> None:
 
 def test_further_metrics_are_those_of_the_table() -> None:
     names, _ = get_args(get_args(FurtherMetrics)[0])
-    assert get_args(names) == FURTHER_METRICS
+    assert get_args(names) == tuple(name for name in METRICS if name not in DEFAULT_METRICS)
 
 
 def test_tokenizers_are_those_of_the_languages() -> None:

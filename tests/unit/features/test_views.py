@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from raycap.models.encoders.augmentation import augmented
-from raycap.models.encoders.transform import ImageTransform
+from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import StageSection

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from raycap.models.base import Cache, CaptionModel, Features, Memory
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.explain.attribution import Attribution, Quadrature, gauss_legendre, integrated_gradients
+from raycap.models.explain import attribution
+from raycap.models.explain.attribution import integrated_gradients
 from raycap.models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
@@ -70,7 +71,7 @@ def test_a_linear_score_is_attributed_exactly() -> None:
     channel's part of the change is its part of s."""
     torch.manual_seed(0)
     model, features = Linear(), Features(torch.randn(1, 4, 6, dtype=torch.float64))
-    found = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=40))
+    found = integrated_gradients(model, features, TOKENS, 40)
     parts = (features.tokens[0] * model.weight.detach()).sum(1)
     for word, position in ((0, 1.0), (2, 3.0)):  # those where word 4 follows
         score = position * parts.sum()
@@ -80,28 +81,19 @@ def test_a_linear_score_is_attributed_exactly() -> None:
     torch.testing.assert_close(found.shares()[0] * found.change[0].sign(), parts / parts.sum(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "expansionnet_v2"])  # see the module's head
 def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> None:
-    """ExpansionNet v2's from a baseline so near that its weights jump nowhere on the way (see the module's head)."""
     model, features = inputs(name)
-    start = 0.98 if name == "expansionnet_v2" else 0.0
-    baseline = start * features.tokens[0]
-    found = integrated_gradients(
-        model,
-        features,
-        TOKENS,
-        baseline=baseline,
-        quadrature=Quadrature(steps=512, tolerance=1e-4, max_steps=512, rows=512),
-    )
+    found = integrated_gradients(model, features, TOKENS, 512)
     ends = []
-    for scale in (1.0, start):
+    for scale in (1.0, 0.0):
         logits = model(replace(features, tokens=scale * features.tokens), TOKENS[None, :-1])
         ends.append(logits.log_softmax(-1)[0].gather(1, TOKENS[1:, None])[:, 0])
     torch.testing.assert_close(found.change, (ends[0] - ends[1]).detach())
     assert found.values.shape == (4, 9)
     # kinks of the ReLUs cost a Gauss sum its exactness: 0.005 nats is 0.5 % of a probability
-    torch.testing.assert_close(found.values.sum(1), found.change, rtol=0, atol=5e-3 * (1 - start))
-    assert bool((found.values.abs().amax(1) > 1e-3 * (1 - start)).all()), "the words do depend on the image"
+    torch.testing.assert_close(found.values.sum(1), found.change, rtol=0, atol=5e-3)
+    assert bool((found.values.abs().amax(1) > 1e-3).all()), "the words do depend on the image"
     if features.lengths is not None:
         assert bool((found.values[:, 7:] == 0).all()), "padding says nothing"
     sums = found.shares().sum(1)
@@ -109,71 +101,26 @@ def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> 
     assert torch.equal(sums.sign(), found.values.sum(1).sign())
 
 
-def test_jumps_are_not_chased_with_ever_more_steps() -> None:
-    """A score that jumps on the way: no gradient sees it, so the gap is the jump, whatever the steps."""
-    torch.manual_seed(0)
-    model, features = Linear(), Features(torch.randn(1, 4, 6, dtype=torch.float64))
-    plain = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=16))
-    encode = model.encode
-
-    def jumping(features: Features) -> Memory:
-        memory = encode(features)
-        return Memory(memory.states + 0.5 * (features.tokens.norm(dim=(1, 2)) > 2)[:, None, None], None)
-
-    model.encode = jumping  # type: ignore[method-assign]
-    found = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=16, max_steps=1024))
-    assert found.steps == 32 and found.gap.max() > 0.05 > 1e-6 > plain.gap.max()
-
-
 @pytest.mark.parametrize("name", ["expansionnet_v2", "meshed_memory"])
-def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str) -> None:
+def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, features = inputs(name)
-    whole = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=12, tolerance=1e9, rows=64))
-    parts = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=12, tolerance=1e9, rows=5))
-    first = integrated_gradients(model, features, TOKENS[:2], quadrature=Quadrature(steps=12, tolerance=1e9))
+    whole = integrated_gradients(model, features, TOKENS, 12)
+    monkeypatch.setattr(attribution, "ROWS", 5)
+    parts, first = (integrated_gradients(model, features, tokens, 12) for tokens in (TOKENS, TOKENS[:2]))
     torch.testing.assert_close(whole.values, parts.values)
     torch.testing.assert_close(whole.head(1).values, first.values)
-    assert whole.steps == parts.steps == 12
-
-
-def test_steps_double_until_the_sum_is_complete() -> None:
-    model, features = inputs("meshed_memory")
-    few = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=4, tolerance=1e9))
-    more = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=4, tolerance=0.02))
-    assert few.steps == 4 and few.gap.max() > 0.02 and more.steps > 4 and more.gap.max() <= 0.02
-    limited = integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=8, tolerance=0.0, max_steps=15))
-    assert limited.steps == 8
 
 
 def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None:
     model, features = inputs("transformer")
     model.train()
     with torch.inference_mode():
-        found = integrated_gradients(
-            model, Features(features.tokens * 1.0), TOKENS, quadrature=Quadrature(steps=4, tolerance=1e9)
-        )
+        found = integrated_gradients(model, Features(features.tokens * 1.0), TOKENS, 4)
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(
-        found.values,
-        integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=4, tolerance=1e9)).values,
-    ), "dropout was on"
-
-
-def test_a_word_that_nothing_speaks_for_has_no_shares() -> None:
-    nothing = Attribution(torch.zeros(1, 3), torch.zeros(1), 1)
-    assert torch.equal(nothing.shares(), torch.zeros(1, 3))
-
-
-def test_quadrature_is_exact_for_polynomials() -> None:
-    for count in (1, 2, 5, 16):
-        places, weights = gauss_legendre(count)
-        for degree in range(2 * count):
-            assert abs(float((weights * places**degree).sum()) - 1 / (degree + 1)) < 1e-12
+    assert torch.equal(found.values, integrated_gradients(model, features, TOKENS, 4).values), "dropout was on"
 
 
 def test_shapes_are_refused_in_words() -> None:
     model, features = inputs("transformer")
     with pytest.raises(ValueError, match="expected one image"):
         integrated_gradients(model, Features(features.tokens[0]), TOKENS)
-    with pytest.raises(ValueError, match="both must be 1 or more"):
-        integrated_gradients(model, features, TOKENS, quadrature=Quadrature(steps=0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raycap.models.encoders.augmentation import augmented
+from raycap.models.encoders.transform import augmented
 from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
 
 WIDTH, HEIGHT = 200, 120

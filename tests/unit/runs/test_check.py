@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -10,13 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import yaml
 
 from raycap.jobs.cli import main
-from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.runs.check import check_data
 from tests.conftest import ROOT, small_config, write_karpathy
 
 
@@ -76,46 +72,6 @@ def test_no_extraction_leaves_out_a_broken_training_image(tmp_path: Path, number
         assert main([*command, f"features.store={store}"]) == expected
         errors = texts(json.loads((tmp_path / "found.json").read_text()), "error")
         assert ("1 training image cannot be decoded, and with features.store = never" in errors) is bool(expected)
-
-
-def test_a_sample_of_a_large_set_ends_the_check_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only if far too many of its images are unusable: one in ten is what chance may give at a limit of 5 %."""
-    monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 20)
-    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
-    for number in range(0, 196, 10):
-        (root / "images" / f"{number}.png").write_bytes(b"no image")
-    code, found = check(tmp_path, root, max_bad_fraction=0.05)
-    assert code == 1 and "20 of 200 images" in texts(found, "error") and found["captions"]["total"] > 200
-    for number in range(100):
-        (root / "images" / f"{number}.png").unlink(missing_ok=True)
-    capsys.readouterr()
-    code, found = check(tmp_path, root, max_bad_fraction=0.05)
-    assert code == 1 and "of a sample of 20 images cannot be used" in texts(found, "error")
-    assert "the other images were not decoded" in capsys.readouterr().out and "captions" not in found
-    monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 21)
-    code, found = check(tmp_path, root, max_bad_fraction=0.05)
-    assert "110 of 200 images" in texts(found, "error"), "the set is too small for a sample"
-
-
-def test_a_sample_has_no_images_that_were_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the new images, far too many are broken, or none: those checked before decide neither."""
-    monkeypatch.setattr("raycap.pipeline.runs.check.SAMPLE", 10)
-    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
-    files = [root / "images" / f"{number}.png" for number in range(200)]
-    for file in files[:100]:
-        file.write_bytes(b"no image " + file.name.encode())
-    data = {"root": str(root), "train_splits": ["train"], "min_count": 1, "max_bad_fraction": 0.05}
-    config = parse_config(small_config(tmp_path / "storage", data=data))
-    keys = pa.array([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
-    assert "of a sample" in check_data(config).findings[0].text, "nothing was checked before"
-    found = check_data(config, keys[:100])
-    assert found.ok and found.statistics["unreadable"] == {}
-    found = check_data(config, keys[100:])
-    assert "of a sample" in found.findings[0].text and "other images were not decoded" in found.findings[0].text
-    assert found.statistics["splits"] == {"test": 2, "train": 196, "val": 2}, "also of the images checked before"
-    assert not any("of a sample" in finding.text for finding in check_data(config, keys[30:]).findings), "30 are few"
 
 
 def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:

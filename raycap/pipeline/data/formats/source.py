@@ -20,12 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raycap.pipeline.config.sections import ColumnSection
 from raycap.pipeline.errors import UserError
@@ -49,12 +46,10 @@ _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
 MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
 BUFFERED_ROWS = 10_000  # that are Python objects; the others are in Arrow arrays
-_JOINED_BATCHES = 16  # to which late captions are added at a time
 LISTS = pa.list_(pa.string())
 IMAGES = pa.schema(
     [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
 )
-LATE = pa.schema([("row", pa.int64()), ("captions", LISTS)])
 
 
 @dataclass(frozen=True)
@@ -327,17 +322,14 @@ def _prefix(folder: str) -> str:
 class Rows:
     """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
 
-    The last BUFFERED_ROWS to 2 BUFFERED_ROWS images are Python objects, and can be given more captions at once.
+    The last images, at most BUFFERED_ROWS, are Python objects.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self._buffer: list[
-            tuple[int, str, str, list[str], list[str]]
-        ] = []  # one tuple of the columns of IMAGES per row
-        self._late: list[tuple[int, list[str]]] = []  # captions of rows that are no longer in the buffer
+        self._buffer: list[tuple[int, str, str, list[str], list[str]]] = []  # the columns of IMAGES
         self._images, self._num_stored = list[pa.RecordBatch](), 0
-        self._more = list[pa.RecordBatch]()  # of LATE, sorted by row
+        self._late: dict[int, list[str]] = {}  # captions of rows that are no longer in the buffer
 
     def __len__(self) -> int:
         return self._num_stored + len(self._buffer)
@@ -355,63 +347,34 @@ class Rows:
         if "\0" in uri or SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
         self._buffer.append((image_id, split, uri, captions, list(tokens)))
-        if len(self._buffer) == 2 * BUFFERED_ROWS:
-            self._images.append(_batch(self._buffer[:BUFFERED_ROWS], IMAGES))
-            self._num_stored += BUFFERED_ROWS
-            del self._buffer[:BUFFERED_ROWS]
+        if len(self._buffer) == BUFFERED_ROWS:
+            self._store()
+
+    def _store(self) -> None:
+        """Moves the buffer to Arrow arrays."""
+        columns = zip(*self._buffer, strict=True) if self._buffer else [()] * len(IMAGES)
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, IMAGES, strict=True)]
+        self._images.append(pa.RecordBatch.from_arrays(arrays, schema=IMAGES))
+        self._num_stored += len(self._buffer)
+        self._buffer = []
 
     def add_captions(self, row: int, captions: list[str]) -> None:
         """Adds captions to those of an image that was added before as the row with this number."""
-        position = row - self._num_stored
-        if position >= 0:
-            self._buffer[position][3].extend(captions)
-            return
-        self._late.append((row, captions))
-        if len(self._late) == BUFFERED_ROWS:
-            self._more.append(_late_batch(self._late))
-            self._late = []
+        if row >= self._num_stored:
+            self._buffer[row - self._num_stored][3].extend(captions)
+        else:
+            self._late.setdefault(row, []).extend(captions)
 
     def table(self, *, with_tokens: bool) -> pa.Table:
         """The images as a table of IMAGES, without the column tokens unless it is asked for."""
-        table = pa.Table.from_batches([*self._images, _batch(self._buffer, IMAGES)])
-        late = [*self._more, _late_batch(self._late)]
-        if sum(map(len, late)):
-            joined = pa.chunked_array(_joined(table["captions"], late), LISTS)
-            table = table.set_column(IMAGES.get_field_index("captions"), "captions", joined)
+        self._store()
+        table = pa.Table.from_batches(self._images)
+        if self._late:
+            lists = table["captions"].to_pylist()
+            for row, captions in self._late.items():
+                lists[row] += captions
+            table = table.set_column(IMAGES.get_field_index("captions"), "captions", pa.array(lists, LISTS))
         return table if with_tokens else table.drop_columns(["tokens"])
-
-
-def _batch(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows as a batch of a table."""
-    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _late_batch(rows: Sequence[tuple[int, list[str]]]) -> pa.RecordBatch:
-    """Rows of LATE as a batch, sorted by `row`; those of the same row keep their order."""
-    return _batch(sorted(rows, key=itemgetter(0)), LATE)
-
-
-def _joined(lists: pa.ChunkedArray, late: Sequence[pa.RecordBatch]) -> Iterator[pa.Array]:
-    """The lists, each followed by those of the batches of LATE for its row, in their order; some at a time."""
-    start, late_rows = 0, [batch["row"].to_numpy() for batch in late]
-    for first in range(0, lists.num_chunks, _JOINED_BATCHES):
-        chunk = pa.concat_arrays(lists.chunks[first : first + _JOINED_BATCHES])
-        limits = [np.searchsorted(rows, [start, start + len(chunk)]) for rows in late_rows]
-        parts = [batch.slice(begin, end - begin) for batch, (begin, end) in zip(late, limits, strict=True)]
-        table = pa.Table.from_batches([part for part in parts if len(part)], LATE).combine_chunks()
-        owners = table["row"].to_numpy() - start
-        further = pa.concat_arrays(table["captions"].chunks or [pa.array([], LISTS)])
-        lengths = [pc.list_value_length(each).to_numpy(zero_copy_only=False) for each in (chunk, further)]
-        # the row of each value; a stable sort leaves the values of a list before those that follow it
-        of_values = np.concatenate([np.repeat(np.arange(len(chunk)), lengths[0]), np.repeat(owners, lengths[1])])
-        values = pa.concat_arrays([chunk.flatten(), further.flatten()]).take(
-            pa.array(np.argsort(of_values, kind="stable"))
-        )
-        counts = np.bincount(of_values, minlength=len(chunk))
-        yield pa.ListArray.from_arrays(np.cumsum([0, *counts]), values).cast(LISTS)
-        start += len(chunk)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import Attribution, cross_attention, integrated_gradients
+from raycap.models.explain.attribution import STEPS, Attribution, cross_attention, integrated_gradients
 from raycap.models.explain.cluster_groups import Clusters, find_clusters
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
@@ -207,7 +207,7 @@ class CaptionService:
         attribution = self.attribution(pixels, caption)
         gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
         shares = attribution.shares().cpu().numpy()[:, first:]
-        return Explanation(caption, words, grid, attention, shares, attribution.steps, gap)
+        return Explanation(caption, words, grid, attention, shares, STEPS, gap)
 
     def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
         """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).

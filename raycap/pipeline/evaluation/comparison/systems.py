@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.evaluation.captioning.bundle import read_bundle_config
-from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.captioning.bundle import fetched, read_bundle_config
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
 from raycap.pipeline.evaluation.reports.report import write_summary

@@ -176,7 +176,7 @@ def compute_maps(
     import torch
 
     from raycap.models.encoders.backbone import num_prefix_tokens
-    from raycap.models.explain.attribution import Quadrature, cross_attention, integrated_gradients
+    from raycap.models.explain.attribution import cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
     from raycap.pipeline.features.model_inputs import on_device
 
@@ -205,8 +205,7 @@ def compute_maps(
         if words != image.caption.split():
             fields["parts"] = vocabulary.parts(image.caption)
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
-            quadrature = Quadrature.exactly(INTEGRATION_STEPS)
-            attribution = integrated_gradients(caption_model, features, ids, quadrature=quadrature)
+            attribution = integrated_gradients(caption_model, features, ids, INTEGRATION_STEPS)
             fields["attribution"] = attribution.head(len(words)).shares()[:, num_prefix:].float().cpu().numpy()
         clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:

@@ -11,17 +11,18 @@ import json
 import math
 import os
 import re
-import selectors
 import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+
+from raycap.pipeline.runtime.names import one_line
 
 Caption = Sequence[str]  # tokens
 
@@ -43,8 +44,7 @@ _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
-SILENCE_S = 300.0  # longest wait for a line; METEOR loads tables for 5 s, or much longer on an overloaded machine
-_CHUNK = 65536  # bytes that are written or read at once; a longer answer is not a score
+_LONGEST = 65536  # characters of a line; a longer one is no score
 
 
 def check_meteor() -> None:
@@ -63,8 +63,7 @@ def meteor(
 ) -> tuple[float, list[float]]:
     """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
 
-    After a failure the process is restarted once, and scores only the images without an answer. deadline_s: by default
-    120 s plus 50 ms per image. Raises JavaError.
+    deadline_s: by default 120 s plus 50 ms per image. Raises JavaError.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -78,26 +77,15 @@ def meteor(
         " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction)))
         for prediction, captions in zip(predictions, references, strict=True)
     ]
-    statistics: list[str] = []
 
-    def attempt(folder: Path, until: float) -> tuple[float, list[float]]:
-        """Asks one METEOR process for the missing statistics, and then for the scores that follow from all of them."""
-        with java_process(command, folder, talks=True) as process:
-            for line in talk(process, requests[len(statistics) :], len(requests) - len(statistics), until):
-                statistics.append(_checked(line, _STATISTICS))
-            evaluation = " ||| ".join(("EVAL", *statistics))
-            lines = talk(process, [evaluation], len(requests) + 1, until)
-            *per_image, value = [float(_checked(line, _NUMBER)) for line in lines]
+    def talk(process: subprocess.Popen[str]) -> tuple[float, list[float]]:
+        statistics = _answers(process, requests, len(requests), _STATISTICS)
+        evaluation = " ||| ".join(("EVAL", *statistics))
+        *per_image, value = map(float, _answers(process, [evaluation], len(requests) + 1, _NUMBER))
         return value, per_image
 
-    return with_one_restart(attempt, 120 + 0.05 * len(requests) if deadline_s is None else deadline_s)
-
-
-def _checked(line: str, pattern: re.Pattern[str]) -> str:
-    """Returns a line of METEOR's output. Raises JavaError if it does not match the pattern."""
-    if not pattern.fullmatch(line):
-        raise JavaError(f"java answered what is not a score: {line[:60]!r}")
-    return line
+    with tempfile.TemporaryDirectory(prefix="raycap-java-") as folder:
+        return _with_java(command, Path(folder), talk, 120 + 0.05 * len(requests) if deadline_s is None else deadline_s)
 
 
 def spice(
@@ -108,32 +96,32 @@ def spice(
     The mean is over the images whose caption or references mention the category; None when no image does.
     deadline_s: by default 300 s plus 1 s per image. Raises JavaError.
     """
-    folder = _package_folder() / "spice"
+    package = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
     models = spice_models()
     # SPICE's serializer needs access to these packages, which Java forbids by default since version 16.
     opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
-    paths = os.pathsep.join(map(str, (folder / "spice-1.0.jar", folder / "lib" / "*", models / "*")))
+    paths = os.pathsep.join(map(str, (package / "spice-1.0.jar", package / "lib" / "*", models / "*")))
     data = [
         {"image_id": i, "test": " ".join(prediction), "refs": [" ".join(caption) for caption in captions]}
         for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True))
     ]
+    options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
+    main = ["edu.anu.spice.SpiceScorer", "in.json", "-out", "out.json", "-subset", "-silent"]
 
-    def attempt(temporary: Path, until: float) -> list[dict[str, dict[str, Any]]]:
-        """Runs SPICE once. For each image, the result has the scores {category: {"f": ...}}; "All" is the total."""
-        source, target = temporary / "in.json", temporary / "out.json"
-        source.write_text(json.dumps(data), encoding="utf-8")
-        options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
-        main = ["edu.anu.spice.SpiceScorer", str(source), "-out", str(target), "-subset", "-silent"]
-        with java_process([*java, *options, *main], temporary, talks=False) as process:
-            finish(process, until)
-        try:
-            items = {item["image_id"]: item["scores"] for item in json.loads(target.read_text(encoding="utf-8"))}
-            return [items[image] | {"All": {"f": float(items[image]["All"]["f"])}} for image in range(len(data))]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise JavaError(f"java left no readable result ({type(error).__name__}: {error})") from error
+    def run(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+        """For each image the scores {category: {"f": ...}}; "All" is the total."""
+        process.communicate()
+        if process.returncode:
+            raise ValueError(f"it ended with exit code {process.returncode}")
+        items = {item["image_id"]: item["scores"] for item in json.loads((folder / "out.json").read_text("utf-8"))}
+        return [items[image] | {"All": {"f": float(items[image]["All"]["f"])}} for image in range(len(data))]
 
-    scores_by_image = with_one_restart(attempt, 300 + len(data) if deadline_s is None else deadline_s)
+    with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
+        folder = Path(name)
+        (folder / "in.json").write_text(json.dumps(data), encoding="utf-8")
+        deadline_s = 300 + len(data) if deadline_s is None else deadline_s
+        scores_by_image = _with_java([*java, *options, *main], folder, run, deadline_s)
     categories = {name: _mean_f(scores_by_image, category) for category, name in SPICE_CATEGORIES.items()}
     return [scores["All"]["f"] for scores in scores_by_image], categories
 
@@ -215,88 +203,74 @@ def free_memory_mb() -> float:
     return max(free, 0) / 2**20
 
 
-@contextlib.contextmanager
-def java_process(command: list[str], folder: Path, *, talks: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A Java process in `folder`, killed when the block ends. talks: whether stdin and stdout are pipes."""
-    target = subprocess.PIPE if talks else subprocess.DEVNULL
-    with (folder / "stderr.txt").open("wb") as stderr:
-        try:
-            # The process group lets killpg end child processes as well: java may be a wrapper script.
-            process = subprocess.Popen(command, cwd=folder, stdin=target, stdout=target, stderr=stderr, process_group=0)
-        except OSError as error:
-            raise JavaError(f"java could not be started: {error}") from error
-    with process:  # closes the pipes at its end
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen[str]], T], deadline_s: float) -> T:
+    """What `use` makes of a Java process in `folder`, which ends with it or at the deadline.
+
+    Raises JavaError, also for errors of `use`.
+    """
+    try:
+        with (folder / "stderr.txt").open("wb") as stderr:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                encoding="utf-8",
+                errors="replace",
+                process_group=0,  # so that `kill` ends child processes as well: java may be a wrapper script
+            )
+    except OSError as error:
+        raise JavaError(f"java could not be started: {error}") from error
+    is_late = threading.Event()
+
+    def kill(late: bool = False) -> None:
+        if late:
+            is_late.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(deadline_s, kill, (True,))
+    timer.start()
+    try:
+        return use(process)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = "java gave no answer within the deadline" if is_late.is_set() else f"java failed ({one_line(error)})"
+        raise JavaError(f"{reason}{_stderr_excerpt(folder)}") from error
+    finally:
+        timer.cancel()
+        kill()
+        with contextlib.suppress(OSError, ValueError):  # what was not written, or a closed pipe
+            process.communicate()
 
 
-def talk(process: subprocess.Popen[bytes], requests: Sequence[str], answers: int, until: float) -> Iterator[str]:
-    """Writes the requests as lines, and yields the first `answers` lines that the process prints.
+def _answers(
+    process: subprocess.Popen[str], requests: Sequence[str], count: int, pattern: re.Pattern[str]
+) -> list[str]:
+    """Writes the requests as lines, and returns the next `count` lines that the process prints.
 
-    Both pipes are non-blocking, so a process that does not read or does not answer cannot block the caller. Raises
-    JavaError when no line comes within SILENCE_S or before `until` (a time.monotonic()), and when the process ends
-    early.
+    A thread writes, because the process may answer before it has read all. Raises ValueError for a line that does not
+    match the pattern, and when the process ends early.
     """
     assert process.stdin is not None and process.stdout is not None
-    unsent, buffer = memoryview("".join(f"{request}\n" for request in requests).encode()), b""
-    with selectors.DefaultSelector() as selector:
-        for pipe, event in ((process.stdout, selectors.EVENT_READ), (process.stdin, selectors.EVENT_WRITE)):
-            os.set_blocking(pipe.fileno(), False)
-            selector.register(pipe, event)
-        deadline = min(until, time.monotonic() + SILENCE_S)
-        while answers > 0:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if time.monotonic() > deadline:
-                raise JavaError("java gave no answer within the deadline")
-            for key, _ in ready:
-                if key.fileobj is process.stdin:
-                    try:
-                        unsent = unsent[os.write(key.fd, unsent[:_CHUNK]) :]
-                    except BrokenPipeError:
-                        unsent = unsent[:0]  # the process has ended; the read below raises JavaError
-                    if not unsent:
-                        selector.unregister(process.stdin)
-                    continue
-                chunk = os.read(key.fd, _CHUNK)
-                if not chunk:
-                    # `wait` raises TimeoutExpired if the process has closed its output and still runs.
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        raise JavaError(f"java ended early with exit code {process.wait(timeout=1)}")
-                    raise JavaError("java ended early")
-                *lines, buffer = (buffer + chunk).split(b"\n")
-                if len(buffer) > _CHUNK:
-                    raise JavaError(f"java answered what is not a score: {buffer[:60]!r}...")
-                for line in lines[:answers]:
-                    answers -= 1
-                    yield line.decode(errors="replace").strip()
-                    deadline = min(until, time.monotonic() + SILENCE_S)
+    stdin, lines = process.stdin, list[str]()
 
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
+            stdin.writelines(f"{request}\n" for request in requests)
+            stdin.flush()
 
-def finish(process: subprocess.Popen[bytes], until: float) -> None:
-    """Waits for the process. Raises JavaError when it is still running at `until` or its exit code is not 0."""
-    try:
-        code = process.wait(timeout=max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise JavaError("java was not ready within the deadline") from None
-    if code:
-        raise JavaError(f"java ended with exit code {code}")
-
-
-def with_one_restart(attempt: Callable[[Path, float], T], deadline_s: float) -> T:
-    """Calls `attempt(folder, until)` at most twice within the deadline; the first call gets two thirds of it."""
-    start = time.monotonic()
-    reasons: list[str] = []
-    for share in (2 / 3, 1):  # the share of the deadline after which the attempt must have ended
-        with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
-            try:
-                return attempt(Path(name), start + deadline_s * share)
-            except JavaError as error:
-                reasons.append(f"{error}{_stderr_excerpt(Path(name))}")
-    second_reason = "the same again" if reasons[0] == reasons[1] else reasons[1]
-    raise JavaError(f"{reasons[0]}; after one restart: {second_reason}")
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    while len(lines) < count:
+        line = process.stdout.readline(_LONGEST)
+        if not line:
+            raise ValueError(f"it ended early with exit code {process.wait()}")
+        if not pattern.fullmatch(line.strip()):
+            raise ValueError(f"it answered what is not a score: {line[:60]!r}")
+        lines.append(line.strip())
+    writer.join()
+    return lines
 
 
 def _stderr_excerpt(folder: Path) -> str:

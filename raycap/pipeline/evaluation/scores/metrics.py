@@ -252,7 +252,6 @@ TABLE = (
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
-FURTHER_METRICS = tuple(name for metric in TABLE if not metric.by_default for name in metric.names)
 # those that need captions and references only; of all of them more is better
 TEXT_METRICS = tuple(name for metric in TABLE if metric.needs is None for name in metric.names)
 LESS_IS_BETTER = tuple(name for metric in TABLE if metric.less_is_better for name in metric.names)
@@ -304,7 +303,7 @@ def score_captions(
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    java_deadline_s: the longest time for METEOR and for SPICE each, a restart included; the defaults are those of
+    java_deadline_s: the longest time for METEOR and for SPICE each; the defaults are those of
     `java.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
     English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
 
