@@ -261,6 +261,11 @@ class RunFolder:
         data = self.config.data
         return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
 
+    def num_samples(self, stage: StageSection) -> int:
+        """Samples per epoch of a stage: (image, caption) pairs, or images."""
+        train = self.training_images(stage)
+        return train.num_captions if stage.samples_are_pairs else len(train)
+
     def tokens(self) -> TokenFiles:
         """The tokens of the captions of the data set's images, memory-mapped. Raises DamagedError."""
         path = self.path / TOKENS

@@ -36,12 +36,6 @@ _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
 
-def num_samples(stage: StageSection, folder: RunFolder) -> int:
-    """Samples per epoch of a stage: (image, caption) pairs, or images."""
-    train = folder.training_images(stage)
-    return train.num_captions if stage.samples_are_pairs else len(train)
-
-
 def share(size: int, index: int, count: int) -> slice:
     """The samples of one of `count` contiguous shares of a batch of `size` samples. Shares differ by one at most."""
     return slice(index * size // count, (index + 1) * size // count)
