@@ -114,26 +114,22 @@ def resumed(folder: RunFolder) -> tuple[Progress, list[str]]:
 
 
 @pytest.mark.parametrize("num_damaged", [1, 2])
-def test_workers_resume_from_a_checkpoint_that_is_whole_on_every_machine(
-    tmp_path: Path, world: World, num_damaged: int, monkeypatch: pytest.MonkeyPatch
+def test_a_stage_with_damaged_checkpoints_ends_with_the_same_weights(
+    tmp_path: Path, world: World, num_damaged: int
 ) -> None:
-    """The copies of this worker are whole. Those of the other, on another machine, are damaged."""
+    """From the older checkpoint, or from the beginning. Folders of others remain."""
     folder = copied(world.folder, tmp_path)
-    older, last = sorted(int(path.name.split("-")[1]) for path in folder.stage(STAGE).glob("step-*"))
-    other, damage = (older, "there/step-9 is damaged") if num_damaged == 1 else (0, "there/step-9 is damaged")
-    found: list[int] = []
-
-    def gather(_: LocalContext, own: tuple[int, list[str]]) -> list[tuple[int, list[str]]]:
-        found.append(own[0])
-        return [own, (other, [damage])]
-
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stage(STAGE), StageJob(folder, (STAGE,), world.store))
-    before = {name: tensor.clone() for name, tensor in run.captioner.state_dict().items()}
-    monkeypatch.setattr("raycap.pipeline.training.loop.gather_objects", gather)
-    assert run._resume().step == other and found == [last, other]
-    after = run.captioner.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before) == (other == 0), "nothing else is restored"
-    assert damage in [entry.get("text") for entry in read_journal(folder.journal)]
+    stage, others = folder.stage(STAGE), {"step-backup", "step-", "step-9x", "step-999"}
+    older, last = sorted(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
+    for name in others:
+        (stage / name).write_text("a file") if name == "step-999" else (stage / name).mkdir()
+    for step in (last, older)[:num_damaged]:
+        cut(stage / f"step-{step}" / "state.pt")
+    texts = train(folder, world)
+    assert sum("resumes from an earlier state" in text for text in texts) == num_damaged
+    begin = "starts at step 0 of" if num_damaged == 2 else f"continues from step {older} of"
+    assert any(text.startswith(begin) for text in texts)
+    assert {path.name for path in stage.glob("step-*")} == others
 
 
 @pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage])
