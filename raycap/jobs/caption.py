@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from raycap.jobs.caption_output import Row, open_output, read_done, review_place, written_precision
+from raycap.jobs.caption_output import CaptionFile, Row
 from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from raycap.jobs.options import Address
 from raycap.models.config import PLAIN
@@ -24,8 +24,7 @@ from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
 from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
 from raycap.pipeline.features.interruptions import one_sentence
@@ -136,84 +135,78 @@ def caption(
     """
     begin = time.monotonic()
     log_to_stderr()
-    names = find_images(images)
-    opened = open_bundle("--model", model)
-    if opened.bundle.transform is None:
-        raise UserError(
-            f"--model {model}: this bundle has no backbone, it captions a detector's region features or stored grid "
-            "features and not images; caption a split with `raycap evaluate` and features.hdf5 or --features, or, for "
-            "grid features, import it again with --backbone"
-        )
+    names, opened = find_images(images), open_bundle("--model", model)
     changes = _changes(set_ or (), beam_size, max_length)
-    settings = opened.bundle.changed_search(changes)
-    if num_results > settings.beam_size and not settings.decoding.sampling:
-        raise UserError(f"--n-best {num_results}: expected 1 to the beam's size, {settings.beam_size}")
-    search: dict[str, Any] = {"search": changes, "precision": precision}
-    num_heads = opened.bundle.captioner.model.config.num_heads
-    if head is not None and (explain is None or head > num_heads):
-        raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
-    if min_confidence is not None and out is None:
+    settings = opened.bundle.changed_search(changes).model_copy(update={"num_results": num_results})
+    _check(opened, settings, explain, head)
+    confidence = _confidence(opened.bundle, settings, min_confidence)
+    output = None if out is None else CaptionFile(storage_path(out), min_confidence)
+    if output is None and min_confidence is not None:
         raise UserError(f"--min-confidence {min_confidence:g} needs --out, beside which it writes the review file")
-    confidence = _confidence(opened.bundle, settings.model_copy(update={"num_results": num_results}), min_confidence)
-    cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
-    signature: dict[str, Any] = {}
-    done: dict[str, bool] = {}
-    place = None if out is None else storage_path(out)
-    review = None if place is None or min_confidence is None else review_place(place)
-    if place is not None:
-        if precision == "auto":  # all lines of a file have one precision
-            written = written_precision(place) or (review and written_precision(review))
-            search["precision"] = written or precision
-        # bundles of one name can have other weights
-        weights = file_digest(opened.folder / "model.safetensors")[:16]
-        name = opened.bundle.config["name"]
-        signature = _signature(settings) | {"precision": search["precision"], "num_results": num_results}
-        signature |= {"model": name, "weights": weights}
-        signature |= {"fit": confidence and confidence.digest, "min_confidence": min_confidence}
-        done = read_done(place, signature)
-        if review is not None:
-            done |= read_done(review, signature)
+    signature = _signature(opened, settings) | {
+        "fit": confidence and confidence.digest,
+        "min_confidence": min_confidence,
+    }
+    written = output.precision() if output is not None and precision == "auto" else None
+    search: dict[str, Any] = {"search": changes, "precision": written or precision}
+    signature["precision"] = search["precision"]  # all lines of a file have one precision
+    done = {} if output is None else output.read_done(signature)
     pending = [name for name in names if name not in done]
     if done:
-        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {place} already")
+        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {out} already")
+    cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     joins_cluster = bool(cluster_address(address))  # Ray sets the variable for a submitted job
     uses_ray = bool(pending) and (joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
     if explain is not None and uses_ray:
         raise UserError(f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without a cluster")
     if pending and search["precision"] == "auto":
-        search["precision"] = _measured_precision(opened, search, cluster if uses_ray else None)
-        signature |= {"precision": search["precision"]} if signature else {}
+        search["precision"] = signature["precision"] = _measured_precision(
+            opened, search, cluster if uses_ray else None
+        )
         _print_note(f"{search['precision']} is used, as measured where the images are captioned")
-    options = CaptionOptions(search, num_results)
     if explain is not None:
         check_output_folder("--explain", explain)
         explain.mkdir(parents=True, exist_ok=True)
         _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
-    decorations = Decorations()
+    decorations, options = Decorations(), CaptionOptions(search, num_results)
     captioning: AbstractContextManager[Iterator[dict[str, Any]]]
     if uses_ray:
         captioning = _captioning_on_ray(pending, opened, options, cluster)
     else:
         pictures = None if explain is None else Pictures(explain, head)
         captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, pictures, decorations))
-    output = nullcontext(_printer(json_lines)) if place is None else open_output(place, signature, min_confidence)
-    with output as write, captioning as rows:
+    with nullcontext(_printer(json_lines)) if output is None else output.open(signature) as write, captioning as rows:
         num_failed, largest_gap = _write_rows(rows, len(pending), write)
     if explain is not None and num_failed < len(pending):
         _print_note(
             f"heat maps: {explain}; attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
         )
-    decorations.log_failed(f"caption the image again{' without --out' if place else ''}")
+    decorations.log_failed(f"caption the image again{' without --out' if output else ''}")
     num_failed += sum(not has_caption for has_caption in done.values())
     if num_failed:
         _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
-    if place is not None:
+    if output is not None:
         seconds = time.monotonic() - begin
         speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
-        _print_note(f"captions: {place} ({speed})")
-        if review is not None:
-            _print_note(f"review:   {review} (captions with a confidence below {min_confidence:g})")
+        _print_note(f"captions: {output.place} ({speed})")
+        if min_confidence is not None:
+            _print_note(f"review:   {output.review} (captions with a confidence below {min_confidence:g})")
     return 1 if num_failed else 0
+
+
+def _check(opened: OpenedBundle, settings: EvaluationSection, explain: Path | None, head: int | None) -> None:
+    """Raises UserError for a bundle or options with which no image can be captioned."""
+    if opened.bundle.transform is None:
+        raise UserError(
+            f"--model {opened.location}: this bundle has no backbone, it captions a detector's region features or "
+            "stored grid features and not images; caption a split with `raycap evaluate` and features.hdf5 or "
+            "--features, or, for grid features, import it again with --backbone"
+        )
+    if settings.num_results > settings.beam_size and not settings.decoding.sampling:
+        raise UserError(f"--n-best {settings.num_results}: expected 1 to the beam's size, {settings.beam_size}")
+    num_heads = opened.bundle.captioner.model.config.num_heads
+    if head is not None and (explain is None or head > num_heads):
+        raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
 
 
 def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> dict[str, Any]:
@@ -229,10 +222,10 @@ def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | 
     return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
 
 
-def _signature(settings: EvaluationSection) -> dict[str, Any]:
-    """The part of the signature of `--out` that the settings of a search decide.
+def _signature(opened: OpenedBundle, settings: EvaluationSection) -> dict[str, Any]:
+    """The part of the signature of `--out` that the model and the settings of its search decide.
 
-    Usual values of newer keys are None, which lines omit, so that lines of older versions have the same signature.
+    Usual settings are None, which lines omit.
     """
     is_usual = settings.ranking == "mean" and not settings.collapse_repeats
     return {
@@ -241,6 +234,10 @@ def _signature(settings: EvaluationSection) -> dict[str, Any]:
         "ranking": None if is_usual else settings.ranking,
         "collapse_repeats": None if is_usual else settings.collapse_repeats,
         "decoding": None if settings.decoding == PLAIN else asdict(settings.decoding),
+        "precision": None,
+        "num_results": settings.num_results,
+        "model": opened.bundle.config["name"],
+        "weights": file_digest(opened.folder / "model.safetensors")[:16],  # bundles of one name can have others
     }
 
 
@@ -286,7 +283,7 @@ def _captioning_on_ray(
             captions = caption_stream(names, source, transform, options.search, options.num_results, pool)
             for name, found in captions:
                 progressed()
-                yield {"image": name} | found.to_json()
+                yield {"image": name} | found
 
         yield rows()
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from raycap.jobs.named_files import check_output_file
@@ -29,74 +30,114 @@ Row = Mapping[str, Any]
 Write = Callable[[Row], None]
 
 
-def read_done(out: StoragePath, signature: Row) -> dict[str, bool]:
-    """Returns {image: whether it has a caption} for the images that earlier calls have written to `out`.
+@dataclass(frozen=True)
+class CaptionFile:
+    """A local file or a folder on S3 for captions.
 
-    signature: the settings and weights that determine the captions. Every line contains those that are not None.
-    Removes an incomplete last line of a local file. Raises UserError if a line has another signature or is no caption.
+    min_confidence: captions with less confidence, or without any, go to `review`; None for all to the file.
     """
-    if not out.is_remote:
-        check_output_file("--out", out.path)
-        return _read_file(out, signature) if out.exists() else {}
-    names = sorted(f"part-{number:06d}.jsonl" for number in _part_numbers(out))
-    done: dict[str, bool] = {}
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        for name, data in zip(names, pool.map(lambda name: (out / name).read_bytes(), names), strict=True):
-            done |= _parse(out / name, data.splitlines(), signature)
-    return done
+
+    place: StoragePath
+    min_confidence: float | None = None
+
+    @property
+    def review(self) -> StoragePath:
+        """The file NAME.review.jsonl beside the local file NAME.jsonl, and OUT/review/ on S3."""
+        if self.place.is_remote:
+            return self.place / "review"
+        path = self.place.path
+        return storage_path(path.with_name(f"{path.stem}.review{path.suffix}"))
+
+    @property
+    def _places(self) -> list[StoragePath]:
+        return [self.place] if self.min_confidence is None else [self.place, self.review]
+
+    def precision(self) -> str | None:
+        """The precision of the first line that earlier calls have written; None without one."""
+        for place in self._places:
+            for file in _files(place)[:1]:
+                with suppress(ValueError, AttributeError):  # `read_done` refuses a line that is none of this command
+                    line = file.read_bytes().partition(b"\n")[0]
+                    precision: str | None = parse_json(line, "it", strict=False).get("precision")
+                    return precision if precision in ("float32", "bfloat16") else None
+        return None
+
+    def read_done(self, signature: Row) -> dict[str, bool]:
+        """Returns {image: whether it has a caption} for the images that earlier calls have written.
+
+        signature: the settings and weights that determine the captions. Every line contains those that are not None.
+        Removes an incomplete last line of a local file. Raises UserError if a line has another signature or is no
+        caption.
+        """
+        done: dict[str, bool] = {}
+        for place in self._places:
+            files = _files(place)
+            with ThreadPoolExecutor(NUM_READERS) as pool:
+                for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
+                    complete = data[: data.rfind(b"\n") + 1]  # a killed command has left its last line incomplete
+                    for number, line in enumerate(complete.splitlines(), 1):
+                        image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
+                        done[image] = has_caption
+                    if complete != data and not file.is_remote:
+                        write_bytes(file.path, complete)
+        return done
+
+    @contextmanager
+    def open(self, signature: Row) -> Iterator[Write]:
+        """Yields a function that adds the row of an image, with the signature."""
+        if self.min_confidence is None:
+            with _open_place(self.place, signature) as write:
+                yield write
+            return
+        limit = self.min_confidence
+        with _open_place(self.place, signature) as write, _open_place(self.review, signature) as write_review:
+            yield lambda row: (write_review if "caption" in row and row.get("confidence", -1.0) < limit else write)(row)
 
 
-def written_precision(out: StoragePath) -> str | None:
-    """The precision of the first line that earlier calls have written to `out`; None without one."""
-    if out.is_remote:
-        numbers = _part_numbers(out)
-        data = (out / f"part-{min(numbers):06d}.jsonl").read_bytes() if numbers else b""
-    else:
-        check_output_file("--out", out.path)
-        data = out.read_bytes() if out.exists() else b""
-    with suppress(ValueError, AttributeError):  # `read_done` refuses a line that is none of this command
-        precision = parse_json(data.partition(b"\n")[0], "it", strict=False).get("precision")
-        return precision if precision in ("float32", "bfloat16") else None
-    return None
+def _files(place: StoragePath) -> list[StoragePath]:
+    """The files of an output that exist, in order. Raises UserError for a local file that cannot be written."""
+    if place.is_remote:
+        return [place / f"part-{number:06d}.jsonl" for number in sorted(_part_numbers(place))]
+    check_output_file("--out", place.path)
+    return [place] if place.exists() else []
 
 
-def review_place(out: StoragePath) -> StoragePath:
-    """The review file beside an output: NAME.review.jsonl for the file NAME.jsonl, and OUT/review/ on S3."""
-    if out.is_remote:
-        return out / "review"
-    return storage_path(out.path.with_name(f"{out.path.stem}.review{out.path.suffix}"))
+def _parse(line: bytes, signature: Row, name: str) -> tuple[str, bool]:
+    """The image of a line, and whether it has a caption. name: of the line, for messages. Raises UserError."""
+    try:
+        row = parse_json(line, "it", strict=False)  # file names may not be UTF-8
+        image, has_caption = row["image"], "error" not in row
+        differing = [key for key, value in signature.items() if row.get(key) != value]
+        found, expected = ({key: each.get(key) for key in differing} for each in (row, signature))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{name} is not a caption of this command; give another name") from error
+    if differing:
+        raise UserError(f"{name} was written with {quoted(found)}, not {expected}; give another name")
+    return image, has_caption
 
 
 @contextmanager
-def open_output(out: StoragePath, signature: Row, min_confidence: float | None = None) -> Iterator[Write]:
-    """Yields a function that adds the row of an image to `out`, with the signature.
+def _open_place(place: StoragePath, signature: Row) -> Iterator[Write]:
+    """Yields a function that adds a row to one place, as a JSON line with the values of the signature that are given.
 
-    With `min_confidence`, it adds the captions with less confidence, or none, to `review_place(out)` instead.
+    A file name that is not UTF-8 contains lone surrogates, which become JSON escapes.
     """
-    if min_confidence is None:
-        with _open_place(out, signature) as write:
-            yield write
-        return
-    with _open_place(out, signature) as write, _open_place(review_place(out), signature) as write_review:
-        yield lambda row: (
-            write_review if "caption" in row and row.get("confidence", -1.0) < min_confidence else write
-        )(row)
+    given = {key: value for key, value in signature.items() if value is not None}
 
+    def line(row: Row) -> bytes:
+        return (json.dumps({**row, **given}, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
-@contextmanager
-def _open_place(out: StoragePath, signature: Row) -> Iterator[Write]:
-    """`open_output` for one place."""
-    if out.is_remote:
-        parts = Parts(out)
+    if place.is_remote:
+        parts = Parts(place)
         try:
-            yield lambda row: parts.add(_line(row, signature))
+            yield lambda row: parts.add(line(row))
         finally:
             parts.flush()
         return
-    with out.path.open("ab") as file:
+    with place.path.open("ab") as file:
 
         def write(row: Row) -> None:
-            file.write(_line(row, signature))
+            file.write(line(row))
             file.flush()  # a killed command loses only the image that it was captioning
 
         yield write
@@ -128,42 +169,3 @@ class Parts:
 
 def _part_numbers(folder: StoragePath) -> list[int]:
     return [int(match[1]) for name, _ in folder.walk() if (match := _PART.fullmatch(name))]
-
-
-def _line(row: Row, signature: Row) -> bytes:
-    """A row as a JSON line, without the values of the signature that are None.
-
-    A file name that is not UTF-8 contains lone surrogates, which become JSON escapes.
-    """
-    given = {key: value for key, value in signature.items() if value is not None}
-    return (json.dumps({**row, **given}, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def _read_file(out: StoragePath, signature: Row) -> dict[str, bool]:
-    """`read_done` for a local file."""
-    data = out.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]  # a killed job has left its last line incomplete
-    done = _parse(out, complete.splitlines(), signature)
-    if complete != data:
-        write_bytes(out.path, complete)
-    return done
-
-
-def _parse(place: StoragePath, lines: Iterable[bytes], signature: Row) -> dict[str, bool]:
-    """Returns {image: whether it has a caption} for the lines of a file. Raises UserError."""
-    done: dict[str, bool] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line, "it", strict=False)  # file names may not be UTF-8
-            done[row["image"]] = "error" not in row
-            differing = [key for key, value in signature.items() if row.get(key) != value]
-            found, expected = ({key: each.get(key) for key in differing} for each in (row, signature))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"--out {place}: line {number} is not a caption of this command; give another name"
-            ) from error
-        if differing:
-            raise UserError(
-                f"--out {place}: line {number} was written with {quoted(found)}, not {expected}; give another name"
-            )
-    return done

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.named_files import check_output_file
-from raycap.jobs.options import Address, Config, Set
-from raycap.pipeline.cluster.start import check_address
+from raycap.jobs.options import Config, Set
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.reading import planned_data
 from raycap.pipeline.runs.check import check_data
@@ -24,24 +22,21 @@ from raycap.pipeline.runtime.secrets import without_secrets
 def check(
     config: Config,
     set_: Set = None,
-    address: Address = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings to this JSON file.")] = None,
 ) -> int:
     """Check whether a data set is fit to train on.
 
-    The exit code is 1 when training on the data would be wrong. Every image is read: by threads of this machine, or
-    with --address by the nodes of a cluster. If a sample of a large data set has far too many unusable images, the
-    check ends there.
+    The exit code is 1 when training on the data would be wrong. Every image is read by this machine.
+    If a sample of a large data set has far too many unusable images, the check ends there.
 
     Example: raycap check coco_subset --set data.root=/path/to/folder
     """
     run_config = load_config(config, set_ or ())
     if json_file is not None:
         check_output_file("--json", json_file)
-    check_address(address)
     check_storage(run_config)
     planned_data(run_config)
-    result = check_data(run_config, reader=image_reader(run_config, address))
+    result = check_data(run_config)
     if "captions" in result.statistics:  # not if a sample ended the check
         _print_statistics(result.statistics)
     findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]

@@ -28,7 +28,7 @@ NUM_LISTED_CLASSES = 5  # the log names this many of the classes that the model 
 
 
 def constraints(
-    detections: Annotated[Path, typer.Option(help="Boxes with classes: COCO's JSON, or JSON lines.")],
+    detections: Annotated[Path, typer.Option(help="Boxes with classes: COCO's JSON.")],
     out: Annotated[Path, typer.Option(help="The constraint file, for `raycap evaluate --constraints`.")],
     hierarchy: Annotated[
         Path | None, typer.Option(help="Open Images' class hierarchy. Without it, overlapping boxes are all used.")

@@ -10,7 +10,7 @@ import typer
 
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.serving.graph_formats import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_bundle
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.storage.path import StoragePath, storage_path, try_writing

@@ -8,20 +8,18 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.options import Address, Config, Set
 from raycap.jobs.run import run
 from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, rollback
 from raycap.pipeline.retrain.retraining import retrain as retrain_once
-from raycap.pipeline.runs.check import Reader
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
 from raycap.pipeline.runs.run_bundle import local_bundle
 from raycap.pipeline.runtime.log import indented
@@ -33,10 +31,6 @@ class RayWork:
     """Trains and captions on a Ray cluster, for `pipeline.retrain.retraining`."""
 
     address: str | None
-
-    def reader(self, config: RunConfig) -> Reader:
-        """Tasks on the cluster; threads without one."""
-        return image_reader(config, self.address)
 
     def train(self, config: RunConfig, data: FoundData) -> Trained:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from raycap.jobs.evaluate import evaluate_ensemble
 from raycap.jobs.extract import initial_weights
-from raycap.jobs.image_tasks import image_reader
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from raycap.jobs.seeds import seed_configs, summarize_runs
@@ -28,7 +27,7 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
@@ -100,11 +99,11 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
     """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features.
 
-    Otherwise tasks on a cluster read the new images, or threads without one.
+    Otherwise threads of this process read the new images.
     """
     reads_images = config.stages[0].train_backbone or config.features.store == "never"
     if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
-        return find_data(config, image_reader(config, address).hash_files)
+        return find_data(config)
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
         return find_data(config, hash_and_extract(config, weights, start))
@@ -321,8 +320,6 @@ class RunDriver:
 
     def _describe(self, stage: StageSection) -> str:
         """A stage as a line of the plan."""
-        from raycap.pipeline.training.batches import num_samples
-
         per_sample = ""
         if stage.objective == "scst":
             per_sample = f" x {stage.sampling.num_samples} samples"
@@ -339,7 +336,7 @@ class RunDriver:
         if self.folder.result(stage.name):
             return f"{what}, done"
         return (
-            f"{what}, {total_steps(stage, num_samples(stage, self.folder))} steps "
+            f"{what}, {total_steps(stage, self.folder.num_samples(stage))} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )

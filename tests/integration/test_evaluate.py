@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, models=[model], compared=[other], server="raycap", out=str(tmp_path / "one")) == 0
+    assert evaluate(config, models=[model], compared=[other], out=str(tmp_path / "one")) == 0
     assert evaluate(config, models=[model, model], out=str(tmp_path / "two")) == 0
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
@@ -69,8 +68,6 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     lines = [json.loads(line) for line in (tmp_path / "one" / "n-best-test.jsonl").read_text().splitlines()]
     assert [len(line["n_best"]) for line in lines] == [2] * 5
     assert [line["n_best"][0]["caption"] for line in lines] == [row["caption"] for row in predictions]
-    with zipfile.ZipFile(tmp_path / "one" / "captions_raycap_results.zip") as archive:
-        assert json.loads(archive.read("captions_test_raycap_results.json")) == predictions
     assert "CIDEr-D" in one["compared"]["differences"] and any("resamples" in line for line in log_lines)
     page = (tmp_path / "one" / "report-test.html").read_text()
     assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
@@ -79,8 +76,6 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert evaluate(config, models=[model], out=str(tmp_path / "three")) == 1
     three = scores(tmp_path / "three")
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
-    with pytest.raises(UserError, match="4 captions for the 5 images"):
-        evaluate(config, models=[model], server="raycap", out=str(tmp_path / "four"))
 
 
 @pytest.mark.ray
@@ -118,62 +113,25 @@ def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
 
 
 @pytest.mark.ray
-def test_the_file_for_cocos_server_holds_both_splits(
+def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_references(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    """The shipped data file with few images: the published names, every image once, a warning about their number."""
+    """The shipped data file with few images: every image once, in the form that COCO's server takes."""
     coco_file(tmp_path / "coco", "test2014", range(1, 6), captions=False)
     coco_file(tmp_path / "coco", "val2014", range(6, 9), captions=True)
     monkeypatch.setenv("RAYCAP_COCO", str(tmp_path / "coco"))
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    data, out = ROOT / "raycap" / "configs" / "data" / "coco_server.yaml", tmp_path / "out"
-    assert evaluate(config, models=[model], data=data, server="raycap", out=str(out)) == 0
-    with zipfile.ZipFile(out / "captions_raycap_results.zip") as archive:
-        rows = {name: json.loads(archive.read(name)) for name in archive.namelist()}
-    assert list(rows) == ["captions_test2014_raycap_results.json", "captions_val2014_raycap_results.json"]
-    assert [[row["image_id"] for row in part] for part in rows.values()] == [[1, 2, 3, 4, 5], [6, 7, 8]]
-    assert all(row.keys() == {"image_id", "caption"} and row["caption"] for part in rows.values() for row in part)
-    assert any("takes 40,775 captions of test2014 and 40,504 captions of val2014" in line for line in log_lines)
+    data = ROOT / "raycap" / "configs" / "data" / "coco_server.yaml"
+    assert evaluate(config, models=[model], data=data) == 0
+    (folder,) = (tmp_path / "results" / "evaluations").iterdir()
+    assert folder.match("a-??????????-coco_server")
+    rows = [json.loads((folder / f"predictions-{split}.json").read_text()) for split in ("test2014", "val2014")]
+    assert [[row["image_id"] for row in part] for part in rows] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert all(row.keys() == {"image_id", "caption"} and row["caption"] for part in rows for row in part)
     (printed,) = [line for line in log_lines if "ExpansionNet v2, ensemble, COCO server, 40 references (paper)" in line]
     assert "CIDEr-D 1.408" in printed and "40,775 images of COCO's test2014, ours: 5" in printed
-    splits = json.loads((out / "scores.json").read_text())["splits"]
+    splits = json.loads((folder / "scores.json").read_text())["splits"]
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
-    log_lines.clear()
-    monkeypatch.setattr("raycap.pipeline.evaluation.results_folder.SERVER_IMAGES", {"test2014": 5, "val2014": 3})
-    assert evaluate(config, models=[model], data=data, server="raycap") == 0, "to the folder of the storage"
-    assert not any("server takes" in line for line in log_lines)
-    (folder,) = (tmp_path / "results" / "evaluations").iterdir()
-    assert folder.match("a-??????????-coco_server") and (folder / "captions_raycap_results.zip").is_file()
-
-
-@pytest.mark.ray
-def test_auto_is_measured_once_and_reports_name_what_it_chose(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
-) -> None:
-    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    precision = "evaluation.precision=auto"
-
-    def log_probs(name: str, setting: str) -> list[float]:
-        assert evaluate(config, [setting], models=[model], out=str(tmp_path / name)) == 0
-        lines = (tmp_path / name / "n-best-test.jsonl").read_text().splitlines()
-        return [json.loads(line)["n_best"][0]["log_prob"] for line in lines]
-
-    log_probs("first", precision)
-    assert json.loads((tmp_path / "first" / "scores.json").read_text())["signature"].startswith(
-        "expansionnet_v2, grid features, beam 3, at most 9 tokens, ranked by the mean of log-probabilities"
-    )
-    (record,) = (tmp_path / "results" / "precision").glob("*.json")
-    times = json.loads(record.read_text())
-    fastest = "bfloat16" if times["float32"] > 1.15 * times["bfloat16"] else "float32"
-    assert times["precision"] == fastest and times["bfloat16"] > 0 and times["device"] == "CPU"
-    assert sum(f"captions  in {fastest} from now on" in line for line in log_lines) == 1
-    assert ("log-probabilities, bfloat16" in (tmp_path / "first" / "report-test.html").read_text()) == (
-        fastest == "bfloat16"
-    )
-    record.write_text(json.dumps(times | {"precision": "bfloat16"}))  # decided by another machine
-    assert log_probs("second", precision) == log_probs("asked", "evaluation.precision=bfloat16")
-    assert "log-probabilities, bfloat16" in (tmp_path / "second" / "report-test.html").read_text()
-    assert log_probs("exact", "evaluation.precision=float32") != log_probs("again", precision)
 
 
 @pytest.mark.ray
@@ -205,31 +163,6 @@ def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_se
     other = str(make_bundle(tmp_path / "c", protocol=Protocol(ranking="mean")))
     with pytest.raises(UserError, match="evaluated in different ways: .* by the mean .* set evaluation.ranking"):
         evaluate(config, [], models=[of_protocol, other], out=str(tmp_path / "refused"))
-
-
-@pytest.mark.ray
-def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("broken on purpose")
-
-    config, model, out = configuration(tmp_path), str(make_bundle(tmp_path / "a")), tmp_path / "out"
-    page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
-    with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.evaluation.results_folder.write_report", broken)
-        assert evaluate(config, models=[model], out=str(out)) == 0
-    missing = json.loads((out / "scores.json").read_text())["missing"]
-    assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()
-    assert f"the report of test could not be made ({reason}); the same command makes it again" in log_lines
-    assert scores(out)["scores"]["CIDEr-D"] is not None
-    assert evaluate(config, models=[model], out=str(out)) == 0
-    assert json.loads((out / "scores.json").read_text())["missing"] == {"the heat maps of test": reason}
-    assert "data-attribution=" not in page.read_text(), "a page without maps is better than none"
-    monkeypatch.undo()
-    assert evaluate(config, models=[model], out=str(out)) == 0
-    assert "missing" not in json.loads((out / "scores.json").read_text()) and "data-attribution=" in page.read_text()
 
 
 @pytest.mark.ray

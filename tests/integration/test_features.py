@@ -19,18 +19,15 @@ import yaml
 from PIL import Image
 
 from raycap.jobs.cli import main
-from raycap.jobs.image_tasks import ImageTasks
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import small_config, write_karpathy
@@ -185,29 +182,6 @@ def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_
     keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
     features = gather(store, keys)
     assert features.std() > 0 and np.array_equal(features[:2], features[2:])
-
-
-@pytest.mark.ray
-def test_a_check_by_tasks_finds_what_threads_find(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in several blocks, with images that are missing, broken, repeated and checked before."""
-    root = write_karpathy(tmp_path / "set", {"train": 30, "val": 4, "test": 4})
-    (root / "images" / "3.png").write_bytes(b"no image")
-    (root / "images" / "5.png").unlink()
-    (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
-    data = {"root": str(root), "train_splits": ["train"], "test_splits": ["test"], "min_count": 1}
-    settings = [parse_config(small_config(tmp_path / name, data=data)) for name in ("threads", "tasks")]
-    expected = check_data(settings[0])
-    monkeypatch.setattr("raycap.jobs.image_tasks.IMAGES_PER_TASK", 7)
-    tasks = ImageTasks(settings[1], None)
-    found = check_data(settings[1], reader=tasks)
-    assert found == expected and len(found.statistics["unreadable"]) == 2 and found.statistics["short_side"]
-    names = [next((tmp_path / name / "manifests").iterdir()) for name in ("threads", "tasks")]
-    tables = [pq.read_table(name).sort_by("uri") for name in names]
-    assert tables[0].equals(tables[1])
-    keys = tables[0]["key"]
-    assert check_data(settings[1], keys, tasks) == check_data(settings[0], keys)
 
 
 @pytest.mark.ray

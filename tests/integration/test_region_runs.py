@@ -13,8 +13,7 @@ import torch
 
 from raycap.jobs.retrain import RayWork
 from raycap.models.base import Features
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, load_bundle
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore

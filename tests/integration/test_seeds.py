@@ -123,8 +123,6 @@ def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
     [
         ({"ensemble": True}, "--ensemble joins .* give --seeds"),
         ({"seeds": 3, "models": ["a", "b"]}, "--seeds 3: 2 bundles are given"),
-        ({"seeds": 2, "server": "name"}, "--server takes the captions of one model"),
-        ({"server": "name", "compared": ["a", "b"]}, "--server takes the captions of one model"),
         ({"seeds": 2, "stage": "xe_frozen"}, r"stage xe_frozen of run .* \(seed 0\) is not finished"),
     ],
 )

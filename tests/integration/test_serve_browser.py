@@ -103,39 +103,6 @@ def test_every_model_captions_a_sample_and_words_show_heat_maps(opened: Opened) 
     assert all(url.startswith((opened.url, "blob:")) for url in page.requests), "nothing from elsewhere"
 
 
-def test_words_are_reached_by_keyboard(opened: Opened) -> None:
-    page = opened.page
-    page.visit(opened.url)
-    wait(page, "document.querySelectorAll('article').length === 2")
-    page.evaluate("document.querySelector('#samples button').focus()")
-    page.press("Enter", 13, "\r")
-    wait(page, EXPLAINED)
-    for _ in range(30):
-        page.press("Tab", 9)
-        if page.evaluate("document.activeElement.closest('.caption') !== null"):
-            break
-    words = page.evaluate(WORDS)[0]
-    assert page.evaluate(PRESSED) == [words[0]] and page.evaluate(HEAT)
-    page.press("ArrowLeft", 37)
-    assert page.evaluate(PRESSED) == [words[-1]]
-    page.press("ArrowRight", 39)
-    assert page.evaluate("document.activeElement.textContent") == words[0]
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_phone(opened: Opened, dark: bool) -> None:
-    page = opened.page
-    page.window(360, 740, dark=dark)
-    page.visit(opened.url)
-    wait(page, "document.querySelectorAll('article').length === 2")
-    page.click("#samples button")
-    wait(page, EXPLAINED)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (color == "rgb(20, 22, 26)") == dark
-    page.window(1200, 900)
-
-
 def test_an_error_is_shown_and_a_script_from_elsewhere_is_not_run(opened: Opened) -> None:
     page = opened.page
     page.visit(opened.url)

@@ -25,7 +25,6 @@ import raycap
 from raycap.jobs.cli import main
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import ServeArguments
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.serving.limits import Limits
@@ -79,13 +78,6 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     deployments.start(found.arguments, "127.0.0.1", found.port, is_local=True)
     yield found
     deployments.stop(is_local=False)
-
-
-def test_a_model_that_cannot_be_served_is_one_sentence(ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where Ray Serve has not been started."""
-    deployments.stop(is_local=False)  # of another test
-    assert main(["serve", "--model", "/no/such/folder", "--port", str(free_port())]) == 2
-    assert "--model /no/such/folder: no such folder" in capsys.readouterr().err
 
 
 def test_captions_are_those_of_the_api_the_command_and_the_pyfunc_model(
@@ -167,11 +159,6 @@ def test_a_champion_is_replaced_under_load(served: Served) -> None:
         for thread in threads:
             thread.join()
     assert not wrong and set(seen) == {first, second}
-
-
-def test_a_server_does_not_replace_another_one_of_the_cluster(served: Served) -> None:
-    with pytest.raises(UserError, match="already runs on this cluster, with the application raycap"):
-        deployments.require_unused()
 
 
 def test_a_killed_process_costs_a_retry(served: Served) -> None:

@@ -26,13 +26,12 @@ from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, retrain
-from raycap.pipeline.runs.check import Reader, Threads
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
@@ -182,9 +181,6 @@ class Colors:
         if home is not None:
             Mirror(home, folder).push()
         return Trained(run_id, folder)
-
-    def reader(self, config: RunConfig) -> Reader:
-        return Threads()
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         folder = fetched(bundle)

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 import raycap
 from raycap.models.encoders.transform import ImageTransform
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
 from raycap.pipeline.serving.app import AppSettings, make_app
 from raycap.pipeline.serving.host import ModelHost, load_address

@@ -18,11 +18,9 @@ import yaml
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import TOKEN_VARIABLE, ServeArguments
 from raycap.jobs.submit import STOP_WAIT_S
-from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
 from raycap.pipeline.storage.cache import SIZE_VARIABLE
 from tests.conftest import ROOT
-from tests.support.checkout import own
 from tests.support.command_line import parse
 
 INFRA = ROOT / "infra"
@@ -236,28 +234,6 @@ def worker_container(document: dict[str, Any]) -> dict[str, Any]:
     (container,) = group["template"]["spec"]["containers"]
     worker: dict[str, Any] = container
     return worker
-
-
-@pytest.mark.parametrize("path", own((ROOT / "raycap" / "configs").glob("*_coco.yaml")), ids=lambda path: path.stem)
-def test_shipped_configurations_fit_the_shipped_nodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process of a run fits one node, and all processes of a stage fit the largest cluster."""
-    for name in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
-        monkeypatch.setenv(name, "/data")
-    config = load_config(path, ["data.root=/data"])
-    aws = yaml.safe_load((INFRA / "ray-cluster-aws.yaml").read_text())["available_node_types"]["spot_gpu"]
-    nodes = [(aws["resources"]["CPU"], aws["resources"]["GPU"], aws["max_workers"])]
-    for document in ray_manifests():
-        limits = worker_container(document)["resources"]["limits"]
-        (group,) = cluster_spec(document)["workerGroupSpecs"]
-        nodes.append((int(limits["cpu"]), int(limits["nvidia.com/gpu"]), group["maxReplicas"]))
-    workers, features = config.workers, config.features
-    for cpus, gpus, count in nodes:
-        assert workers.cpus_per_worker <= cpus and workers.gpus_per_worker <= gpus
-        per_node = min(
-            cpus // workers.cpus_per_worker, gpus // workers.gpus_per_worker if workers.gpus_per_worker else 99
-        )
-        assert workers.num_workers <= per_node * count
-        assert features.gpus_per_actor <= gpus and features.least_actors * features.gpus_per_actor <= gpus * count
 
 
 def commands() -> list[list[str]]:

@@ -8,8 +8,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import SentBundle, StoredBundle, read_bundle_config
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched, require_intact
+from raycap.pipeline.evaluation.captioning.bundle import (
+    SentBundle,
+    StoredBundle,
+    bundle_digests,
+    fetched,
+    read_bundle_config,
+    require_intact,
+)
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.serving.address import NamedModel, parse_address, split_name, weights_digest
 from raycap.pipeline.serving.limits import Limits

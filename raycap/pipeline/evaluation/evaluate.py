@@ -11,23 +11,31 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from raycap.pipeline.cluster.start import start_ray
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raycap.pipeline.cluster.start import start_extraction, start_ray
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import snapshot_of
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import (
+    CONFIDENCE,
     bundle_protocol,
     bundle_source,
+    fetched,
+    load_bundle,
     read_bundle_config,
     read_confidences,
     store_results,
 )
-from raycap.pipeline.evaluation.captioning.bundle_files import CONFIDENCE, fetched
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel, caption_on_cluster
@@ -42,8 +50,7 @@ from raycap.pipeline.evaluation.comparison.protocol import (
     searched,
 )
 from raycap.pipeline.evaluation.comparison.published import published_rows
-from raycap.pipeline.evaluation.confidence import Confidence, find_fit, fit_split, judged_quality
-from raycap.pipeline.evaluation.inputs import Inputs, find_inputs
+from raycap.pipeline.evaluation.confidence import find_fit, fit_split, judged_quality
 from raycap.pipeline.evaluation.results import ConstraintCounts, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.inputs import score_inputs
 from raycap.pipeline.evaluation.scores.metrics import (
@@ -52,16 +59,35 @@ from raycap.pipeline.evaluation.scores.metrics import (
     score_captions,
     why_unavailable,
 )
+from raycap.pipeline.features.extraction import Extracted, extract_features, hash_and_extract
+from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.weights import keep_weights
 
 if TYPE_CHECKING:
     from raycap.models.decoding.constraints import ConstraintAutomaton
 
 logger = logging.getLogger(__name__)
 
+ALL_IMAGES = "all"  # the name for --split that selects every image
 Automata = Mapping[str, Mapping[int, "ConstraintAutomaton"]]  # by split and image id
 SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image id
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of an evaluation.
+
+    images: those of each split that can be captioned. image_ids: of all images of each split, in their order.
+    unreadable: {image id: reason} of the others, as far as this is known before the captions. stores: the features that
+    each bundle captions; None for one that captions pixels.
+    """
+
+    images: Mapping[str, Dataset]
+    image_ids: Mapping[str, Sequence[int]]
+    unreadable: Mapping[int, str]
+    stores: tuple[StoragePath | None, ...]
 
 
 @dataclass(frozen=True)
@@ -107,10 +133,10 @@ def evaluate(
         if options.keep is not None:
             options.keep(captioned.splits)
     by_split = captioned.splits if options.captions is None else options.captions
-    evaluator = _Evaluator(settings, protocol, language_of(settings, bundles), options)
 
     def split_scores(split: str) -> SplitScores:
-        return evaluator.scores(split, images[split], by_split[split], automata[split])
+        found = SplitScores(split, by_split[split], ConstraintCounts.of(by_split[split], automata[split]))
+        return _scored(found, images[split], settings, protocol, options)
 
     # each process of SPICE takes half of the free memory, so that there must be one at a time
     max_workers = 1 if why_unavailable("SPICE") is None else None
@@ -118,8 +144,7 @@ def evaluate(
         splits = tuple(pool.map(split_scores, images))
     num_images = len({image for part in captioned.splits.values() for image, each in part.items() if not each.error})
     seconds = captioned.seconds / num_images if num_images else None
-    search, language = settings.evaluation, evaluator.language
-    scores = Scores(tuple(bundles), protocol, search, language, splits, inputs, seconds_per_image=seconds)
+    scores = Scores(tuple(bundles), protocol, settings.evaluation, splits, inputs, seconds_per_image=seconds)
     return scores if options.metrics else _with_confidence(scores, settings)
 
 
@@ -150,14 +175,9 @@ def protocol_of(bundles: Sequence[StoragePath], settings: RunConfig, options: Op
     protocol = ensemble_protocol([searched(_recorded(bundle), settings.evaluation) for bundle in bundles])
     features: Literal["grid", "regions"] = "grid" if settings.has_backbone else "regions"
     protocol = replace(protocol, features=features, constrained=options.constraints is not None)
-    return in_language(protocol, language_of(settings, bundles))
-
-
-def language_of(settings: RunConfig, bundles: Sequence[StoragePath]) -> str:
-    """The language of the captions: that of the settings, or that of the bundles if the settings do not give one."""
-    data = settings.data
-    recorded = {_recorded(bundle).language for bundle in bundles}
-    return recorded.pop() if len(recorded) == 1 and "language" not in data.model_fields_set else data.language
+    # the language of the bundles if the settings do not give one; `ensemble_protocol` refuses bundles of several
+    is_given = "language" in settings.data.model_fields_set
+    return in_language(protocol, settings.data.language if is_given else protocol.language)
 
 
 def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: Options) -> Automata:
@@ -179,8 +199,8 @@ def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: O
 def keep_results(scores: Scores, info: Mapping[str, Any], decorations: Decorations) -> None:
     """Stores the fitted confidence and further values for the info in the bundle that was evaluated.
 
-    A champion's bundle, whose digests are recorded elsewhere, never changes, nor does one with a signature that cannot
-    be replaced. Nothing is written if the bundle has all of it.
+    A champion's bundle, whose digests are recorded elsewhere, never changes. Nothing is written if the bundle has all
+    of it.
     """
     (bundle,) = scores.bundles
     confidence = scores.confidence
@@ -243,59 +263,123 @@ def caption_scores(
     )
 
 
-@dataclass(frozen=True)
-class _Evaluator:
-    """Scores the captions of splits. The settings have the precision and the search of the captions."""
-
-    settings: RunConfig
-    protocol: Protocol
-    language: str
-    options: Options
-
-    def scores(
-        self,
-        split: str,
-        part: Dataset,
-        captions: Mapping[int, ImageCaption],
-        automata: Mapping[int, ConstraintAutomaton],
-    ) -> SplitScores:
-        """The scores of a split. Images of `part` without a caption have not been read."""
-        counts = count_constraints(captions, automata)
-        if counts is not None:
-            logger.info(f"search    {split}: {counts}")
-        result = SplitScores(split, captions, counts)
-        if result.alignment is not None:
-            logger.info(f"search    {split}: alignment of words and patches {result.alignment:.3f}")
-        data, settings = self.settings.data, self.settings
-        is_test = split in data.test_splits or split != data.val_split
-        scores = caption_scores(
-            result.captions,
-            part,
-            self.options.metrics or metrics_of_split(settings.evaluation.metrics, is_test=is_test),
-            settings,
-            language=self.language,
-            several=result.several,
-            training=self.options.training,
-        )
-        hits: dict[int, bool] = {}
-        if scores is not None and data.synthetic is not None:
-            references = part.references()
-            scored = {image: result.captions[image] for image in scores.image_ids}
-            hits = main_object_hits(scored, {image: references[image] for image in scored}, data.language)
-        result = replace(result, scores=scores, main_object_hits=hits)
-        return replace(result, published=published_rows(self.protocol, split, result.scored_uris(part.uris())))
+def _scored(
+    result: SplitScores, part: Dataset, settings: RunConfig, protocol: Protocol, options: Options
+) -> SplitScores:
+    """The captions of a split with their scores. Images of `part` without a caption have not been read."""
+    split = result.split
+    if result.constraints is not None:
+        logger.info(f"search    {split}: {result.constraints}")
+    if result.alignment is not None:
+        logger.info(f"search    {split}: alignment of words and patches {result.alignment:.3f}")
+    data = settings.data
+    is_test = split in data.test_splits or split != data.val_split
+    scores = caption_scores(
+        result.captions,
+        part,
+        options.metrics or metrics_of_split(settings.evaluation.metrics, is_test=is_test),
+        settings,
+        language=protocol.language,
+        several=result.several,
+        training=options.training,
+    )
+    hits: dict[int, bool] = {}
+    if scores is not None and data.synthetic is not None:
+        references = part.references()
+        scored = {image: result.captions[image] for image in scores.image_ids}
+        hits = main_object_hits(scored, {image: references[image] for image in scored}, data.language)
+    result = replace(result, scores=scores, main_object_hits=hits)
+    return replace(result, published=published_rows(protocol, split, result.scored_uris(part.uris())))
 
 
-def count_constraints(
-    captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
-) -> ConstraintCounts | None:
-    """How many best captions satisfy their constraints; None if no image has any."""
-    satisfied = {
-        image: (each.n_best[0].num_satisfied or 0, automata[image].num_required)
-        for image, each in captions.items()
-        if image in automata and each.n_best
-    }
-    return ConstraintCounts.tally(satisfied) if satisfied else None
+def images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Dataset]:
+    """The images of each split; `all` means every image if no split is called so.
+
+    Raises UserError for a split without images.
+    """
+    found = {}
+    for split in splits:
+        images = dataset.split(split)
+        if not len(images) and split == ALL_IMAGES:
+            images = dataset
+        if not len(images):
+            names = ", ".join(sorted(dataset.split_sizes()))
+            raise UserError(
+                f"--split {split}: no image is in it; the splits are {names}, and {ALL_IMAGES} for every image"
+            )
+        found[split] = images
+    return found
+
+
+def find_inputs(
+    bundles: Sequence[StoragePath],
+    images: Mapping[str, Dataset],
+    settings: RunConfig,
+    address: str | None,
+    features: StoragePath | None = None,
+) -> Inputs:
+    """The inputs of bundles, and the extraction or import of the features that the storage lacks.
+
+    A bundle with a backbone captions its stored features, and pixels if `features.store` is `never`. The features are
+    those of a run that has not trained this backbone. A bundle without a backbone captions `features`, or else the
+    regions of `features.hdf5`. Images without features of one bundle are captioned by none.
+    """
+    table = pa.concat_tables([part.table for part in images.values()])
+    ids = {split: part.column("image_id") for split, part in images.items()}
+    _, first = np.unique(table["image_id"].to_numpy(), return_index=True)  # the split `all` contains the others
+    every = Dataset(table.take(np.sort(first)))
+    has_backbone = [read_bundle_config(fetched(bundle)).get("backbone") is not None for bundle in bundles]
+    stores: list[StoragePath | None] = [None] * len(bundles)
+    unreadable, missing = dict[str, str](), dict[str, str]()  # reasons, by URI and by content key
+    if not settings.has_backbone and features is None:
+        every = every.keyed_by_id()
+        if not all(has_backbone):
+            regions, missing = import_regions(every, settings)
+            stores = [None if has else regions for has in has_backbone]
+    else:
+        stores = [None if has else features for has in has_backbone]
+        if settings.has_backbone and settings.features.store != "never":
+            for number in np.flatnonzero(has_backbone).tolist():
+                every, extracted = _extracted(bundles[number], every, settings, address, unreadable)
+                stores[number] = extracted.store
+                missing |= extracted.missing
+        if any(stores) and every.table["key"].null_count == len(every):
+            every, unreadable = snapshot_of(every, settings)
+    usable = (every.readable() if any(stores) else every).without([*missing])
+    left_out = set(every.column("image_id")) - set(usable.column("image_id"))
+    named = zip(*(every.column(name) for name in ("image_id", "uri", "key")), strict=True)
+    numbers = usable.table["image_id"]
+    return Inputs(
+        {
+            split: Dataset(usable.table.filter(pc.is_in(numbers, pa.array(part, numbers.type))))
+            for split, part in ids.items()
+        },
+        ids,
+        {
+            image: unreadable.get(uri) or missing.get(key) or "it has no features"
+            for image, uri, key in named
+            if image in left_out
+        },
+        tuple(stores),
+    )
+
+
+def _extracted(
+    place: StoragePath, every: Dataset, settings: RunConfig, address: str | None, unreadable: dict[str, str]
+) -> tuple[Dataset, Extracted]:
+    """The images with content keys, and the features of a bundle's backbone. Adds {URI: reason} to `unreadable`."""
+    bundle = load_bundle(fetched(place))
+    backbone = bundle.captioner.backbone
+    assert backbone is not None
+    features = settings.features.model_copy(update={"views": 0})
+    config = settings.model_copy(update={"backbone": backbone.config, "features": features})
+    start, transform = partial(start_extraction, config, address), bundle.transform
+    weights = keep_weights(backbone, config.working_path / "backbones")
+    if every.table["key"].null_count == len(every):
+        hash_files = hash_and_extract(config, lambda: weights, start, transform)
+        every, reasons = snapshot_of(every, config, hash_files)
+        unreadable |= reasons
+    return every, extract_features(config, every, weights, start, unreadable, transform)
 
 
 def _captioned(
@@ -343,16 +427,13 @@ def _with_confidence(scores: Scores, settings: RunConfig) -> Scores:
         if not validation:
             logger.info("confidence   none was fitted with this search; evaluate the validation split to fit it")
         return scores
-    splits = [each if each in validation else _judged(each, confidence) for each in scores.splits]
+    splits = []
+    for each in scores.splits:
+        quality = None if each in validation else judged_quality(each, confidence)
+        if quality is not None:
+            logger.info(f"confidence   {each.split}: {quality}")
+        splits.append(replace(each, quality=quality))
     return replace(scores, splits=tuple(splits), confidence=fitted)
-
-
-def _judged(result: SplitScores, confidence: Confidence) -> SplitScores:
-    """The scores with the quality of a confidence, if it can be measured."""
-    quality = judged_quality(result, confidence)
-    if quality is not None:
-        logger.info(f"confidence   {result.split}: {quality}")
-    return replace(result, quality=quality)
 
 
 def _recorded(bundle: StoragePath) -> Protocol:

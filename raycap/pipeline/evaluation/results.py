@@ -12,11 +12,12 @@ from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, MetricScores
 from raycap.pipeline.runtime.secrets import without_secrets
 
 if TYPE_CHECKING:
+    from raycap.models.decoding.constraints import ConstraintAutomaton
     from raycap.pipeline.config.sections import EvaluationSection
     from raycap.pipeline.evaluation.comparison.protocol import Protocol
     from raycap.pipeline.evaluation.comparison.published import FinalRow
     from raycap.pipeline.evaluation.confidence import Confidence, Quality
-    from raycap.pipeline.evaluation.inputs import Inputs
+    from raycap.pipeline.evaluation.evaluate import Inputs
     from raycap.pipeline.storage.path import StoragePath
 
 
@@ -30,13 +31,22 @@ class ConstraintCounts(NamedTuple):
     not_held: list[int]  # the images whose caption satisfies fewer constraints than it must
 
     @classmethod
-    def tally(cls, satisfied: Mapping[int, tuple[int, int]]) -> ConstraintCounts:
-        """Counts images. satisfied: {image id: (number of satisfied constraints, number of required ones)}."""
-        constrained = {image: counts for image, counts in satisfied.items() if counts[1]}
-        incomplete = [image for image, (num_satisfied, required) in constrained.items() if num_satisfied < required]
-        num_none = sum(num_satisfied <= 0 for num_satisfied, _ in constrained.values())
-        num_all, num_some = len(constrained) - len(incomplete), len(incomplete) - num_none
-        return cls(len(constrained), num_all, num_some, num_none, incomplete)
+    def of(
+        cls, captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
+    ) -> ConstraintCounts | None:
+        """Counts the images by their best captions; None if no image has constraints."""
+        required = {
+            image: automata[image].num_required
+            for image, each in captions.items()
+            if image in automata and each.n_best and automata[image].num_required
+        }
+        if not required:
+            return None
+        held = {image: captions[image].n_best[0].num_satisfied or 0 for image in required}
+        incomplete = [image for image, number in required.items() if held[image] < number]
+        num_none = sum(number <= 0 for number in held.values())
+        num_all, num_some = len(required) - len(incomplete), len(incomplete) - num_none
+        return cls(len(required), num_all, num_some, num_none, incomplete)
 
     def __str__(self) -> str:
         return (
@@ -159,7 +169,6 @@ class Scores:
     bundles: tuple[StoragePath, ...]
     protocol: Protocol
     search: EvaluationSection
-    language: str
     splits: tuple[SplitScores, ...]
     inputs: Inputs
     confidence: Confidence | None = None
@@ -171,6 +180,11 @@ class Scores:
     def of(self, *splits: str) -> Scores:
         """The part of these splits."""
         return replace(self, splits=tuple(self[split] for split in splits))
+
+    @property
+    def language(self) -> str:
+        """That of the captions."""
+        return self.protocol.language
 
     @property
     def unreadable(self) -> dict[int, str]:

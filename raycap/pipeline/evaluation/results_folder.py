@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,9 +15,8 @@ from pydantic import TypeAdapter
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
-from raycap.pipeline.evaluation.comparison.systems import compare
+from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.confidence import SIGNALS
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
@@ -26,14 +24,12 @@ from raycap.pipeline.evaluation.reports.report import report
 from raycap.pipeline.evaluation.reports.tables import format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.atomic import atomic_path, write_json
+from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_document, require_mapping
 
 logger = logging.getLogger(__name__)
-
-SERVER_IMAGES = {"test2014": 40_775, "val2014": 40_504}  # the images that COCO's evaluation server scores
 
 
 def write_captions(folder: Path, split: str, images: Mapping[int, ImageCaption], predictions: str) -> None:
@@ -113,26 +109,6 @@ class ResultsFolder:
         if self.place.is_remote:
             Mirror(self.place, self.path).push()
 
-    def write_server_files(self, scores: Scores, server: str) -> None:
-        """Writes captions_NAME_results.zip for COCO's evaluation server: a captions_SPLIT_NAME_results.json per split.
-
-        server: NAME in these names. Warns of images that are not the server's. UserError for images without a caption.
-        """
-        counts = {each.split: len(each.captions) for each in scores.splits}
-        for each in scores.splits:
-            if each.unreadable:
-                raise UserError(
-                    f"--server: {len(each.captions)} captions for the {len(each.images)} images of {each.split}; the "
-                    "server takes all or none"
-                )
-        file = self.path / f"captions_{server}_results.zip"
-        with atomic_path(file) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for split in counts:
-                archive.write(self.path / f"predictions-{split}.json", f"captions_{split}_{server}_results.json")
-        logger.info(f"server       {self.place / file.name}: {_counts(counts)}")
-        if counts != SERVER_IMAGES:
-            logger.warning(f"server       COCO's server takes {_counts(SERVER_IMAGES)} in one file")
-
 
 def write_results(
     folder: ResultsFolder,
@@ -141,11 +117,10 @@ def write_results(
     *,
     label: str,
     compared: Scores | None = None,
-    server: str | None = None,
 ) -> None:
     """Logs the scores of a model, and writes its scores and pages. Stores its confidence in its bundle.
 
-    label: names the model. compared: the scores of another model on the same splits. server: see `write_server_files`.
+    label: names the model. compared: the scores of another model on the same splits.
     Raises JobFailedError if the two models have captioned other images.
     """
     content, decorations = scores.to_json(), Decorations()
@@ -165,8 +140,6 @@ def write_results(
         if each.scores is not None:
             with decorations.making(f"the report of {each.split}"):
                 _write_page(folder, scores.of(each.split), settings, decorations, label, others.get(each.split))
-    if server is not None:
-        folder.write_server_files(scores, server)
     folder.write_scores(content, decorations.failed)
     logger.info(f"scores       {folder.place / 'scores.json'}")
     decorations.log_failed()
@@ -210,7 +183,3 @@ def _write_page(
     name = f"report-{result.split}.html"
     write_report(folder.path / name, replace(page, metadata=metadata))
     logger.info(f"report       {folder.place / name}")
-
-
-def _counts(images: Mapping[str, int]) -> str:
-    return " and ".join(f"{count:,} captions of {split}" for split, count in images.items())

@@ -23,7 +23,7 @@ from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
@@ -40,7 +40,7 @@ from raycap.pipeline.retrain.listing import (
 )
 from raycap.pipeline.retrain.page import decision_page
 from raycap.pipeline.retrain.tracker import update_tracker
-from raycap.pipeline.runs.check import Reader, check_data
+from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, try_rights
@@ -64,9 +64,6 @@ FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.readi
 
 class Work(Protocol):
     """The steps of a retraining that run on a cluster."""
-
-    def reader(self, config: RunConfig) -> Reader:
-        """What reads new images."""
 
     def train(self, config: RunConfig, data: FoundData) -> Trained:
         """Trains a configuration on these data, or resumes the run when it exists."""
@@ -143,7 +140,7 @@ class _Retraining:
         """Steps 2 to 5 of a retraining; returns the exit code."""
         state = self.state
         try:
-            data = self._new_data(work.reader(self.config))
+            data = self._new_data()
         except UserError as error:
             if state.snapshot is None:
                 raise
@@ -173,7 +170,7 @@ class _Retraining:
         logger.info("step 5/5  decision")
         return self._decide(data, held, trained.bundle, challenger, scores)
 
-    def _new_data(self, reader: Reader) -> _NewData | int:
+    def _new_data(self) -> _NewData | int:
         """The present data and how they differ from those of the last decision.
 
         Returns the exit code of the retraining if it ends here, because nothing is new or the data has errors.
@@ -188,7 +185,7 @@ class _Retraining:
             return self._nothing_new(change)
         # the images in the previous listing were checked by the retraining that wrote it
         known = None if before is None else before["key"].drop_null()
-        findings = check_data(config, known, reader, listing.select(ENTRIES.names))
+        findings = check_data(config, known, listing.select(ENTRIES.names))
         for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
         if not findings.ok or findings.data is None:

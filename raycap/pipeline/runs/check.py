@@ -1,6 +1,6 @@
 """The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
 
-The check decodes every image once, in threads or on a cluster. The only
+The check decodes every image once, in threads of this process. The only
 file that it writes is the manifest of content keys.
 """
 
@@ -13,14 +13,13 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.content_keys import HashFiles
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import measure_batch
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
@@ -43,30 +42,6 @@ IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 k
 # the share of words of validation captions outside of the vocabulary, above which there is a warning
 MAX_UNKNOWN = 0.05
 MAX_EXAMPLES = 3  # A finding names at most this many images.
-
-
-class Reader(Protocol):
-    """Reads many images. Raises StorageError while the storage is out of order."""
-
-    @property
-    def hash_files(self) -> HashFiles | None:
-        """What hashes files; None for threads of this process."""
-
-    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        """Decodes images. Yields the rows of a table with the columns key and uri, in any order, as `measure_batch`."""
-
-
-class Threads:
-    """Reads images with threads of this process."""
-
-    hash_files: HashFiles | None = None
-
-    def measure(self, table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-        num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
-        for start in range(0, len(table), IMAGES_AT_A_TIME):
-            part = table.slice(start, IMAGES_AT_A_TIME)
-            batch = {name: part[name].to_numpy() for name in part.column_names}
-            yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
 
 
 @dataclass(frozen=True)
@@ -105,7 +80,6 @@ class Findings:
 def check_data(
     config: RunConfig,
     checked_keys: pa.Array | None = None,
-    reader: Reader = Threads(),
     listing: pa.Table | None = None,
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
@@ -121,7 +95,7 @@ def check_data(
     require_splits(dataset, config.data)
     result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
     logger.info(f"reading {len(dataset)} images")
-    dataset, missing = result.data = snapshot_of(dataset, config, reader.hash_files, listing)
+    dataset, missing = result.data = snapshot_of(dataset, config, listing=listing)
     unchecked = dataset
     if checked_keys is not None:
         unchecked = dataset.where(pc.invert(pc.is_in(dataset.table["key"], value_set=checked_keys.drop_null())))
@@ -134,7 +108,7 @@ def check_data(
     except UserError as error:  # the captions give no vocabulary
         result.error(str(error))
     if config.has_backbone:
-        unusable, sizes = _decode_all(unchecked, config, reader)
+        unusable, sizes = _decode_all(unchecked, config)
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
         unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
     _check_images(result, unchecked, config, missing, unusable)
@@ -221,7 +195,16 @@ def _is_text(caption: str) -> bool:
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
-def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[dict[str, str], np.ndarray]:
+def _measured(table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    """Decodes images. Yields the rows of a table with the columns key and uri, in order, as `measure_batch`."""
+    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+    for start in range(0, len(table), IMAGES_AT_A_TIME):
+        part = table.slice(start, IMAGES_AT_A_TIME)
+        batch = {name: part[name].to_numpy() for name in part.column_names}
+        yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
+
+
+def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
 
     Files of equal content are decoded once.
@@ -231,7 +214,7 @@ def _decode_all(dataset: Dataset, config: RunConfig, reader: Reader) -> tuple[di
     reasons: dict[str, str] = {}
     sizes = [np.empty((0, 2), np.int32)]
     with progress("decoding", len(images)) as advance:
-        for part in reader.measure(images, config):
+        for part in _measured(images, config):
             is_bad = part["reason"] != ""
             reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
             sizes.append(part["size"][~is_bad])

@@ -1,7 +1,7 @@
 """The identity of a run: a hash of what decides its result.
 
 This is its configuration, its data and RESULTS_VERSION. `tests/integration/test_curves.py` fails when a change of the
-code changes the losses of a small run, and asks for a higher version.
+code changes losses, captions or scores of small runs, and asks for a higher version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from raycap.models.config import Identity
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC, TEXT_ENCODER_FILES
-from raycap.pipeline.evaluation.captioning.bundle_files import CONTENT_FILES, bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests, fetched
 from raycap.pipeline.features.regions import ends_digest
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import weights_file_digest

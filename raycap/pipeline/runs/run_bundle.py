@@ -9,8 +9,7 @@ from typing import Any
 
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import read_confidences, save_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import BUNDLE_FILES, require_intact
+from raycap.pipeline.evaluation.captioning.bundle import BUNDLE_FILES, read_confidences, require_intact, save_bundle
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.runs.folder import RunFolder

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import SentBundle, StoredBundle
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import SentBundle, StoredBundle, bundle_digests, fetched
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.path import StoragePath, storage_path

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.atomic import atomic_path, write_bytes
 from raycap.pipeline.storage.digests import file_digest
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
@@ -29,6 +30,18 @@ def save_weights(module: nn.Module, path: Path) -> None:
         except SafetensorError as error:
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+
+
+def keep_weights(module: nn.Module, folder: Path) -> Path:
+    """The file with the state of a module in a folder, whose name is a digest of its content. It is written once."""
+    from safetensors.torch import save
+
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()})
+    digest = hashlib.sha256(content).hexdigest()
+    path = folder / f"{digest[:20]}.safetensors"
+    if not path.exists() or weights_file_digest(path) != digest:
+        write_bytes(path, content)
+    return path
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Digests and signatures of bundles, their rights, and what is copied from S3."""
+"""Digests of bundles, their rights, and what is copied from S3."""
 
 from __future__ import annotations
 
@@ -9,34 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    KeySerializationEncryption,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.bundle_files import (
+from raycap.pipeline.evaluation.captioning.bundle import (
     bundle_digests,
     fetched,
+    load_bundle,
     require_intact,
     seal,
 )
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from tests.support.bundles import make_bundle, without_digests
-
-
-def private_pem(key: Ed25519PrivateKey, encryption: KeySerializationEncryption = NoEncryption()) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
-
-
-def public_pem(key: Ed25519PrivateKey) -> bytes:
-    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+from tests.support.bundles import make_bundle
 
 
 @pytest.fixture(scope="module")
@@ -69,38 +53,6 @@ def test_a_file_that_is_missing_or_unknown_to_the_digests_is_named(copy: Path) -
         bundle_digests(copy, ["card.md"])
 
 
-def test_with_keys_only_signed_bundles_are_loaded(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    (tmp_path / "keys.pem").write_bytes(public_pem(theirs) + public_pem(ours))
-    (tmp_path / "private.pem").write_bytes(private_pem(ours))
-    monkeypatch.setenv("RAYCAP_BUNDLE_SIGNING_KEY", str(tmp_path / "private.pem"))
-    signed = make_bundle(tmp_path / "signed", backbone=False)
-    monkeypatch.setenv("RAYCAP_BUNDLE_KEYS", str(tmp_path / "keys.pem"))
-    load_bundle(signed)
-    with pytest.raises(UserError, match="lacks digests.sig; RAYCAP_BUNDLE_KEYS is set"):
-        load_bundle(copy)
-    shutil.copy(signed / "digests.sig", copy)  # a signature of other files
-    (copy / "card.md").write_text("changed")
-    seal_without_signing(copy, monkeypatch)
-    shutil.copy(signed / "digests.sig", copy)
-    with pytest.raises(UserError, match="digests.sig is no signature of digests.json by a key of"):
-        load_bundle(copy)
-    with pytest.raises(UserError, match="lacks digests.json"):
-        load_bundle(without_digests(copy))
-    (signed / "vocabulary.json").write_bytes((signed / "vocabulary.json").read_bytes() + b" ")
-    with pytest.raises(UserError, match="vocabulary.json does not have the digest"):
-        load_bundle(signed)
-    (tmp_path / "keys.pem").write_bytes(public_pem(theirs))
-    with pytest.raises(UserError, match="no signature"):
-        load_bundle(signed)
-
-
-def seal_without_signing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as context:
-        context.delenv("RAYCAP_BUNDLE_SIGNING_KEY")
-        seal(folder)
-
-
 def test_a_bundle_has_the_rights_of_the_umask(tmp_path: Path) -> None:
     for mask, folder_rights in ((0o077, 0o700), (0o027, 0o750)):
         before = os.umask(mask)
@@ -129,12 +81,11 @@ def test_only_the_files_of_a_bundle_are_copied_from_s3(s3: str, bundle: Path, tm
 @pytest.mark.parametrize(
     ("name", "limit", "words"),
     [
-        ("config.yaml", "bundle_files.FILE_LIMITS", "more than the 9999 that such a file may have; give another"),
-        ("card.md", "bundle_files.FILE_LIMITS", "more than the 9999 that such a file may have; give another"),
-        ("model.safetensors", "bundle_files.memory_bytes", "more than the 9999 that this machine has as memory; give"),
+        ("config.yaml", "bundle.FILE_LIMITS", "more than the 9999 that such a file may have; give another"),
+        ("model.safetensors", "bundle.memory_bytes", "more than the 9999 that this machine has as memory; give"),
         (
             "model.safetensors",
-            "bundle_files.shutil.disk_usage",
+            "bundle.shutil.disk_usage",
             "more than the 9999 that are free there; make room, or",
         ),
     ],

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_source
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_digests, bundle_source
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config

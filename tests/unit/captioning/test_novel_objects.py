@@ -23,14 +23,12 @@ from raycap.pipeline.evaluation.captioning.constraints import (
     build_automata,
     choose_constraints,
     read_constraints,
-    read_detections,
     read_hierarchy,
     write_constraints,
 )
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
-from raycap.pipeline.evaluation.evaluate import count_constraints
-from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
 from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half
@@ -98,36 +96,6 @@ def test_the_three_most_confident_classes_without_parts_and_people() -> None:
     assert len(EXCLUDED) == 39
 
 
-def test_both_forms_of_detections_are_the_same(tmp_path: Path) -> None:
-    coco = {
-        "categories": [{"id": 4, "name": "Teddy bear"}, {"id": 9, "name": "Dog"}],
-        "annotations": [
-            {"image_id": 1, "category_id": 9, "score": 0.5, "bbox": [1, 2, 3, 4]},
-            {"image_id": 2, "category_id": 4, "score": 0.25, "bbox": [0, 0, 1, 1]},
-        ],
-    }
-    (tmp_path / "a.json").write_text(json.dumps(coco))
-    rows = [
-        {"image_id": 1, "label": "Dog", "score": 0.5, "box": [1, 2, 4, 6]},
-        {"image_id": 2, "label": "teddy bear", "score": 0.25, "box": [0, 0, 1, 1]},
-    ]
-    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    expected = {
-        1: [Detection("dog", 0.5, (1.0, 2.0, 4.0, 6.0))],
-        2: [Detection("teddy bear", 0.25, (0.0, 0.0, 1.0, 1.0))],
-    }
-    assert read_detections(tmp_path / "a.json") == read_detections(tmp_path / "b.jsonl") == expected
-    for text in (
-        '{"annotations": [{}]}',
-        '{"image_id": 1}',
-        "[]",
-        '{"image_id": 1, "label": "a", "score": 1, "box": 3}',
-    ):
-        (tmp_path / "c.json").write_text(text)
-        with pytest.raises(UserError, match="neither COCO's JSON"):
-            read_detections(tmp_path / "c.json")
-
-
 def test_a_hierarchy_of_codes_needs_their_names(tmp_path: Path) -> None:
     coded = {"LabelName": "/m/1", "Subcategory": [{"LabelName": "/m/2"}]}
     with pytest.raises(UserError, match="--class-names"):
@@ -142,22 +110,24 @@ def test_a_hierarchy_of_codes_needs_their_names(tmp_path: Path) -> None:
 def test_the_command_writes_constraints_of_words_in_the_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        {"image_id": 1, "label": "Cat", "score": 0.5, "box": [0, 0, 4, 6]},
-        {"image_id": 1, "label": "Animal", "score": 0.9, "box": [0, 0, 4, 6]},
-        {"image_id": 2, "label": "Mat", "score": 0.5, "box": [0, 0, 4, 6]},
-        {"image_id": 3, "label": "Man", "score": 0.5, "box": [0, 0, 4, 6]},
-    ]
-    (tmp_path / "boxes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [(1, "Cat", 0.5), (1, "Animal", 0.9), (2, "Mat", 0.5), (3, "Man", 0.5)]
+    content = {
+        "categories": [{"id": name, "name": name} for _, name, _ in rows],
+        "annotations": [
+            {"image_id": image, "category_id": name, "score": score, "bbox": [0, 0, 4, 6]}
+            for image, name, score in rows
+        ],
+    }
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
     bundle, out = make_bundle(tmp_path / "bundle"), tmp_path / "c.jsonl"
-    command = ["constraints", "--detections", str(tmp_path / "boxes.jsonl"), "--out", str(out)]
+    command = ["constraints", "--detections", str(tmp_path / "boxes.json"), "--out", str(out)]
     assert main([*command, "--hierarchy", str(hierarchy(tmp_path)), "--model", str(bundle)]) == 0
     assert read_constraints(out) == {1: ImageConstraints((("cat",),)), 2: ImageConstraints((("mat",),))}
     said = capsys.readouterr().out
     assert "2 constraints in 2 images" in said and "left out because the model lacks their words: 1 (animal)" in said
-    assert main([*command, "--hierarchy", str(tmp_path / "boxes.jsonl")]) == 2
+    assert main([*command, "--hierarchy", str(tmp_path / "boxes.json")]) == 2
     (tmp_path / "no.txt").write_text("Mat\n")
-    assert make_constraints(tmp_path / "boxes.jsonl", out, exclude=tmp_path / "no.txt", most=1) == 0
+    assert make_constraints(tmp_path / "boxes.json", out, exclude=tmp_path / "no.txt", most=1) == 0
     assert read_constraints(out) == {1: ImageConstraints((("animal",),)), 3: ImageConstraints((("man",),))}
     assert main([*command, "--at-least", "1"]) == 0
     assert read_constraints(out)[1] == ImageConstraints((("animal",), ("cat",)), 1)
@@ -166,7 +136,7 @@ def test_the_command_writes_constraints_of_words_in_the_vocabulary(
 def entry_of(found: dict[int, list[RankedCaption]], automata: dict[int, Any]) -> dict[str, Any]:
     """The entry of these captions in scores.json."""
     images = {image: ImageCaption(tuple(ranked)) for image, ranked in found.items()}
-    return SplitScores("test", images, count_constraints(images, automata)).to_json()
+    return SplitScores("test", images, ConstraintCounts.of(images, automata)).to_json()
 
 
 def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: Path) -> None:

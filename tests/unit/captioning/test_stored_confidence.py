@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, read_confidences, store_results
-from raycap.pipeline.evaluation.captioning.bundle_files import fetched
+from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle, read_confidences, store_results
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
@@ -62,21 +59,6 @@ def test_links_in_a_strangers_bundle_are_not_followed(bundle: Path, tmp_path: Pa
     with pytest.raises(UserError, match=r"bundle/link.* is a link or a special file"):
         store_results(storage_path(bundle), make_confidence())
     assert (bundle / "link").is_symlink() and not (bundle / "confidence.json").exists()
-
-
-def test_a_signed_bundle_is_signed_again_or_not_changed(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = Ed25519PrivateKey.generate()
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (tmp_path / "private.pem").write_bytes(private)
-    monkeypatch.setenv("RAYCAP_BUNDLE_SIGNING_KEY", str(tmp_path / "private.pem"))
-    store_results(storage_path(bundle), make_confidence("a"))
-    key.public_key().verify((bundle / "digests.sig").read_bytes(), (bundle / "digests.json").read_bytes())
-    monkeypatch.delenv("RAYCAP_BUNDLE_SIGNING_KEY")
-    with pytest.raises(UserError, match="has a signature, which a change would make invalid; set RAYCAP_BUNDLE_SIG"):
-        store_results(storage_path(bundle), make_confidence("b"))
-    assert load_bundle(bundle).confidences == (make_confidence("a"),)
 
 
 def test_a_bundle_on_s3_gets_its_confidence_there(

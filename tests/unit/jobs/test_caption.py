@@ -282,17 +282,14 @@ def flush_twice() -> Callable[[Parts], None]:
     return flush_or_not
 
 
-def test_an_actor_gives_the_confidences_of_the_service(bundle: Path, judging: Path, tmp_path: Path) -> None:
+def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
     service = CaptionService(load_bundle(judging), device="cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     batch = {"name": np.array([b"a", b"b", b"c"]), "pixels": pixels, "reason": np.array(["", "broken", ""])}
     expected = service.caption(service.transform.normalize(torch.from_numpy(pixels[[0, 2]])))
-    found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)
-    judgements = [[each.confidence, each.expected_ciderd] for each in expected]
-    assert found["judgement"].to_pylist() == [pytest.approx(judgements[0]), None, pytest.approx(judgements[1])]
-    assert found["captions"].to_pylist() == [[expected[0].caption], [], [expected[1].caption]]
-    assert found["tokens"].to_pylist() == [[list(expected[0].tokens)], [], [list(expected[1].tokens)]]
-    assert _CaptionActor(StoredBundle(storage_path(bundle)), {}, 1, 0.0)(batch)["judgement"].null_count == 3
+    found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)["found"]
+    assert [json.loads(row) for row in found] == [expected[0].to_json(), {"error": "broken"}, expected[1].to_json()]
+    assert all("confidence" in json.loads(row) for row in found[[0, 2]])
 
 
 def test_bad_input_is_said_before_anything_is_written(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raycap.jobs.cli import main
-from raycap.pipeline.evaluation.captioning.bundle_files import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from tests.support.bundles import make_bundle
 from tests.support.models import one_thread  # noqa: F401
 

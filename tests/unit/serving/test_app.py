@@ -7,7 +7,6 @@ import base64
 import struct
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from PIL import Image
 from starlette.testclient import TestClient
 
 import raycap
-from raycap.pipeline.data.image_sources import load_image
-from raycap.pipeline.serving import served_models
 from raycap.pipeline.serving.app import AppSettings
 from raycap.pipeline.serving.limits import FAILED, Limits, RefusedError
 from tests.support.bundles import make_bundle, with_confidence, write_images
@@ -269,48 +265,6 @@ def test_a_late_answer_and_a_full_queue_are_refused(bundle: Path, names: list[st
         assert statuses == [200, 200]
         captioners.wait = None
         assert client.post("/caption", files=as_files(names[0])).status_code == 200
-
-
-def test_a_server_holds_no_decoded_images(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests whose images are large when decoded wait for a model, and only resized images are in memory."""
-    opened: list[weakref.ref[Image.Image]] = []
-    alive: list[int] = []
-
-    def load(data: bytes, max_pixels: int) -> Image.Image:
-        alive.append(sum(each() is not None for each in opened))
-        image = load_image(data, max_pixels)
-        opened.append(weakref.ref(image))
-        return image
-
-    monkeypatch.setattr(served_models, "load_image", load)
-    captioners = LocalCaptioners(host_of(bundle))
-    with local_client({"main": captioners}) as client:
-        files = [("images", ("a", png(500, 500))) for _ in range(6)]
-        assert client.post("/caption", files=files).status_code == 200
-    assert len(opened) == 6 and max(alive) < served_models.DECODERS + 1
-
-
-def test_a_refused_request_leaves_no_work(bundle: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bad image ends the request, and the images that still wait for their turn are not decoded."""
-    decoded, go_on = list[bytes](), threading.Event()
-
-    def load(data: bytes, max_pixels: int) -> Image.Image:
-        decoded.append(data)
-        if data:
-            assert go_on.wait(60)
-        return load_image(data, max_pixels)
-
-    monkeypatch.setattr(served_models, "load_image", load)
-    captioners = LocalCaptioners(host_of(bundle))
-    with local_client({"main": captioners}, AppSettings(Limits(answer_s=0.3))) as client:
-        images = as_base64(names[0])
-        for status, request in ((422, ["", *images * 8]), (503, images * 8)):
-            answer = client.post("/caption", json={"images": request})
-            assert answer.status_code == status, answer.text
-        go_on.set()
-        assert client.post("/caption", json={"images": images}).status_code == 200
-    assert len(decoded) <= 1 + 2 * served_models.DECODERS + 1
-    assert captioners.num_jobs <= 1 + 2 * served_models.DECODERS
 
 
 def test_a_failure_is_said_without_its_reason(bundle: Path, names: list[str], caplog: pytest.LogCaptureFixture) -> None:

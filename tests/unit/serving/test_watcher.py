@@ -19,9 +19,9 @@ from raycap.jobs.cli import main
 from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
-from raycap.pipeline.serving.address import parse_address, split_name, weights_digest
+from raycap.pipeline.serving.address import parse_address, weights_digest
 from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
-from raycap.pipeline.serving.limits import FAILED, RefusedError
+from raycap.pipeline.serving.limits import RefusedError
 from raycap.pipeline.serving.served_models import (
     Answer,
     Decoder,
@@ -125,27 +125,6 @@ def test_a_batch_that_needs_too_much_memory_is_divided(
     assert [each.status for each in refused if isinstance(each, RefusedError)] == [500] * 5
 
 
-def test_a_search_that_fails_costs_the_rest_of_its_batch_nothing(
-    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
-    service = host.current.service
-    original = service.caption
-
-    def caption(pixels: Any, search: Any, precision: Any) -> Any:
-        if search.beam_size == 2:
-            raise RuntimeError("out of memory in /secret/path")
-        return original(pixels, search, precision)
-
-    monkeypatch.setattr(service, "caption", caption)
-    pixels = service.transform.resize(Image.open(name).convert("RGB"))
-    key = transform_key(service.transform)
-    good, bad = host.caption([ImageJob(pixels, key), ImageJob(pixels, key, Search(beam_size=2))])
-    assert isinstance(good, Made)
-    assert isinstance(bad, RefusedError) and (bad.status, str(bad)) == (500, FAILED)
-    assert "out of memory" in caplog.text
-
-
 def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
     host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
     (answer,) = host.caption([ImageJob(np.zeros((8, 8, 3), np.uint8), "another")])
@@ -201,15 +180,6 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             named_models(ServeArguments(models=names, storage=str(storage)), send_local=False)
-
-
-def test_names_of_models() -> None:
-    assert split_name("a=b") == ("a", "b") and split_name("/x/a=b") == (None, "/x/a=b")
-    assert split_name("s3://bucket/a=b") == (None, "s3://bucket/a=b") and split_name("b") == (None, "b")
-    assert split_name("a=s3://bucket/a=b") == ("a", "s3://bucket/a=b")
-    for text in ("a b=c", "=c", "a=", "-a=c", "x" * 65 + "=c"):
-        with pytest.raises(UserError, match="is no name; use up to 64 letters"):
-            split_name(text)
 
 
 def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

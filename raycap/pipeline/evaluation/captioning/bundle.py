@@ -6,7 +6,7 @@ vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
 card.md              a summary for people
 confidence.json      the confidence in captions (`pipeline.evaluation.confidence`), if it was fitted
-digests.json         the SHA-256 of each file above; digests.sig may sign it (`evaluation.captioning.bundle_files`)
+digests.json         the SHA-256 of each file above, so that a damaged file is found when the bundle is loaded
 
 A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
 and its sizes are compared with those of its tensors before memory is used.
@@ -17,10 +17,10 @@ cannot be used on a node that does not share this disk (`bundle_source`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,20 +34,9 @@ from raycap.pipeline.config.languages import code_problem
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import EvaluationSection, ModelSection
+from raycap.pipeline.data.vocabulary import MAX_BYTES as MAX_VOCABULARY_BYTES
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle_files import (
-    BUNDLE_FILES,
-    CONFIDENCE,
-    MAX_BYTES,
-    MAX_CONFIG_BYTES,
-    REQUIRED_FILES,
-    bundle_digests,
-    fetched,
-    require_intact,
-    require_sealable,
-    seal,
-)
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.comparison.protocol import (
     Protocol,
     changed_search,
@@ -64,15 +53,30 @@ from raycap.pipeline.evaluation.confidence import (
 )
 from raycap.pipeline.runtime.names import one_line, printable, quoted
 from raycap.pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.storage.digests import DIGESTS, digests_in, file_digest, memory_bytes, write_digests
 from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.path import CACHE_VARIABLE, Entry, StoragePath, cache_folder
 from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, read_regular_file
 
 if TYPE_CHECKING:
     from raycap.models.captioner import Captioner
 
 
-FORMAT = 2  # Format 2 introduced the parameter names in_proj, out_proj, token_embedding and lm_head.
+FORMAT = 2
+# The identity of a run that starts from a bundle contains the digests of these files: the weights and the words.
+CONTENT_FILES = ("model.safetensors", "vocabulary.json")
+REQUIRED_FILES = ("config.yaml", *CONTENT_FILES)
+CONFIDENCE = "confidence.json"
+DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", "card.md", CONFIDENCE)
+BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS)
+MAX_BYTES = 2**16  # of digests.json and confidence.json
+MAX_CONFIG_BYTES = 2**20  # of config.yaml, preprocessing.json and card.md
+# The limits with which the files are read. The weights are limited by the machine.
+FILE_LIMITS = {
+    **dict.fromkeys(("config.yaml", "preprocessing.json", "card.md"), MAX_CONFIG_BYTES),
+    "vocabulary.json": MAX_VOCABULARY_BYTES,
+    **dict.fromkeys((DIGESTS, CONFIDENCE), MAX_BYTES),
+}
 # Limits for what takes time or memory without a tensor of this size in model.safetensors.
 MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
 MAX_STAGES = 8
@@ -164,8 +168,8 @@ def save_bundle(
 def load_bundle(folder: Path) -> Bundle:
     """Reads a bundle. The captioner is on the CPU and in evaluation mode.
 
-    Raises UserError for a folder that is not a bundle, for files that differ from its digests, for a signature that is
-    required and missing, for another format, and for parts that do not fit together.
+    Raises UserError for a folder that is not a bundle, for files that differ from its digests, for another format, and
+    for parts that do not fit together.
     """
     from safetensors.torch import load_file
 
@@ -219,12 +223,7 @@ def read_bundle_config(folder: Path) -> dict[str, Any]:
     if not isinstance(version, int) or version < 1:
         raise UserError(f"{path} does not belong to a bundle: it has no format number")
     if version != FORMAT:
-        newer = f"; this version of raycap reads up to {FORMAT}: update raycap"
-        older = (
-            f", whose parameters have other names; this version of raycap reads format {FORMAT}: import or train the "
-            "model again"
-        )
-        raise UserError(f"{folder} is a bundle of format {version}{newer if version > FORMAT else older}")
+        raise UserError(f"{folder} is a bundle of format {version}; this version of raycap reads format {FORMAT} only")
     if not isinstance(config.get("name"), str):
         raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
     return config | {"name": printable(config["name"])}
@@ -245,12 +244,11 @@ def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapp
     """Adds the results of an evaluation to a bundle, whose local folder is replaced as a whole.
 
     confidence: takes the place of that of the same search; None for none. info: further values of the bundle's info.
-    Raises UserError for a damaged bundle, for one with a signature that cannot be replaced, and for one with links or
-    special files: a copy of a stranger's bundle must not read or write what they lead to.
+    Raises UserError for a damaged bundle, and for one with links or special files: a copy of a stranger's bundle must
+    not read or write what they lead to.
     """
     folder = fetched(bundle).resolve()
     require_intact(folder)  # new digests must not hide damage
-    require_sealable(folder)
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(
@@ -347,6 +345,67 @@ def _require_room(parts: BundleParts, path: Path) -> None:
         )
 
 
+def fetched(bundle: StoragePath) -> Path:
+    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first.
+
+    Raises UserError, before anything is fetched, for a file that is larger than what would be read, or than the disk.
+    """
+    if not bundle.is_remote:
+        return bundle.path
+    copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
+    Mirror(bundle, copy).pull(only=BUNDLE_FILES, check=lambda files: _check_sizes(bundle, files))
+    return copy
+
+
+def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
+    """Raises UserError if one of the files to fetch is larger than its limit, or all are larger than the free disk."""
+    for name, entry in files.items():
+        size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
+        if size > limit:
+            kind = "such a file may have" if name in FILE_LIMITS else "this machine has as memory"
+            raise UserError(f"{bundle / name} has {size} bytes, more than the {limit} that {kind}; give another bundle")
+    size, free = sum(entry.size for entry in files.values()), shutil.disk_usage(cache_folder()).free
+    if size > free:
+        raise UserError(
+            f"{bundle}: {size} bytes are to be copied to {cache_folder()}, more than the {free} that are free there; "
+            f"make room, or name a folder on a larger disk by {CACHE_VARIABLE}"
+        )
+
+
+def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
+    """{file: sha256} of the named files of a bundle, by default of all. UserError when one of them is missing."""
+    # For an empty folder, the error below names a file that every bundle needs.
+    names = names or [name for name in BUNDLE_FILES if (folder / name).is_file()] or CONTENT_FILES
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
+    return {name: file_digest(folder / name) for name in names}
+
+
+def seal(folder: Path) -> None:
+    """Writes digests.json for the other files of a bundle."""
+    (folder / DIGESTS).unlink(missing_ok=True)
+    write_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
+
+
+def require_intact(folder: Path) -> None:
+    """Raises UserError if a file differs from digests.json. A bundle without digests.json is not checked."""
+    if not (folder / DIGESTS).exists():
+        return
+    try:
+        recorded = digests_in(read_regular_file(folder / DIGESTS, MAX_BYTES), str(folder / DIGESTS))
+    except (DamagedError, OSError) as error:
+        raise UserError(f"{folder / DIGESTS} cannot be read: {one_line(error)}; restore it") from error
+    if not set(REQUIRED_FILES) <= recorded.keys() <= set(DIGESTED_FILES):
+        raise UserError(f"{folder / DIGESTS} is damaged: it must have the digests of a bundle's files; restore it")
+    remedy = f"restore the bundle, or remove {DIGESTS} if the change is yours"
+    for name in DIGESTED_FILES:
+        file = folder / name
+        if name in recorded and not file.is_file():
+            raise UserError(f"{folder} lacks {name}, which is in its {DIGESTS}; {remedy}")
+        if file.is_file() and recorded.get(name) != file_digest(file):
+            raise UserError(f"{file} does not have the digest in {DIGESTS}: it is damaged or changed; {remedy}")
+
+
 def _content(path: Path) -> bytes:
     return read_regular_file(path, MAX_CONFIG_BYTES)
 
@@ -388,14 +447,6 @@ def _card(name: str, captioner: Captioner) -> str:
     )
 
 
-class ModelSource(typing.Protocol):
-    """A place from which a worker can load a model. Ray pickles it into the worker's tasks."""
-
-    def load(self) -> Bundle:
-        """The model, on the CPU."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredBundle:
     """A bundle in the storage. If `digests` (sha256 by file name) are given, loading compares them with the files."""
@@ -432,6 +483,9 @@ class SentBundle:
             for name, content in ray.get(self.files).items():
                 (Path(folder) / name).write_bytes(content)
             return load_bundle(Path(folder))
+
+
+ModelSource = StoredBundle | SentBundle  # from which a worker loads a model; Ray pickles it into its tasks
 
 
 def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:

@@ -14,9 +14,9 @@ The papers leave three points open. In this module, the class with more levels o
 general one, two classes of the same level both stay, and of several boxes of one class the most confident counts.
 
 Detections are JSON in COCO's form, as nocaps publishes them ({"categories": [{"id", "name"}], "annotations":
-[{"image_id", "category_id", "score", "bbox": [x, y, width, height]}]}), or JSON lines {"image_id", "label", "score",
-"box": [x0, y0, x1, y1]}. The hierarchy is Open Images' JSON, {"LabelName", "Subcategory": [...]}, with the class names
-of the detections, or with codes ("/m/0bt9lr") and a CSV file of code and name.
+[{"image_id", "category_id", "score", "bbox": [x, y, width, height]}]}). The hierarchy is Open Images' JSON,
+{"LabelName", "Subcategory": [...]}, with the class names of the detections, or with codes ("/m/0bt9lr") and a CSV file
+of code and name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,65 +182,27 @@ class Detection(NamedTuple):
 
 
 def read_detections(path: Path) -> dict[int, list[Detection]]:
-    """Detections by image id, in the order of the file. Raises UserError for a file in neither of the two formats."""
+    """Detections by image id, in the order of a file in COCO's form. Raises UserError for other content."""
     detections: dict[int, list[Detection]] = {}
     try:
-        for image, detection in _rows(read_document(path).decode(), f"detections {path}"):
-            detections.setdefault(image, []).append(detection)
-            if len(detections[image]) > MAX_BOXES:
-                raise UserError(f"detections {path}: image {quoted(image)} has more than {MAX_BOXES} boxes")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"detections {path} cannot be read as text: {reason}") from error
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+        content = parse_json(read_document(path), "it")
+        names = {category["id"]: category["name"].lower() for category in content["categories"]}
+        for row in content["annotations"]:
+            x, y, width, height, score = map(float, (*row["bbox"], row["score"]))
+            box = (x, y, x + width, y + height)
+            if not all(map(math.isfinite, (*box, score))):
+                raise ValueError("its scores and boxes must be finite numbers")
+            found = detections.setdefault(int(row["image_id"]), [])
+            found.append(Detection(names[row["category_id"]], score, box))
+            if len(found) > MAX_BOXES:
+                raise ValueError(f"image {quoted(row['image_id'])} has more than {MAX_BOXES} boxes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"detections {path} are neither COCO's JSON (categories, annotations with image_id, category_id, score, "
-            f"bbox) nor JSON lines with image_id, label, score, box: {shown(reason)}"
+            f"detections {path} are not COCO's JSON (categories, annotations with image_id, category_id, score, bbox): "
+            f"{shown(reason)}"
         ) from error
     return detections
-
-
-def _rows(text: str, name: str) -> Iterator[tuple[int, Detection]]:
-    """(image id, detection) of each row, in either format. A UserError begins with `name`."""
-    lines = text.strip().split("\n")
-    if lines == [""]:
-        return
-    try:
-        whole = parse_json(lines[0], name)  # the first of JSON lines, or a whole file in one line
-    except UserError:
-        whole = parse_json(text, name)
-    if isinstance(whole, dict) and "annotations" in whole:
-        names = {category["id"]: _text(category["name"]) for category in whole["categories"]}
-        for row in whole["annotations"]:
-            x, y, width, height = map(float, row["bbox"])
-            yield _row(row["image_id"], names[row["category_id"]], row["score"], (x, y, x + width, y + height))
-        return
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = parse_json(line, "it")
-                x0, y0, x1, y1 = map(float, row["box"])
-                yield _row(row["image_id"], _text(row["label"]), row["score"], (x0, y0, x1, y1))
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                kind = "" if isinstance(error, UserError) else f"{type(error).__name__} "
-                raise ValueError(f"line {number}: {kind}{error}") from error
-
-
-def _row(image: Any, label: str, score: Any, box: tuple[float, float, float, float]) -> tuple[int, Detection]:
-    """The image id and the detection of one row. Raises ValueError for numbers that are not finite."""
-    if not all(map(math.isfinite, (float(score), *box))):
-        raise ValueError("its score and box must be finite numbers")
-    return int(image), Detection(label.lower(), float(score), box)
-
-
-def _text(value: Any) -> str:
-    """A class name. Numbers are allowed as well. Raises TypeError for a list or an object."""
-    if not isinstance(value, str | int | float):
-        raise TypeError(f"{quoted(value)} is not the name of a class")
-    return str(value)
 
 
 def read_hierarchy(path: Path, names: Path | None = None) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """Captions very many images through Ray Data. CPU tasks read and decode them, and a pool of actors captions them.
 
-The driver keeps the names of all images, and in Ray's object store those of `NAMES_AT_A_TIME` images. The cluster keeps
-a few blocks of at most `BLOCK_SIZE` images.
+The driver and Ray's object store keep the names of all images. The cluster keeps a few blocks of at most `BLOCK_SIZE`
+images.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,12 @@ from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
+from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.s3 import is_remote
 
 BLOCK_SIZE = 64  # images
-NAMES_AT_A_TIME = 1_000_000  # images of an execution; their 15,625 blocks of names are made before its first caption
 
 
 @dataclass(frozen=True)
@@ -60,47 +60,21 @@ def caption_stream(
     search: dict[str, Any],
     num_results: int,
     pool: CaptionPool = CaptionPool(),
-) -> Iterator[tuple[str, ImageCaption]]:
-    """Yields (name, captions or reason for missing ones) of each image, in order.
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (name, `ImageCaption.to_json`) of each image, in order.
 
     search: the settings of a `CaptionService`, with a precision other than `auto`. Ray must have been started, and
     every node must be able to read local names. Raises StorageError while the storage is out of order or refuses
     requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for
     one.
-
-    Each NAMES_AT_A_TIME images are one execution of Ray Data, which starts its own captioning processes. So only the
-    list of names grows with the number of images, not the time until the first caption or the memory that Ray needs.
     """
-    from ray.data import DataContext
+    import ray.data
+    from ray.data import ActorPoolStrategy, DataContext
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     repeat_interrupted_tasks()
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     DataContext.get_current().execution_options.preserve_order = True
-    arguments = {"model": model, "search": search, "num_results": num_results, "gpus": pool.gpus}
-    with one_sentence("captioning"):
-        for start in range(0, len(names), NAMES_AT_A_TIME):
-            for row in _captioned_rows(names[start : start + NAMES_AT_A_TIME], transform, arguments, pool):
-                columns = (row["captions"], row["log_probs"], map(tuple, row["tokens"]))
-                n_best = tuple(RankedCaption(*each) for each in zip(*columns, strict=True))
-                confidence, expected_ciderd = row["judgement"] or (None, None)
-                yield _text(row["name"]), ImageCaption(n_best, confidence, expected_ciderd, row["reason"] or None)
-
-
-def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
-    """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
-    prepare_processor()
-    device = None if gpus is None else device_for(gpus).type
-    return CaptionService(model.load(), device=device, **search).precision
-
-
-def _captioned_rows(
-    names: Sequence[str], transform: ImageTransform, arguments: dict[str, Any], pool: CaptionPool
-) -> Iterator[dict[str, Any]]:
-    """Yields the rows of `_CaptionActor` for the named images, in order. arguments: of its constructor."""
-    import ray.data
-    from ray.data import ActorPoolStrategy
-
     # Arrow's text cannot hold names that are not UTF-8, but its bytes can.
     encoded = np.array([name.encode(errors="surrogatepass") for name in names], object)
     parts = np.array_split(encoded, math.ceil(len(names) / BLOCK_SIZE))
@@ -113,13 +87,22 @@ def _captioned_rows(
     )
     captioned = decoded.map_batches(
         _CaptionActor,
-        fn_constructor_kwargs=arguments,
+        fn_constructor_kwargs={"model": model, "search": search, "num_results": num_results, "gpus": pool.gpus},
         batch_size=BLOCK_SIZE if pool.gpus else BLOCK_SIZE // 2,
         compute=ActorPoolStrategy(min_size=1, max_size=pool.max_size),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )
-    yield from captioned.iter_rows()
+    with one_sentence("captioning"):
+        for row in captioned.iter_rows():
+            yield _text(row["name"]), json.loads(row["found"])
+
+
+def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
+    """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
+    prepare_processor()
+    device = None if gpus is None else device_for(gpus).type
+    return CaptionService(model.load(), device=device, **search).precision
 
 
 def _text(name: bytes) -> str:
@@ -156,27 +139,12 @@ class _CaptionActor:
         self.search = self.service.changed_search({}, num_results)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Captions a batch of `_decode`.
-
-        The new columns captions, log_probs and tokens hold lists, empty for bad images. The column judgement holds
-        null, or a list with the confidence and the expected CIDEr-D.
-        """
+        """Captions a batch of `_decode`. The column found holds JSON (`ImageCaption.to_json`)."""
+        found = [ImageCaption(error=str(reason)) for reason in batch["reason"]]
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
-        found = [ImageCaption()] * len(batch["reason"])
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
             pixels = self.service.transform.normalize(pixels).contiguous()
             for index, captions in zip(readable, self.service.caption(pixels, self.search), strict=True):
                 found[index] = captions
-        texts = pa.list_(pa.string())
-        judgements = [None if each.confidence is None else [each.confidence, each.expected_ciderd] for each in found]
-        return {
-            "name": batch["name"],
-            "captions": pa.array([[ranked.caption for ranked in each.n_best] for each in found], texts),
-            "log_probs": pa.array(
-                [[ranked.log_prob for ranked in each.n_best] for each in found], pa.list_(pa.float64())
-            ),
-            "tokens": pa.array([[ranked.tokens for ranked in each.n_best] for each in found], pa.list_(texts)),
-            "judgement": pa.array(judgements, pa.list_(pa.float64())),
-            "reason": batch["reason"],
-        }
+        return {"name": batch["name"], "found": np.array([json.dumps(each.to_json()) for each in found])}
