@@ -29,6 +29,7 @@ ALLOWED = [
     "pipeline/data/language/subwords.py",
     "pipeline/data/vocabulary.py",
     "pipeline/evaluation/captioning/bundle.py",
+    "pipeline/evaluation/captioning/ray_data.py",
     "pipeline/evaluation/captioning/upstream.py",
     "pipeline/evaluation/comparison/published.py",
     "pipeline/evaluation/results_folder.py",
