@@ -106,7 +106,7 @@ class ModelHost:
         self._warm(loaded.service)
         self._current = loaded
 
-    def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+    def describe(self) -> tuple[dict[str, object], ImageTransform]:
         """The description of the current model, and its transform."""
         current = self._current
         return current.describe(), current.service.transform

@@ -157,7 +157,7 @@ def transform_key(transform: ImageTransform) -> str:
 class Captioners(Protocol):
     """The processes that caption with one model. Methods raise RefusedError with status 503 if none answers."""
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+    async def describe(self) -> tuple[dict[str, object], ImageTransform]:
         """`ModelHost.describe`."""
         ...
 
@@ -177,7 +177,7 @@ class ServedModel:
         self.name, self.captioners, self.metrics = name, captioners, metrics
         self._transform: ImageTransform | None = None
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> dict[str, object]:
         """The model's description for GET /models."""
         description, self._transform = await self.captioners.describe()
         return {"name": self.name} | description
@@ -240,6 +240,6 @@ class ServedModels:
             raise RefusedError(422, f"there is no model {quoted(name)}; GET /models lists them")
         return found
 
-    async def describe(self) -> list[dict[str, Any]]:
+    async def describe(self) -> list[dict[str, object]]:
         """The descriptions of all models."""
         return await all_of(model.describe() for model in self.models.values())
