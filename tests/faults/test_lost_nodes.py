@@ -29,13 +29,6 @@ from tests.support.s3_server import CREDENTIALS
 TIMEOUT_S = 500
 STOPPED_S = 30  # how long a worker is stopped
 pytestmark = pytest.mark.proof
-# The clock of a driver that imports this runs 5 minutes ahead.
-FAST_CLOCK = """
-import sys, time
-_now = time.time
-time.time = lambda: _now() + 300
-print(f"clock {time.time() - _now():.0f} s ahead", file=sys.stderr)
-"""
 
 
 class World:
@@ -155,14 +148,6 @@ def test_a_node_is_lost_in_extraction(world: World, undisturbed: list[str]) -> N
     assert world.manifests("extraction") == world.manifests("undisturbed")
 
 
-def test_a_node_is_lost_between_extraction_and_training(world: World, undisturbed: list[str]) -> None:
-    def disturb() -> None:
-        world.wait_until(lambda: " images in" in world.output)
-        world.replace_node(len(world.cluster.nodes) - 1)
-
-    assert run(world, "staging", disturb) == undisturbed
-
-
 def test_a_node_is_lost_in_evaluation(world: World, undisturbed: list[str]) -> None:
     def disturb() -> None:
         world.wait_until(lambda: world.processes("_caption_shard"))
@@ -194,23 +179,3 @@ def test_the_driver_is_killed_and_another_node_continues(world: World, undisturb
     output = world.finish(world.start("run", config, node=str(len(world.cluster.nodes) - 1)))
     assert re.search(r"xe_frozen  continues from step [1-9]", output)
     assert scores(output) == undisturbed
-
-
-def test_the_clock_of_a_driver_is_five_minutes_ahead(world: World) -> None:
-    """By this clock, the lease of another `raycap retrain` has expired while its driver trains and renews it."""
-    folder = world.cluster.folder / "fast"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(FAST_CLOCK)
-    fast = {"PYTHONPATH": f"{folder}:{ROOT}"}
-    values = world.settings("clock")
-    values["stages"][0] |= {"epochs": 200, "validate_every_epochs": 100}
-    config = world.write(values | {"retrain": {"lease_seconds": 60}})
-    right = world.start("retrain", config)
-    world.wait_until(lambda: "xe_frozen  2/" in world.output)
-    words = [sys.executable, "-m", "raycap", "retrain", config, "--address", world.cluster.address]
-    log = world.cluster.folder / "fast.txt"
-    assert world.cluster.start(HEAD, words, log, **fast).wait(TIMEOUT_S) == 0, log.read_text()[-6000:]
-    assert "clock 300 s ahead" in log.read_text()
-    assert "held by" in log.read_text() and "nothing to do here" in log.read_text()
-    assert right.poll() is None, "the training was over before"
-    assert "decision  first" in world.finish(right)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from raycap.models.base import Features, map_tensors
 from raycap.models.captioner import Captioner
 from raycap.models.config import (
-    BackboneConfig,
     ClustFormerConfig,
     ExpansionNetConfig,
     MeshedMemoryConfig,
@@ -24,21 +23,17 @@ from raycap.models.config import (
 )
 from raycap.models.decoding.graphed_search import GraphedSearch
 from raycap.models.decoding.search import beam_search
-from raycap.models.encoders.backbone import Backbone
 from raycap.models.registry import build_model
-from raycap.pipeline.config.sections import EvaluationSection, FeatureSection
+from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.evaluation.captioning import search as captioning
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.features.extraction import Extractor, ShardWriter
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext, any_rank
 from raycap.pipeline.runtime.processor import float32_products
-from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.training.loop import StageJob, StageRun, data_parallel, train_stages
 from raycap.pipeline.training.step_metrics import DivergedError
 from tests.conftest import small_config
@@ -86,23 +81,6 @@ def test_a_training_step_is_the_cpus(tmp_path: Path, name: str) -> None:
         )
     for key, value in weights[0].items():
         assert torch.allclose(weights[1][key], value, rtol=tolerance, atol=tolerance), key
-
-
-@pytest.mark.parametrize("config", MODELS, ids=lambda config: config.name)
-@torch.no_grad()
-def test_beam_search_is_the_cpus(config: ModelConfig) -> None:
-    """In float64 the same captions and log-probabilities, for images with different numbers of tokens."""
-    torch.manual_seed(0)
-    model = build_model(config, ModelSizes(12, 40, 12, 1, 2, 0)).double().eval()
-    boxes = torch.rand(4, 9, 4, dtype=torch.float64)
-    features = Features(torch.randn(4, 9, 12, dtype=torch.float64), torch.tensor([9, 3, 7, 5]), boxes)
-    results = []
-    for device in (torch.device("cpu"), torch.device(DEVICE)):
-        memory = model.to(device).encode(on_device(features, device))
-        results.append(beam_search(model, memory, beam_size=3, max_length=12, num_results=3))
-    expected, found = results
-    assert torch.equal(found.tokens.cpu(), expected.tokens)
-    assert torch.allclose(found.log_probs.cpu(), expected.log_probs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
@@ -210,23 +188,6 @@ def test_a_process_group_of_nccl(tmp_path: Path, gradient_dtype: str) -> None:
         assert any_rank(context, True, False)() == [True, False]
     finally:
         dist.destroy_process_group()
-
-
-def test_features_are_the_cpus(tmp_path: Path) -> None:
-    """The GPU casts and checks what the CPU casts and checks; float32 on both."""
-    swin = BackboneConfig(
-        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
-    )
-    save_weights(Backbone(swin), tmp_path / "backbone.safetensors")
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), np.uint8)
-    found = []
-    for gpus in (0, 1):
-        settings = FeatureSection(compute_dtype="float32", batch_size=2, gpus_per_actor=gpus)
-        extractor = Extractor(swin, tmp_path / "backbone.safetensors", settings, 10**6)
-        features, finite = ShardWriter(storage_path(tmp_path / "store"), extractor).features(pixels)
-        assert finite.all() and features.dtype == np.float16
-        found.append(features.astype(np.float32))
-    assert np.abs(found[0] - found[1]).max() < 5e-3
 
 
 def test_a_search_without_memory_takes_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

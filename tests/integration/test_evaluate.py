@@ -135,36 +135,6 @@ def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_referen
 
 
 @pytest.mark.ray
-def test_auto_is_measured_once_and_reports_name_what_it_chose(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
-) -> None:
-    config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    precision = "evaluation.precision=auto"
-
-    def log_probs(name: str, setting: str) -> list[float]:
-        assert evaluate(config, [setting], models=[model], out=str(tmp_path / name)) == 0
-        lines = (tmp_path / name / "n-best-test.jsonl").read_text().splitlines()
-        return [json.loads(line)["n_best"][0]["log_prob"] for line in lines]
-
-    log_probs("first", precision)
-    assert json.loads((tmp_path / "first" / "scores.json").read_text())["signature"].startswith(
-        "expansionnet_v2, grid features, beam 3, at most 9 tokens, ranked by the mean of log-probabilities"
-    )
-    (record,) = (tmp_path / "results" / "precision").glob("*.json")
-    times = json.loads(record.read_text())
-    fastest = "bfloat16" if times["float32"] > 1.15 * times["bfloat16"] else "float32"
-    assert times["precision"] == fastest and times["bfloat16"] > 0 and times["device"] == "CPU"
-    assert sum(f"captions  in {fastest} from now on" in line for line in log_lines) == 1
-    assert ("log-probabilities, bfloat16" in (tmp_path / "first" / "report-test.html").read_text()) == (
-        fastest == "bfloat16"
-    )
-    record.write_text(json.dumps(times | {"precision": "bfloat16"}))  # decided by another machine
-    assert log_probs("second", precision) == log_probs("asked", "evaluation.precision=bfloat16")
-    assert "log-probabilities, bfloat16" in (tmp_path / "second" / "report-test.html").read_text()
-    assert log_probs("exact", "evaluation.precision=float32") != log_probs("again", precision)
-
-
-@pytest.mark.ray
 def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     settings = ["evaluation.num_results=3", "evaluation.beam_size=3"]
@@ -193,31 +163,6 @@ def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_se
     other = str(make_bundle(tmp_path / "c", protocol=Protocol(ranking="mean")))
     with pytest.raises(UserError, match="evaluated in different ways: .* by the mean .* set evaluation.ranking"):
         evaluate(config, [], models=[of_protocol, other], out=str(tmp_path / "refused"))
-
-
-@pytest.mark.ray
-def test_reports_that_fail_cost_no_score_and_are_made_by_the_next_call(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("broken on purpose")
-
-    config, model, out = configuration(tmp_path), str(make_bundle(tmp_path / "a")), tmp_path / "out"
-    page, reason = out / "report-test.html", "RuntimeError: broken on purpose"
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
-    with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.evaluation.results_folder.write_report", broken)
-        assert evaluate(config, models=[model], out=str(out)) == 0
-    missing = json.loads((out / "scores.json").read_text())["missing"]
-    assert missing == {"the heat maps of test": reason, "the report of test": reason} and not page.exists()
-    assert f"the report of test could not be made ({reason}); the same command makes it again" in log_lines
-    assert scores(out)["scores"]["CIDEr-D"] is not None
-    assert evaluate(config, models=[model], out=str(out)) == 0
-    assert json.loads((out / "scores.json").read_text())["missing"] == {"the heat maps of test": reason}
-    assert "data-attribution=" not in page.read_text(), "a page without maps is better than none"
-    monkeypatch.undo()
-    assert evaluate(config, models=[model], out=str(out)) == 0
-    assert "missing" not in json.loads((out / "scores.json").read_text()) and "data-attribution=" in page.read_text()
 
 
 @pytest.mark.ray

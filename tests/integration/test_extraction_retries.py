@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +17,6 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import decode_batch
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features import extraction, interruptions
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
@@ -28,44 +25,9 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from raycap.pipeline.storage.weights import save_weights
 from tests.conftest import write_karpathy
-from tests.support.logs import on_message
 
 NUM_IMAGES = 12
 pytestmark = pytest.mark.ray
-
-
-def is_first(folder: Path, event: str) -> bool:
-    """Whether nobody has asked for this event before, in any process."""
-    try:
-        (folder / event).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def flaky_decode(batch: dict[str, np.ndarray], **settings: Any) -> dict[str, Any]:
-    """`decode_batch`, whose storage fails once."""
-    if is_first(Path(str(batch["uri"][0])).parent, "decode"):
-        raise StorageError("s3://images: storage failed")
-    return decode_batch(batch, **settings)
-
-
-class FlakyWriter(ShardWriter):
-    """A writer that is killed in its first start, fails in its second, and whose storage fails once."""
-
-    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
-        self.events = extractor.weights.parent
-        if is_first(self.events, "killed"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_first(self.events, "failed"):
-            raise RuntimeError("no memory")
-        super().__init__(folder, extractor, weights)
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        done = super().__call__(batch)
-        if is_first(self.events, "writing"):
-            raise StorageError("s3://features: storage failed")
-        return done
 
 
 class WaitingWriter(ShardWriter):
@@ -104,27 +66,6 @@ def extractor(tmp_path: Path) -> Extractor:
 
 def not_watched() -> AbstractContextManager[Callable[[], object]]:
     return nullcontext(lambda: None)
-
-
-@pytest.mark.proof
-def test_actors_that_die_and_storage_that_fails_cost_only_time(
-    ray_session: None, tmp_path: Path, images: Dataset, extractor: Extractor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extraction, "decode_batch", flaky_decode)
-    monkeypatch.setattr(extraction, "ShardWriter", FlakyWriter)
-    lines: list[str] = []
-    with on_message(lines.append):
-        folder, unusable = extract(images, tmp_path / "features", extractor, not_watched)
-    assert {path.name for path in (tmp_path / "events").iterdir()} == {
-        "backbone.safetensors",
-        "killed",
-        "failed",
-        "writing",
-    }
-    assert (tmp_path / "set" / "images" / "decode").exists()
-    assert any(f"{NUM_IMAGES} images in" in line for line in lines) and not unusable
-    store = FeatureStore(folder)
-    assert len(store) == len(store.keys) == NUM_IMAGES
 
 
 def test_an_actor_computes_a_shard_while_it_writes_another(

@@ -247,27 +247,6 @@ def test_a_loss_that_a_gpu_would_report_late_is_never_saved(tmp_path: Path, chan
     assert all(entry["step"] <= 2 for entry in read_journal(folder.journal) if entry["kind"] == "validation")
 
 
-def test_compiled_layers_train_as_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured as graphs, without a compiler; the names of the weights stay."""
-    calls = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        calls.append(len(inputs))
-        return graph.forward
-
-    plain_compile = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: plain_compile(module, backend=backend))
-    results = []
-    for compiles in (False, True):
-        folder, store = prepare_run(tmp_path / str(compiles), workers__compile=compiles)
-        run = StageRun(LocalContext("cpu"), folder, folder.config.stage("xe_finetune"), StageJob(folder, STAGES, store))
-        run.captioner.eval()  # compiled code draws other masks of dropout
-        losses = [run.step(step, run.batches.at(step))["loss"].item() for step in range(2)]
-        results.append((losses, list(run.captioner.state_dict())))
-    assert calls and results[1][1] == results[0][1]
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
-
-
 def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
     folder, store = prepare_run(tmp_path)
     run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder, STAGES[:1], store))
@@ -276,15 +255,6 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="gradient norm"):
         run.run()
     assert all(torch.isfinite(value).all() for value in run.captioner.state_dict().values())
-
-
-def test_workers_of_an_abandoned_driver_write_nothing(tmp_path: Path) -> None:
-    folder, store = prepare_run(tmp_path)
-    old = folder.new_driver_token()
-    folder.new_driver_token()
-    with pytest.raises(RuntimeError, match="another driver"):
-        train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, driver_token=old))
-    assert not folder.stage("xe_frozen").exists()
 
 
 def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,13 +541,6 @@ def test_with_all_options_a_stage_is_resumed_bit_identically(tmp_path: Path, mon
             key for key in initial if key.startswith("token_embedding.") or ("layers.0" in key and "norm1" in key)
         }
         assert frozen and frozen <= same and len(same) < len(initial) / 2
-
-
-def test_a_dry_run_covers_every_stage(undisturbed: RunFolder) -> None:
-    results = list(dry_run(undisturbed))
-    assert [result.stage for result in results] == list(STAGES)
-    assert all(result.error is None and result.memory_mb > 0 for result in results)
-    assert not any(result.checkpointing for result in results), "the memory suffices"
 
 
 def test_a_dry_run_keeps_no_activations_where_the_memory_does_not_suffice(

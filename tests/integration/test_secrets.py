@@ -144,16 +144,6 @@ def test_a_password_in_the_address_of_the_storage_is_refused(
     assert not search("the message", message.encode())
 
 
-def test_keys_do_not_belong_in_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = {"uri": "s3://data/x", "secret_access_key": MARKS["AWS_SECRET_ACCESS_KEY"]}
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(small_config(storage)))
-    assert main(["run", str(config)]) == 2
-    message = capsys.readouterr().err
-    assert "unknown key storage.secret_access_key" in message
-    assert not search("the message", message.encode())
-
-
 class FakeJobs(BaseHTTPRequestHandler):
     """A jobs server that asks for a token and keeps what it receives in `server.received`."""
 
