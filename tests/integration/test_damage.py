@@ -88,16 +88,10 @@ Damage = Callable[[Path], Any]
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("step/state.pt", cut),
         ("step/state.pt", flip_any),
-        ("step/state.pt", Path.unlink),
         ("step/progress.json", empty),
-        ("step/progress.json", Path.unlink),
-        ("step/digests.json", empty),
         ("step/digests.json", Path.unlink),
         ("best/model.safetensors", cut),
-        ("best/model.safetensors", flip_any),
-        ("best/model.safetensors", Path.unlink),
     ],
 )
 def test_a_damaged_checkpoint_is_stepped_over(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
@@ -184,20 +178,6 @@ def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines:
     damage(path)
     folder = prepare(world.folder.config)
     assert folder.path == world.folder.path and folder.dataset.table.to_pylist() == before
-
-
-@pytest.mark.parametrize("damage", [empty, replace_by_garbage])
-def test_damaged_manifests_of_images_are_made_again(world: World, damage: Damage, log_lines: list[str]) -> None:
-    prepare(world.folder.config)
-    (path,) = world.folder.config.storage_place.path.glob("manifests/*.parquet")
-    damage(path)
-    log_lines.clear()
-    assert prepare(world.folder.config).path == world.folder.path
-    (line,) = [line for line in log_lines if "damaged" in line]
-    assert str(path) in line
-    log_lines.clear()
-    prepare(world.folder.config)
-    assert not [line for line in log_lines if "damaged" in line]
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path, world: World) -> None:
