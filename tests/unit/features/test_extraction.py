@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -14,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import FeatureSection
-from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.features import extraction, precision
-from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction
+from raycap.pipeline.features.extraction import Extractor, ShardWriter
 from raycap.pipeline.features.precision import extraction_precision, measure_extraction
-from raycap.pipeline.features.store import FeatureStore, write_quarantine
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
@@ -39,26 +35,6 @@ WAIT_S = 60
 
 def not_watched() -> AbstractContextManager[Callable[[], object]]:
     return nullcontext(lambda: None)
-
-
-def test_images_in_quarantine_are_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also views of such an image, in any chunk. Rows of other data remain in the quarantine."""
-    monkeypatch.setattr("raycap.pipeline.data.dataset.CHUNK_ROWS", 3)
-    folder, content = storage_path(tmp_path), [hashlib.sha256(bytes([number])).hexdigest() for number in range(9)]
-    keys: list[str | None] = [*content[:7], f"{content[1]}-view0", f"{content[2]}-view0", None]
-    uris = [f"{number}.png" for number in range(len(keys))]
-    columns = [range(len(keys)), ["train"] * len(keys), uris, [["a"]] * len(keys), keys]
-    dataset = Dataset(pa.table(columns, schema=SCHEMA))
-    other = Dataset(pa.table([[90], ["train"], ["other.png"], [["a"]], [content[8]]], schema=SCHEMA))
-    write_quarantine(folder, other, {content[8]: "no image"}, {})
-    write_quarantine(folder, dataset, {content[1]: "no image", content[6]: "no image"}, {"9.png": "gone"})
-    rows = pq.read_table(tmp_path / "quarantine.parquet").to_pylist()
-    assert [row["uri"] for row in rows] == ["1.png", "6.png", "7.png", "9.png", "other.png"]
-    plan = plan_extraction(dataset, folder, 100)
-    assert plan.missing["uri"].to_pylist() == [uris[row] for row in (0, 2, 3, 4, 5, 8)] and plan.num_images == 9
-    assert plan.unusable == {content[1]: "no image", content[6]: "no image"}
-    write_quarantine(folder, dataset, {}, {})
-    assert [row["uri"] for row in pq.read_table(tmp_path / "quarantine.parquet").to_pylist()] == ["other.png"]
 
 
 @pytest.fixture
@@ -88,27 +64,6 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, measure
     record.write_text('{"precision": ')
     measured.append(PrecisionTimes("this processor", float32=0.1, bfloat16=0.5))
     assert decide() == "float32" and decide() == "float32" and not measured, "a damaged record is made again"
-
-
-def test_the_first_of_two_extractions_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = storage_path(tmp_path)
-    times = [PrecisionTimes("slow", float32=0.1, bfloat16=1.0), PrecisionTimes("fast", float32=1.0, bfloat16=0.1)]
-    found: list[str] = []
-
-    def measure(*_: Any) -> PrecisionTimes:
-        mine = times.pop()
-        if times:  # while the first measures, the second begins and ends
-            found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
-        return mine
-
-    monkeypatch.setattr(precision, "_measure_on_ray", measure)
-    found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
-    assert found == ["float32", "float32"] and not times
-
-
-@pytest.mark.parametrize(("float32", "fastest"), [(1.0, "float32"), (1.1, "float32"), (1.2, "bfloat16")])
-def test_bfloat16_must_be_clearly_faster(float32: float, fastest: str) -> None:
-    assert PrecisionTimes("", float32, bfloat16=1.0).fastest == fastest
 
 
 def test_a_measurement_computes_in_both_precisions() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.data.formats.source import find_files
-from raycap.pipeline.data.survey.survey import find_candidates, read_names
+from raycap.pipeline.data.survey import find_candidates, read_names
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]
@@ -19,31 +19,6 @@ def write(folder: Path, names: list[str]) -> StoragePath:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(TABLE)
     return storage_path(folder)
-
-
-@pytest.mark.parametrize(
-    ("names", "keys"),
-    [
-        (PARTS, {"annotations": "part*/metadata.csv"}),
-        ([*PARTS, "part9/x/metadata.csv"], {"annotations": "part*/metadata.csv"}),
-        ([f"[a]-{number}.csv" for number in "12"], {"sources": [{"annotations": f"[a]-{n}.csv"} for n in "12"]}),
-        (
-            ["00000_train.tar", "00001_train.tar", "00000_val.tar"],
-            {
-                "sources": [
-                    {"annotations": "*_train.tar", "split": "train"},
-                    {"annotations": "00000_val.tar", "split": "val"},
-                ]
-            },
-        ),
-        (["shard-7.tar", "shard-8.tar", "shard.md"], {"annotations": "shard-*.tar"}),
-        (["a-1.csv", "a-2.csv", "a-b.csv"], {"annotations": "a-*.csv"}),
-    ],
-)
-def test_a_pattern_names_the_files_of_a_candidate(tmp_path: Path, names: list[str], keys: dict[str, object]) -> None:
-    root = write(tmp_path, names)
-    candidate = next(find_candidates(sorted(names)))
-    assert read_names(root, candidate, sorted(names)).keys == keys
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -60,12 +35,3 @@ def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: in
         keys = read_names(root, candidate, sorted(names)).keys
         found = [name for each in keys.get("sources", [keys]) for name in find_files(root, each["annotations"])]
         assert sorted(found) == sorted(candidate.files)
-
-
-def test_many_files_without_a_common_name_are_refused(tmp_path: Path) -> None:
-    names = sorted([f"{number}.csv" for number in range(60)] + ["x.csv"])
-    root = write(tmp_path, names)
-    groups = {candidate.files: candidate for candidate in find_candidates(names)}
-    digits = groups[tuple(names[:-1])]
-    with pytest.raises(ValueError, match=r"60 annotation files such as 0\.csv have no common name"):
-        read_names(root, digits, names)

@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from pydantic import ValidationError
@@ -238,13 +238,12 @@ def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Survey:
-    """A data set that has been read. keys: those of the section `data`, without root. left_out: files not used."""
+    """A data set that has been read. keys: those of the section `data`, without root."""
 
     form: str
     root: StoragePath
     keys: Values
     dataset: Dataset
-    left_out: tuple[str, ...] = ()
 
 
 def survey(place: str, options: StorageOptions = StorageOptions()) -> Survey:
@@ -258,14 +257,11 @@ def survey(place: str, options: StorageOptions = StorageOptions()) -> Survey:
     names = _names_below(root)
     chosen = [path.name] if is_file else names
     failure: UserError | None = None
-    candidates = list(find_candidates(chosen))
-    for candidate in candidates:
+    for candidate in find_candidates(chosen):
         try:
-            found = _read(root, candidate, names)
+            return _read(root, candidate, names)
         except UserError as error:
             failure = failure or error
-        else:
-            return replace(found, left_out=_left_out(found, candidate, candidates, chosen))
     if failure is not None:
         raise failure
     if not chosen:
@@ -285,15 +281,6 @@ def _names_below(folder: StoragePath) -> list[str]:
     except OSError as error:
         raise UserError(f"{folder} cannot be listed: {one_line(error)}") from error
     return sorted(name for name in names if "/." not in f"/{name}")
-
-
-def _left_out(found: Survey, used: Candidate, candidates: Sequence[Candidate], names: Sequence[str]) -> tuple[str, ...]:
-    """The annotation files of other candidates, and with texts beside images the images without one."""
-    others = {name for candidate in candidates if candidate.form != "text" for name in candidate.files}
-    if used.form == "text":
-        read = {uri.removeprefix(f"{found.root.uri.rstrip('/')}/") for uri in found.dataset.column("uri")}
-        others |= {name for name in names if is_image(name) and name not in read}
-    return tuple(sorted(others.difference(used.files)))
 
 
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
