@@ -16,8 +16,8 @@ SOURCES = sorted(path for package in ("raycap", "raycap_onnx") for path in (ROOT
 PURE_CALLS = {
     "AfterValidator", "relative_name",  # in a lambda
     "ContextVar", "Discriminator", "Field", "Format", "Path", "Tag", "TypeVar", "dict.fromkeys", "frozenset", "len",
-    "logging.getLogger", "np.array", "np.iinfo", "np.uint64", "package_folder", "range", "re.compile", "sorted", "tuple",
-    "typer.Argument", "typer.Option", "typer.Typer",
+    "logging.getLogger", "np.array", "np.iinfo", "np.uint64", "package_folder", "range", "re.compile", "sorted",
+    "tuple", "typer.Argument", "typer.Option", "typer.Typer",
 }  # fmt: skip
 
 
