@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
@@ -61,7 +61,7 @@ class Captioner:
         num_results: int = 1,
         beam_size: int | None = None,
         max_length: int | None = None,
-        search: Mapping[str, Any] | None = None,
+        search: Mapping[str, object] | None = None,
     ) -> list[ImageCaption]:
         """The captions of each image, in order. An image that cannot be read has `error` and no caption.
 

@@ -26,6 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import JobFailedError, UserError, cause_of
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import printable
@@ -161,7 +162,7 @@ def _print_error(error: Exception) -> None:
     print(f"raycap: {printable(' '.join(without_secrets(str(error)).split()))}", file=sys.stderr)
 
 
-def _as_command(function: Any, name: str, settings: dict[str, Any] | None = None, *, completes: bool = False) -> Any:
+def _as_command(function: Any, name: str, settings: Values | None = None, *, completes: bool = False) -> Any:
     """Turns a function into a Typer command. settings: the command's context settings; None for the defaults.
 
     completes: adds Typer's options --install-completion and --show-completion.

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.evaluate import Evaluator, exit_code, feature_store, find_bundles, find_images
+from raycap.jobs.evaluate import EvaluatedModel, Evaluator, exit_code, feature_store, find_bundles, find_images
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
@@ -24,8 +24,7 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
-from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compare
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
 from raycap.pipeline.evaluation.evaluate import Options, common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
 from raycap.pipeline.evaluation.reports.report import report_images, score_table

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
 
 from raycap.jobs.options import Set
+from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config, shown_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config, shipped_names
@@ -64,7 +65,7 @@ def config(
         print(printable(line))
 
 
-def config_schema() -> dict[str, Any]:
+def config_schema() -> Values:
     """Pydantic's JSON schema of a run's YAML, with which an editor completes keys, explains them and marks mistakes.
 
     A file that extends another one may lack any key. Checks across keys are not part of the schema.

@@ -252,7 +252,7 @@ def storage(folder: StoragePath, probe: str = "") -> Finding:
         if probe and not (folder / probe).exists():
             raise OSError(f"{folder} is another folder than on the machine of this command")
         try_rights(folder)
-        return f"{folder}: conditional write, read, list and delete work"
+        return f"{folder}: conditional write, read and delete work"
 
     remedy = "correct the folder's permissions, or set a storage that all nodes share, such as s3://bucket/prefix"
     if folder.is_remote:

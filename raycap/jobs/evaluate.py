@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +22,14 @@ from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.evaluation.captioning.bundle import fetched, read_bundle_config
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, summarize_systems
+from raycap.pipeline.evaluation.comparison.bootstrap import compare
+from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
+from raycap.pipeline.evaluation.reports.report import write_summary
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_results
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
@@ -33,6 +37,7 @@ from raycap.pipeline.runs.folder import RunFolder, with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
 from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
+from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
@@ -140,6 +145,31 @@ def evaluate(
 
 
 @dataclass(frozen=True)
+class EvaluatedModel:
+    """A model, or an ensemble, with its scores. label: such as "seed 0"."""
+
+    label: str
+    scores: Scores
+
+    @property
+    def name(self) -> str:
+        """The bundles."""
+        return " + ".join(map(str, self.scores.bundles))
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run that trained the model; None for an ensemble and for a bundle that does not name its run.
+
+        Bundles after different stages of a run have the same.
+        """
+        if len(self.scores.bundles) != 1:
+            return None
+        info = read_bundle_config(fetched(self.scores.bundles[0])).get("info")
+        run = info.get("run") if isinstance(info, dict) else None
+        return run if isinstance(run, str) else None
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluates several models on the same images. settings: `common_settings` of all of them."""
 
@@ -174,6 +204,62 @@ class Evaluator:
             name = "+".join(bundle.name for bundle in bundles)
             write_results(part, found[-1].scores, self.settings, label=name)
         return found
+
+
+def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> None:
+    """Prints and writes the mean scores of a system with their spread, and its differences from another system.
+
+    ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
+    """
+    paired = _paired(ours, others)
+    scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
+    columns, rows, page_rows = scores.columns, Rows(), Rows()
+    content: dict[str, Any] = {
+        "models": {model.label: model.name for model in ours},
+        "protocol": asdict(protocol),
+        "signature": protocol.signature,
+        "splits": scores.to_json(),
+    }
+    metadata = {"models": ", ".join(model.name for model in ours)}
+    sides = [("", scores)]
+    if others:
+        sides.append(("other: ", _seed_scores(others)))
+        metadata["compared with"] = ", ".join(model.name for model in others)
+        content["compared"] = {"models": {model.label: model.name for model in others}, "same_runs": paired is not None}
+        content["compared"]["splits"] = sides[1][1].to_json()
+        for theirs, our in differences(common_protocol([model.scores.protocol for model in others]), protocol):
+            logger.info(f"protocol  other: {theirs}, this: {our}")
+    for split in scores.splits:
+        for prefix, side in sides:
+            rows += side.rows(split, columns, prefix)
+            page_rows += side.rows(split, columns, prefix) + side.rows_of_models(split, columns)
+    if rows:
+        logger.info(f"\n{format_table(columns, rows)}\n")
+    for split in scores.splits if others else ():
+        logger.info(split)
+        results = [[model.scores[split] for model in side] for side in (ours, paired or others)]
+        gaps = compare(*results, same_runs=paired is not None)
+        content["compared"]["splits"][split]["differences"] = {key: asdict(each) for key, each in gaps.items()}
+        page_rows.append((f"{split}, difference", [str(gaps.get(column, "")) for column in columns]))
+    decorations = Decorations()
+    write_summary(place, content, columns, page_rows, metadata, decorations)
+    decorations.log_failed()
+    logger.info(f"seeds        {place}")
+
+
+def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:
+    return SeedScores.of(
+        {model.label: {each.split: each.to_json() for each in model.scores.splits} for model in models}
+    )
+
+
+def _paired(ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> list[EvaluatedModel] | None:
+    """`others` in the order of `ours`, if both are models of the same runs, such as after other stages; else None."""
+    by_run = {model.run: model for model in others}
+    runs = [model.run for model in ours]
+    if None in runs or len(set(runs)) < len(runs) or len(others) != len(ours) or by_run.keys() != set(runs):
+        return None
+    return [by_run[run] for run in runs]
 
 
 def exit_code(every: Sequence[Scores]) -> int:

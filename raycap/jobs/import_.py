@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from safetensors import SafetensorError
 
 from raycap.jobs.options import Set
-from raycap.models.config import BackboneConfig, ModelConfig
+from raycap.models.config import BackboneConfig, ModelConfig, Values
 from raycap.pipeline.config.load import apply_override, parse_given, read_file
 from raycap.pipeline.config.variables import expand_variables
 from raycap.pipeline.errors import UserError
@@ -72,9 +72,7 @@ def import_checkpoint(
     print(f"The bundle: {out}")
 
 
-def _read_settings(
-    config: Path | None, overrides: Sequence[str], model: type[ModelConfig]
-) -> dict[str, dict[str, Any]]:
+def _read_settings(config: Path | None, overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, Values]:
     """The settings that the user gave, by section. model: the class of the system's configuration.
 
     Only the types of the settings are checked, because the checkpoint decides whether they fit together. Raises
@@ -82,7 +80,7 @@ def _read_settings(
     """
     section_types = {"model": model, "backbone": BackboneConfig}
     file_values = {} if config is None else read_file(config)
-    settings: dict[str, Any] = {section: file_values.get(section) or {} for section in section_types}
+    settings: Values = {section: file_values.get(section) or {} for section in section_types}
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
         if not dot or section not in section_types:
@@ -92,7 +90,7 @@ def _read_settings(
     return {name: parse_given(section_type, settings[name], name) for name, section_type in section_types.items()}
 
 
-def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, protocol: Protocol, info: dict[str, Any]) -> None:
+def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, protocol: Protocol, info: Values) -> None:
     """Writes the bundle. info: entries about its origin for the bundle's configuration."""
     try:
         save_bundle(out, captioner, vocabulary, name=out.name, protocol=protocol, info=info)

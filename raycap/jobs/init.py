@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,19 +13,14 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.data.first_configuration import Facts, Language, config_name, config_text, detect_language
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
-from raycap.pipeline.data.survey.configuration import Facts, Language, config_name, config_text, detect_language
-from raycap.pipeline.data.survey.survey import Survey, survey
+from raycap.pipeline.data.survey import Survey, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
 from raycap.pipeline.storage.atomic import write_bytes
-from raycap.pipeline.storage.path import StoragePath
 
-NUM_SAMPLED = 64  # images whose size is looked at
 NUM_READ = 5_000  # captions from which the language is guessed
-NUM_NAMED = 5  # files that are not used
 NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
 
 
@@ -41,7 +34,7 @@ def init(
 ) -> int:
     """Look at captioned images and write a configuration for them.
 
-    It reads the annotations and some images, prints what it found, and writes a short YAML file.
+    It reads the annotations, prints what it found, and writes a short YAML file.
 
     \b
     Example: raycap init photos
@@ -56,7 +49,6 @@ def init(
         raise UserError(f"--out {shown(path)} exists; give another name, or --force to replace it")
     if variable_names(found.root.uri):
         raise UserError(f"{shown(found.root.uri)} contains ${{...}}, which a configuration would replace; rename it")
-    sizes = _sample_sizes(found)
     captions = [caption for row in found.dataset.table["captions"].slice(0, NUM_READ).to_pylist() for caption in row]
     language = detect_language(captions, _tokenizers())
     facts = _facts(found, name, language, pretrained)
@@ -66,8 +58,7 @@ def init(
         "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits.most_common()),
         "captions": f"{facts.num_captions}, {_per_image(found)} per image, nearly all of at most {facts.words} words",
         "language": f"{language.code or 'unknown'} ({language.script.title()}), tokenizer {language.tokenizer}",
-        "sizes": sizes,
-    } | ({"left out": _not_used(found)} if found.left_out else {})
+    }
     for key, text in lines.items():
         print(f"{key:<9} {printable(text)}")
     header = printable(f"{len(found.dataset)} images with {facts.num_captions} captions ({found.form})")
@@ -81,13 +72,6 @@ def init(
 def _named(keys: dict[str, Any]) -> str:
     """The annotation files in words."""
     return ", ".join(each["annotations"] for each in keys.get("sources") or [keys])
-
-
-def _not_used(found: Survey) -> str:
-    """The files that are not used, in words."""
-    count, first = len(found.left_out), ", ".join(map(shown, found.left_out[:NUM_NAMED]))
-    remedy = "add those that belong to the data to data.sources"
-    return f"{count} files: {first}{', ...' if count > NUM_NAMED else ''}; {remedy}"
 
 
 def _per_image(found: Survey) -> str:
@@ -118,29 +102,3 @@ def _facts(found: Survey, name: str, language: Language, pretrained: bool) -> Fa
 def _tokenizers() -> tuple[str, ...]:
     """The tokenizers that need no file: the values of `data.tokenizer` that `TOKENIZERS` has."""
     return tuple(name for name in get_args(DataSection.model_fields["tokenizer"].annotation) if name in TOKENIZERS)
-
-
-def _sample_sizes(found: Survey) -> str:
-    """The sizes of some images in words. Raises UserError if none of them can be read."""
-    uris = found.dataset.table["uri"]
-    step = max(1, len(uris) // NUM_SAMPLED)
-    chosen = [uris[row].as_py() for row in range(0, len(uris), step)][:NUM_SAMPLED]
-
-    def size(uri: str) -> tuple[int, int] | str:
-        try:
-            data = read_image_file(StoragePath(uri, found.root.options))
-            return decode_image(data, DataSection.model_fields["max_pixels"].default).size
-        except (BadImage, OSError) as error:
-            return re.sub(r"\[Errno \d+\] ", "", str(error))
-
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(size, chosen))
-    sizes = [result for result in results if not isinstance(result, str)]
-    reasons = [result for result in results if isinstance(result, str)]
-    if not sizes:
-        problem = f"{len(results)} images of {found.root} can be read, the first because of: {reasons[0]}"
-        raise UserError(f"none of {problem}; check the images' folder")
-    (width, height), _ = Counter(sizes).most_common(1)[0]
-    text = f"short sides {min(map(min, sizes))} to {max(map(min, sizes))} px, most often {width} x {height}"
-    bad = f"; {len(reasons)} cannot be read, the first because of: {reasons[0]}" if reasons else ""
-    return f"{text} (of {len(results)} images){bad}"

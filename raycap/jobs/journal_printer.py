@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
@@ -73,7 +73,7 @@ class JournalPrinter:
                 logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")
             self._has_failed = True
 
-    def _print(self, entry: dict[str, Any]) -> None:
+    def _print(self, entry: Values) -> None:
         logger.info(self.line(entry))
         if entry["kind"] == "reward":
             self._scst.add(entry["stage"])
@@ -106,7 +106,7 @@ class JournalPrinter:
             f"caption has the reward 0, none is preferred. {remedy}; if it stays 0, `raycap check` the data"
         )
 
-    def line(self, entry: dict[str, Any]) -> str:
+    def line(self, entry: Values) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""
         stage, step = entry["stage"], entry["step"]
         if "text" in entry:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ from raycap.jobs.evaluate import evaluate
 from raycap.jobs.import_ import import_checkpoint
 from raycap.jobs.named_files import check_output_folder
 from raycap.jobs.options import Address
+from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.reports.tables import format_table
@@ -179,7 +180,7 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
     return [*quoted, *(f"{key}={value}" for key, value in numbers.items()), *given]
 
 
-def _compare(published: Published, scores: dict[str, Any], *, must_be_comparable: bool) -> bool:
+def _compare(published: Published, scores: Values, *, must_be_comparable: bool) -> bool:
     """Prints our scores beside the printed row. False if CIDEr-D differs, or if scores must be comparable and are not.
 
     scores: of the split in scores.json.

@@ -320,8 +320,6 @@ class RunDriver:
 
     def _describe(self, stage: StageSection) -> str:
         """A stage as a line of the plan."""
-        from raycap.pipeline.training.batches import num_samples
-
         per_sample = ""
         if stage.objective == "scst":
             per_sample = f" x {stage.sampling.num_samples} samples"
@@ -338,7 +336,7 @@ class RunDriver:
         if self.folder.result(stage.name):
             return f"{what}, done"
         return (
-            f"{what}, {total_steps(stage, num_samples(stage, self.folder))} steps "
+            f"{what}, {total_steps(stage, self.folder.num_samples(stage))} steps "
             f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
             f"{shares_text(self.config, stage)}"
         )

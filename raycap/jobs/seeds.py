@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Seed
 from raycap.pipeline.errors import DamagedError, UserError
@@ -49,7 +50,7 @@ def group_place(config: RunConfig, folders: Sequence[RunFolder]) -> StoragePath:
 
 
 def summarize_runs(
-    configs: Sequence[RunConfig], folders: Sequence[RunFolder], ensemble: Mapping[str, Mapping[str, Any]]
+    configs: Sequence[RunConfig], folders: Sequence[RunFolder], ensemble: Mapping[str, Mapping[str, object]]
 ) -> None:
     """Prints the mean scores of complete runs with their spread, and writes them to `group_place`.
 
@@ -89,11 +90,11 @@ def summarize_runs(
     logger.info(f"\nseeds        {place}")
 
 
-def _stored_scores(folder: RunFolder) -> dict[str, Any]:
+def _stored_scores(folder: RunFolder) -> Values:
     """The content of a complete run's scores.json. Raises DamagedError."""
     path = folder.path / "scores.json"
     try:
-        content: dict[str, Any] = read_json(path)
+        content: Values = read_json(path)
         if not isinstance(content, dict) or not content.keys() >= SCORES_KEYS:
             raise DamagedError(f"{path} is damaged: it lacks scores")
     except (DamagedError, FileNotFoundError) as error:

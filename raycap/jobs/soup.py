@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raycap.jobs.named_files import OpenedBundle, check_output_place, open_bundle
-from raycap.models.config import PLAIN
+from raycap.models.config import PLAIN, Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol, save_bundle
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol
@@ -101,7 +101,7 @@ def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[floa
     protocol = shared_protocol([bundle_protocol(member.bundle.config) for member in members])
     captioner = first.bundle.captioner
     captioner.load_state_dict(mixed_tensors([member.bundle.captioner.state_dict() for member in members], weights))
-    info: dict[str, Any] = {}
+    info: Values = {}
     for number, (member, weight) in enumerate(zip(members, weights, strict=True), 1):
         digest = file_digest(member.folder / "model.safetensors")
         info |= {f"source {number}": str(member.location), f"weight {number}": weight, f"sha256 {number}": digest}
@@ -160,7 +160,7 @@ def _difference(ours: Bundle, theirs: Bundle) -> str | None:
     return None
 
 
-def _settings(bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+def _settings(bundle: Bundle) -> tuple[Values, Values | None, Values]:
     """The settings of the model and the backbone, and the sizes."""
     captioner = bundle.captioner
     backbone = None if captioner.backbone is None else captioner.backbone.config.feature_settings()

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from raycap.jobs.cli import COMMANDS
+from raycap.models.config import Values
 from raycap.pipeline.cluster.submission import (
     check_paths,
     check_texts,
@@ -172,7 +173,7 @@ def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
     return configs[0].name if configs else job.command, files, packed
 
 
-def parse_arguments(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+def parse_arguments(command: str, arguments: Sequence[str]) -> Values:
     """Parses `raycap COMMAND ARGUMENTS` as the job will parse it. Returns the values by name.
 
     Raises UserError for a command that cannot be submitted or would refuse its arguments.

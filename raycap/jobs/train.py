@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runtime.context import RayContext
 from raycap.pipeline.runtime.processor import computes_on_cpus
@@ -172,7 +173,7 @@ def _ask_to_stop(job: StageJob) -> None:
     threading.Thread(target=write, name="stop-request", daemon=True).start()
 
 
-def _run_worker(settings: dict[str, Any]) -> None:
+def _run_worker(settings: Values) -> None:
     """The function that Ray Train runs on every worker."""
     job: StageJob = settings["job"]
     if failure_file(job).exists():

@@ -27,6 +27,10 @@ class Captioner(nn.Module):
         self.model = model
         self.backbone = backbone
 
+    def without_backbone(self) -> Captioner:
+        """The captioner of stored features."""
+        return Captioner(self.model)
+
     def features(self, inputs: Features) -> Features:
         """The backbone's features of pixels, or stored features unchanged. ValueError for pixels without a backbone."""
         if inputs.tokens.ndim != 4:

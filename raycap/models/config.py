@@ -27,6 +27,9 @@ from raycap.models.values import (
     Words,
 )
 
+# a mapping of plain values by name, as YAML and JSON give it
+Values = dict[str, Any]
+
 
 class Identity(Enum):
     """How a configuration key enters a run's identity (`pipeline.runs.identity`). Unmarked keys enter by value."""

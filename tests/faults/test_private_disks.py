@@ -73,13 +73,6 @@ def variables() -> dict[str, str]:
 
 
 @pytest.fixture
-def growing(s3: str, variables: dict[str, str]) -> Iterator[Cluster]:
-    """A cluster without a worker, whose autoscaler may add two."""
-    with ray_cluster(cpus=0, variables=variables, max_workers=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
 def pair(s3: str, variables: dict[str, str]) -> Iterator[Cluster]:
     """A cluster with two workers."""
     with ray_cluster(cpus=0, variables=variables) as cluster:
@@ -88,12 +81,17 @@ def pair(s3: str, variables: dict[str, str]) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_jobs_start_a_cluster_without_workers(growing: Cluster, s3: str) -> None:
-    run, trials = write(growing, "run.yaml", settings(s3)), write(growing, "search.yaml", search())
-    for command, config in (("run", run), ("tune", trials)):
-        output = raycap(growing, "submit", command, config, "--address", growing.dashboard, node=OUTSIDE)
-        assert "succeeded" in output
-        assert command == "tune" or "waiting   " in output, "the first stage reports the nodes that are missing"
+def test_a_job_waits_for_nodes_that_come_later(s3: str, variables: dict[str, str]) -> None:
+    with ray_cluster(cpus=0, variables=variables) as cluster:
+
+        def join_nodes(log: Path) -> None:
+            wait_until(log, lambda text: "waiting   " in text)
+            for _ in range(2):
+                cluster.join_node(cpus=1)
+
+        run = write(cluster, "run.yaml", settings(s3))
+        words = ["submit", "run", run, "--address", cluster.dashboard]
+        assert "succeeded" in raycap(cluster, *words, node=OUTSIDE, meanwhile=join_nodes)
 
 
 def test_a_search_survives_a_lost_node(pair: Cluster, s3: str) -> None:
@@ -120,15 +118,22 @@ def most_at_a_time(output: str) -> int:
 
 
 def test_a_search_grows_with_its_cluster(s3: str, variables: dict[str, str]) -> None:
-    """It starts on no node at all, and asks for as many as it has trials, which read images and need no features."""
-    with ray_cluster(cpus=0, variables=variables, max_workers=3) as cluster:
+    """It asks for as many processes as it has trials, which read images and need no features."""
+    with ray_cluster(cpus=0, variables=variables) as cluster:
+        cluster.join_node(cpus=1)
+
+        def join_nodes(log: Path) -> None:
+            wait_until(log, lambda text: "trial 1/5  epoch 1" in text)
+            for _ in range(2):
+                cluster.join_node(cpus=1)
+
         write(cluster, "run.yaml", settings(s3))
         space = {"model.dynamic_expansion": [1, 2, 4, 8, 16]}
         trial = {"stages": ["xe_finetune"], "epochs": 20}
         trials = write(cluster, "search.yaml", search(name="grow", trial=trial, space=space))
-        output = raycap(cluster, "submit", "tune", trials, "--address", cluster.dashboard, node=OUTSIDE)
+        words = ["submit", "tune", trials, "--address", cluster.dashboard]
+        output = raycap(cluster, *words, node=OUTSIDE, meanwhile=join_nodes)
     assert "succeeded" in output and output.count("finished at epoch 20") == 5
-    assert "resources 1 trials at a time on the nodes of now" in output
     assert most_at_a_time(output) == 3, output[-4000:]
 
 

@@ -98,20 +98,6 @@ def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_
     assert store.verify() == []
 
 
-def test_a_full_cache_removes_only_shards(
-    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder of the cache also holds bundles and copies of runs."""
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
-    (tmp_path / "bundles" / "model").mkdir(parents=True)
-    for number in range(2):
-        folder, rows = StoragePath(f"s3://data/full/{number}", options), np.full((4, 6, 50), number, np.float16)
-        write_shard(folder, list("abcd"), rows)
-        store = FeatureStore(folder, cache_bytes=rows.nbytes + 128)
-        assert np.array_equal(gather(store, list("abcd")), rows)
-    assert len(list(tmp_path.glob("**/*.npy"))) == 1 and (tmp_path / "bundles" / "model").is_dir()
-
-
 def test_a_cached_shard_is_checked_and_the_oldest_is_removed_first(options: StorageOptions, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 250)
     places = []

@@ -7,7 +7,6 @@ node: it sees that node's disk.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,8 +24,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from tests.support.node_provider import HEAD_ID, autoscaling_config
 
 ADDRESS = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,15 +55,12 @@ def on_disk(folder: Path, name: str, command: Sequence[str]) -> list[str]:
     return ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(folder / "disks" / name), str(folder), *command]
 
 
-def node_command(
-    folder: Path, name: str, cpus: int, options: Sequence[str], variables: Mapping[str, str] | None = None
-) -> list[str]:
+def node_command(folder: Path, name: str, cpus: int, options: Sequence[str]) -> list[str]:
     """The command of a node: `ray start` with ports of its own, on a disk of its own."""
     ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
-    assigned = [f"{key}={value}" for key, value in (variables or {}).items()]
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={ADDRESS}"]
     start += [f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}", "--disable-usage-stats", "--block"]
-    return on_disk(folder, name, ["env", *assigned, *start, *(f"--{port}={free_port()}" for port in ports)])
+    return on_disk(folder, name, [*start, *(f"--{port}={free_port()}" for port in ports)])
 
 
 class Cluster:
@@ -77,12 +71,8 @@ class Cluster:
         token: str | None = None,
         cpus: int = 1,
         variables: Mapping[str, str] | None = None,
-        max_workers: int | None = None,
     ) -> None:
-        """cpus: of the head. variables: environment variables of all nodes and programs.
-
-        max_workers: Ray's autoscaler adds up to so many nodes with one CPU each on demand; None: no autoscaler.
-        """
+        """cpus: of the head. variables: environment variables of all nodes and programs."""
         self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # short, because paths of sockets are limited
         self.disk = self.folder / "disk"
         self.disk.mkdir()
@@ -94,12 +84,6 @@ class Cluster:
         self.programs = list[subprocess.Popen[bytes]]()
         head = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard.rsplit(':', 1)[1]}"]
         head += [f"--dashboard-host={ADDRESS}", "--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
-        if max_workers is not None:
-            config = self.folder / "autoscaler.json"
-            config.write_text(json.dumps(autoscaling_config(self.folder, self.address, 1, max_workers)))
-            head.append(f"--autoscaling-config={config}")
-            self.variables |= {"RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-            self.variables["PYTHONPATH"] = str(ROOT)  # for the node provider
         self._start_node([*head, f"--temp-dir={self.folder / 'ray'}"], cpus)
 
     def add_node(self, cpus: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
@@ -139,8 +123,7 @@ class Cluster:
 
     def _start_node(self, options: Sequence[str], cpus: int) -> subprocess.Popen[bytes]:
         name = str(len(self.nodes))
-        identity = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD_ID} if name == HEAD else {}
-        command = node_command(self.folder, name, cpus, options, identity)
+        command = node_command(self.folder, name, cpus, options)
         node = self._start(command, self.folder / f"node-{name}.txt", {})
         self.nodes.append(node)
         return node
@@ -208,12 +191,11 @@ def ray_cluster(
     token: str | None = None,
     cpus: int = 1,
     variables: Mapping[str, str] | None = None,
-    max_workers: int | None = None,
 ) -> Iterator[Cluster]:
     """A cluster with only a head. The test is skipped where processes cannot have private disks."""
     if not can_mount():
         pytest.skip("no mount namespaces here (`unshare -m` needs root), so nodes would share a disk")
-    cluster = Cluster(token, cpus, variables, max_workers)
+    cluster = Cluster(token, cpus, variables)
     try:
         cluster.wait()
         yield cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -57,7 +58,7 @@ class FakeStorage:
             parameters={"model": 1, "backbone": 1},
             vocabulary="v",
         )
-        self.write(f"{folder}/run.json", metadata.values())
+        self.write(f"{folder}/run.json", asdict(metadata))
         if complete:
             self.write(f"{folder}/COMPLETE.json", {"scores": {"val_CIDEr-D": 1.25, "test_CIDEr-D": 1.5}})
             self.bundle(f"demo/{run_id}")

@@ -72,11 +72,11 @@ def run_block(block: Block, folder: Path, variables: Mapping[str, str]) -> tuple
 
 
 def programs(folder: Path) -> Path:
-    """A folder for the PATH with `raycap` and `python`."""
+    """A folder for the PATH with `raycap`, `ray` and `python`."""
     place = folder / ".bin"
     place.mkdir(exist_ok=True)
-    for name, words in {"raycap": f"{sys.executable} -m raycap", "python": sys.executable}.items():
-        (place / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    for name, words in {"raycap": "-m raycap", "ray": "-m ray.scripts.scripts", "python": ""}.items():
+        (place / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         (place / name).chmod(0o755)
     return place
 

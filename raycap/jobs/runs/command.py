@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -98,7 +98,7 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
     print()
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """A value of a table."""
     if value is None:
         return "-"

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import PurePosixPath
-from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import JobFailedError, OtherVersionError, UserError
 from raycap.pipeline.retrain.champion import LEASE, POINTER, ChampionStore
 from raycap.pipeline.runs.folder import RunMetadata
@@ -55,7 +55,7 @@ class Content:
     records: set[str] = field(default_factory=set)
     tops: set[str] = field(default_factory=set)  # the first parts of the names of all files
     state: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Values = field(default_factory=dict)
     needs: set[str] = field(default_factory=set)
     detail: str = ""
 
@@ -69,7 +69,7 @@ class Content:
         """The days since the last change."""
         return (time.time() - self.newest) / 86400
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """Plain values for a JSON file."""
         kept = ("name", "bytes", "newest", "state", "detail")
         return {key: getattr(self, key) for key in kept} | self.facts
@@ -223,7 +223,7 @@ def _read_features(storage: StoragePath, entry: Content) -> None:
         entry.facts["images"], entry.needs = int(values["rows"]), {str(values.get("weights", ""))}
 
 
-def _read_record(path: StoragePath) -> dict[str, Any]:
+def _read_record(path: StoragePath) -> Values:
     """The mapping in a JSON file. Raises UserError for a damaged or foreign one, and OSError for a missing one."""
     return dict(require_mapping(parse_json(path.read_bytes(MAX_RECORD_BYTES), str(path)), str(path)))
 

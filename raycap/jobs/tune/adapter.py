@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from raycap.jobs.tune.schedulers import NotPickled, Population, Turn, make_scheduler
+from raycap.models.config import Values
 from raycap.pipeline.cluster.capacity import MESSAGE_EVERY_S, WaitedTooLongError, cluster_status
 from raycap.pipeline.cluster.stalls import QUIET_S, StalledError, situation
 from raycap.pipeline.errors import JobFailedError
@@ -443,7 +444,7 @@ def _callback(adapter: TuneAdapter) -> Any:
             adapter.on_start(trial.trial_id)
 
         @adapter.keeping_errors()
-        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Values, **_: Any) -> None:
             adapter.on_result(trial.trial_id, result)
 
         @adapter.keeping_errors()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.trials import ENDED, TrialRecord
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -23,7 +24,7 @@ class Turn:
     run: str = ""  # the folder of the trial's run, as soon as the process has reported it
 
     @property
-    def point(self) -> dict[str, Any]:
+    def point(self) -> Values:
         """The point that the process trains."""
         return self.record.point if self.take_over is None else self.take_over.point
 
@@ -60,26 +61,26 @@ def make_scheduler(
     class NumberedASHA(ASHAScheduler):
         """Identifies trials by their number in the log, so that a resumed trial does not count as a second one."""
 
-        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        def on_trial_add(self, tune_controller: object, trial: object) -> None:
             """Does nothing, because a trial has no number before it has a process."""
 
-        def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        def on_trial_remove(self, tune_controller: object, trial: object) -> None:
             """Does nothing, because a trial that never had a process was not added."""
 
-        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: Values) -> str:
             if trial.trial_id not in turns:  # its process ends, because no trial was left for it
                 return TrialScheduler.CONTINUE
             return self.report(turns[trial.trial_id].record.number, result)
 
-        def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        def on_trial_complete(self, tune_controller: Any, trial: Any, result: Values) -> None:
             if trial.trial_id in turns:
                 self.complete(turns[trial.trial_id].record.number, result)
 
-        def report(self, number: int, result: dict[str, Any], controller: Any = None) -> str:
+        def report(self, number: int, result: Values, controller: Any = None) -> str:
             super().on_trial_add(controller, _named(number))  # adding a trial again changes nothing
             return super().on_trial_result(controller, _named(number), result)
 
-        def complete(self, number: int, result: dict[str, Any], controller: Any = None) -> None:
+        def complete(self, number: int, result: Values, controller: Any = None) -> None:
             super().on_trial_complete(controller, _named(number), result)
 
     scheduler: Any = NumberedASHA(
@@ -110,7 +111,7 @@ class TakeOver:
 
     donor: int  # the number of the member whose state was copied
     epoch: float  # the epoch of the copy
-    point: dict[str, Any]
+    point: Values
     handover: str  # the folder with the copy
 
 
@@ -118,7 +119,7 @@ class TakeOver:
 class _Member:
     """The progress of one member."""
 
-    point: dict[str, Any]
+    point: Values
     epoch: float  # the epoch of the last report that was compared
     score: float | None
     ended: bool
@@ -168,7 +169,7 @@ class Population:
         """Marks a member as ended, so that it has no further turn and other members do not copy it."""
         self.members[number].ended, self.members[number].reading = True, None
 
-    def report(self, number: int, point: dict[str, Any], epoch: float, score: float, handover: str) -> bool:
+    def report(self, number: int, point: Values, epoch: float, score: float, handover: str) -> bool:
         """Compares a member's report. True if the member must stop, because it has an order or another member waits."""
         member = self.members[number]
         member.point, member.reading = point, None
@@ -223,7 +224,7 @@ def _population_scheduler(population: Population, turns: Mapping[str, Turn]) -> 
     from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
     class PopulationScheduler(NotPickled, FIFOScheduler):
-        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: Values) -> str:
             if "handover" not in result:  # the outcome, which ends a member's training
                 return TrialScheduler.CONTINUE
             turn = turns[trial.trial_id]

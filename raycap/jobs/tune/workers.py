@@ -6,9 +6,9 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any
 
 from raycap.jobs.train import StageFailedError, failure_file, fit
+from raycap.models.config import Values
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from raycap.pipeline.runtime.context import Context
@@ -22,7 +22,7 @@ from raycap.pipeline.training.loop import StageJob
 JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal
 
 
-def train_trial(config: dict[str, Any], plan: SearchPlan, folder: SearchFolder) -> None:
+def train_trial(config: Values, plan: SearchPlan, folder: SearchFolder) -> None:
     """The function that Ray Tune calls: trains a trial and reports its validations, then its outcome.
 
     With each validation a population's member also reports a copy of its state, from which other members can continue.
@@ -39,7 +39,7 @@ def train_trial(config: dict[str, Any], plan: SearchPlan, folder: SearchFolder) 
     member = assignment["number"] if settings.algorithm == "pbt" else None
     handover = None if assignment["handover"] is None else storage_path(assignment["handover"], options)
 
-    def report(metrics: dict[str, Any]) -> None:
+    def report(metrics: Values) -> None:
         if member is not None and SCORE in metrics:
             run = metrics["folder"]
             copy = hand_over(run, metrics["stage"], metrics["step"], folder.handovers / str(member))

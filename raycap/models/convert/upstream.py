@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from raycap.models.base import name_problems
-from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes, Values
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
 PUBLISHED_HEADS = 8
@@ -136,7 +136,7 @@ def join_rows(
 class Inferred:
     """The settings and sizes that follow from an upstream captioner's tensors; groups and heads do not follow."""
 
-    model: dict[str, Any]
+    model: Values
     feature_width: int
     vocabulary_size: int
     max_positions: int
@@ -200,7 +200,7 @@ def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNe
     return ExpansionNetConfig(**(complete_settings(inferred, given) | {"static_expansion": tuple(groups)}))
 
 
-def complete_settings(inferred: Inferred, given: Mapping[str, Any]) -> dict[str, Any]:
+def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values:
     """The checkpoint's settings and the user's. ValueError for a contradiction, and when the heads are missing."""
     for key, value in given.items():
         if key in inferred.model and value != inferred.model[key]:
@@ -220,7 +220,7 @@ def complete_settings(inferred: Inferred, given: Mapping[str, Any]) -> dict[str,
     return {"num_heads": PUBLISHED_HEADS} | inferred.model | settings
 
 
-def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def infer_swin(tensors: Mapping[str, Tensor]) -> Values:
     """The settings of `BackboneConfig` from a Swin's tensors in timm's or the original naming; ValueError for others.
 
     The image size follows from the masks of shifted windows, which only files in the original naming have.
@@ -242,7 +242,7 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         )
     first_table_rows, _ = stages[0][0]
     window = (math.isqrt(first_table_rows) + 1) // 2
-    values: dict[str, Any] = {
+    values: Values = {
         "embed_dim": patches.shape[0],
         "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
         "num_heads": tuple(stages[stage][0][1] for stage in sorted(stages)),
@@ -344,7 +344,7 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
     )
 
 
-def complete_meshed_config(inferred: Inferred, given: Mapping[str, Any]) -> MeshedMemoryConfig:
+def complete_meshed_config(inferred: Inferred, given: Mapping[str, object]) -> MeshedMemoryConfig:
     """The model's configuration from the checkpoint's shapes and the user's settings.
 
     Padding is attended unless a setting says otherwise, as when the published weights were trained. Raises ValueError

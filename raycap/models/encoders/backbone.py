@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.base import load_strictly
-from raycap.models.config import SIZE_KEYS, BackboneConfig
+from raycap.models.config import SIZE_KEYS, BackboneConfig, Values
 from raycap.models.convert.tensor_files import read_tensors
 from raycap.models.encoders.transform import ImageTransform
 
@@ -274,7 +274,7 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _shape(config: BackboneConfig, network: Any, features: Tensor) -> tuple[Any, int, tuple[int, int], int]:
+def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[Any, int, tuple[int, int], int]:
     """The fields form, num_prefix, grid and width of a layout."""
     if features.ndim == 4 and getattr(network, "output_fmt", "NCHW") == "NHWC":
         return "rows first", 0, (features.shape[1], features.shape[2]), features.shape[3]
@@ -347,7 +347,7 @@ def _family(config: BackboneConfig) -> str:
     return timm.models.model_entrypoint(config.name.partition(".")[0]).__module__.rpartition(".")[2]
 
 
-def _overrides(config: BackboneConfig, pretrained: bool) -> dict[str, Any]:
+def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
     """The constructor's arguments for the sizes that replace the named model's. ValueError for unsuitable ones."""
     family = _family(config)
     given = {key: getattr(config, key) for key in SIZE_KEYS if getattr(config, key) is not None}
@@ -398,7 +398,7 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
         raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
 
 
-def _require_patches(config: BackboneConfig, network: Any) -> None:
+def _require_patches(config: BackboneConfig, network: object) -> None:
     """Raises ValueError unless the image divides into the patches of a model that has some."""
     embedding = getattr(network, "patch_embed", None)
     patch, stride = getattr(embedding, "patch_size", None), getattr(getattr(embedding, "proj", None), "stride", None)
@@ -524,7 +524,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     load_strictly(backbone.network, kept, what)
 
 
-def _converted(tensors: dict[str, Tensor], network: Any) -> dict[str, Tensor]:
+def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]:
     """A checkpoint under timm's names and in the shapes of `network`, by timm's function for its family."""
     for family in type(network).__mro__:
         module = sys.modules[family.__module__]

@@ -75,7 +75,7 @@ class StallWatch:
         task = ray.remote(function).options(num_returns="streaming", **options)
         return self.results([task.remote(*arguments) for arguments in calls])
 
-    def results(self, tasks: Sequence[Any]) -> Iterator[Any]:
+    def results(self, tasks: Sequence[object]) -> Iterator[Any]:
         """The values that Ray tasks with `num_returns="streaming"` yield, as they come. Each value is progress.
 
         Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from raycap.models.config import MODEL_CONFIGS
+from raycap.models.config import MODEL_CONFIGS, Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import long_storage
 from raycap.pipeline.config.shipped import is_shipped, referenced_file
@@ -74,7 +74,7 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
     return parse_config(merge(values, changes))
 
 
-def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> dict[str, Any]:
+def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> Values:
     """The plain values of a YAML file after `extends`, overrides and `${VARIABLE}`. Raises UserError.
 
     is_stored: as in `expand_variables`.
@@ -82,13 +82,13 @@ def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = 
     values = read_file(path)
     for override in overrides:
         apply_override(values, override)
-    expanded: dict[str, Any] = expand_variables(values, is_stored=is_stored)
+    expanded: Values = expand_variables(values, is_stored=is_stored)
     return expanded
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> Values:
     """The plain values of a YAML file, merged over those of the file that it extends. Raises UserError."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for _, changes in reversed(_chain(path)):
         values = merge(values, changes)
     return values
@@ -101,7 +101,7 @@ def referenced_files(path: Path) -> list[Path]:
     return files + ([file for file, _ in _chain(referenced_file(path.parent, base))] if isinstance(base, str) else [])
 
 
-def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _chain(path: Path) -> list[tuple[Path, Values]]:
     """The file, the file that it extends, and so on, each with the values that it contains.
 
     A path under `base` is made relative to the folder of the first file, because a search reads it from this folder.
@@ -117,7 +117,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     return chain
 
 
-def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
+def _extended_file(name: object, chain: Sequence[Path]) -> Path:
     """The path of the file that the last file of the chain extends. name: the value of its key `extends`.
 
     Raises UserError for a file that does not exist, is not below the first file's folder, or is already in the chain.
@@ -150,7 +150,7 @@ def _extended_file(name: Any, chain: Sequence[Path]) -> Path:
     return file
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> Values:
     """The mapping in one YAML file. Raises UserError."""
     if not is_file(path):
         problem = "is a folder" if is_folder(path) else "does not exist"
@@ -162,7 +162,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return dict(require_mapping(parse_yaml(text, str(path)), str(path)))
 
 
-def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(base: Values, changes: Values) -> Values:
     """Copies `base` with `changes`, by the rules in this module's docstring."""
     merged = dict(base)
     for key, value in changes.items():
@@ -181,14 +181,14 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _has_names(value: Any) -> bool:
+def _has_names(value: object) -> bool:
     """Whether a value is a list of mappings that all have a text as `name`."""
     return isinstance(value, list) and all(
         isinstance(item, dict) and isinstance(item.get("name"), str) for item in value
     )
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: Values, override: str) -> None:
     """Sets one `a.b=value` of the command line in plain values. Raises UserError."""
     key, separator, text = override.partition("=")
     remember_address(text)  # an error may quote it
@@ -203,7 +203,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     set_value(values, key, value, "--set")
 
 
-def set_value(data: dict[str, Any], key: str, value: Any, source: str) -> None:
+def set_value(data: Values, key: str, value: object, source: str) -> None:
     """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
     parts = key.split(".")
     if len(parts) > MAX_KEY_PARTS:
@@ -234,18 +234,18 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
     raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
 
 
-def parse_config(data: dict[str, Any]) -> RunConfig:
+def parse_config(data: Values) -> RunConfig:
     """A checked configuration from plain values. Raises UserError as `load_config`."""
     remember_secrets(data)  # an error may quote any of them
     return parse_section(RunConfig, data).with_references(data)
 
 
-def parse_stored_config(values: dict[str, Any]) -> RunConfig:
+def parse_stored_config(values: Values) -> RunConfig:
     """A configuration as `dump_config` wrote it. A `${VARIABLE}` that is not set remains. Raises as `load_config`."""
     return parse_config(expand_variables(values, is_stored=True))
 
 
-def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> SectionType:
+def parse_section(section_type: type[SectionType], data: object, key: str = "") -> SectionType:
     """Plain values as a pydantic model or dataclass. Raises UserError as `load_config`.
 
     `key` is the section's key in its file, for the error's sentence.
@@ -256,14 +256,14 @@ def parse_section(section_type: type[SectionType], data: Any, key: str = "") -> 
         raise UserError(_sentence(error, data, section_type, key)) from error
 
 
-def parse_given(section_type: type, data: dict[str, Any], key: str) -> dict[str, Any]:
+def parse_given(section_type: type, data: Values, key: str) -> Values:
     """Checks values for some of the fields of a dataclass, and returns them with the types of the fields.
 
     Raises UserError for a wrong key or type, but not for missing values or for values that contradict each other. key:
     the section's key in its file.
     """
     hints = get_type_hints(section_type, include_extras=True)  # with the limits of numbers
-    options: dict[str, Any] = {field.name: (hints[field.name], None) for field in fields(section_type)}
+    options: Values = {field.name: (hints[field.name], None) for field in fields(section_type)}
     partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
     return parse_section(partial, data, key).model_dump(exclude_unset=True)
 
@@ -273,7 +273,7 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.stored_values(), sort_keys=False, allow_unicode=True)
 
 
-def shown_values(config: RunConfig, *, only_changes: bool = False) -> dict[str, Any]:
+def shown_values(config: RunConfig, *, only_changes: bool = False) -> Values:
     """The plain values of a configuration for a person: as `dump_config`, with the tracker's address.
 
     A user or password in the address is left out, unless it is a `${VARIABLE}`. only_changes: the keys that differ from
@@ -285,7 +285,7 @@ def shown_values(config: RunConfig, *, only_changes: bool = False) -> dict[str, 
     return values
 
 
-def _sentence(error: ValidationError, data: Any, section_type: Any, section: str) -> str:
+def _sentence(error: ValidationError, data: object, section_type: object, section: str) -> str:
     """Pydantic's first error as a sentence with the dotted key."""
     prefix = (section,) if section else ()
     errors = [(_location((*prefix, *details["loc"])), details) for details in error.errors()]
@@ -353,7 +353,7 @@ def _dotted(location: Sequence[int | str], data: Any) -> str:
     return ".".join(parts)
 
 
-def _keys_at(location: Sequence[int | str], section_type: Any) -> list[str]:
+def _keys_at(location: Sequence[int | str], section_type: object) -> list[str]:
     """The valid keys at a location, found by following the types of the sections."""
     types = _types_of_keys(section_type)
     for part in location:
@@ -364,7 +364,7 @@ def _keys_at(location: Sequence[int | str], section_type: Any) -> list[str]:
     return list(types)
 
 
-def _types_of_keys(annotation: Any) -> dict[str, Any]:
+def _types_of_keys(annotation: Any) -> Values:
     """The keys, with their types, of the section in an annotation such as `Section | None`; empty without a section."""
     is_class = isinstance(annotation, type)  # and no mark of a type
     if is_class and is_dataclass(annotation):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator
 
-from raycap.models.config import BackboneConfig, Identity
+from raycap.models.config import BackboneConfig, Identity, Values
 from raycap.pipeline.config.sections import (
     SYNTHETIC,
     DataSection,
@@ -58,10 +58,10 @@ class RunConfig(Section):
 
     @field_validator("storage", mode="before")
     @classmethod
-    def _short_storage(cls, value: Any) -> Any:
+    def _short_storage(cls, value: object) -> Any:
         return long_storage(value)
 
-    def with_references(self, data: dict[str, Any]) -> Self:
+    def with_references(self, data: Values) -> Self:
         """Keeps the references to variables of the plain values from which this configuration was made."""
         self._expanded = remember_secrets(data | {"storage": long_storage(data.get("storage"))})
         return self
@@ -77,7 +77,7 @@ class RunConfig(Section):
         config._expanded = {place: text for place, text in self._expanded.items() if place[0] != "tracking"}
         return config
 
-    def stored_values(self, *, only_changes: bool = False) -> dict[str, Any]:
+    def stored_values(self, *, only_changes: bool = False) -> Values:
         """Plain values for what is stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
 
         Numbers and switches have their values. The tracker's address is left out, because it may contain a password,
@@ -85,7 +85,7 @@ class RunConfig(Section):
         the keys that differ from their defaults, and the model's name.
         """
         unused = {"backbone"} if not self.has_backbone and self.backbone == BackboneConfig() else set()
-        exclude: dict[str, Any] = {"tracking": {"uri"}, **dict.fromkeys(unused, True)}
+        exclude: Values = {"tracking": {"uri"}, **dict.fromkeys(unused, True)}
         values = self.model_dump(mode="json", exclude=exclude, exclude_defaults=only_changes)
         values["model"]["name"] = self.model.name
         restore_references(values, self._expanded)

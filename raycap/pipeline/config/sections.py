@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig
+from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig, Values
 from raycap.models.encoders.views import Augmentation, Views
 from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
@@ -63,7 +63,7 @@ def _check_language(code: str) -> str:
     return code
 
 
-def _check_ranking(value: Any) -> Any:
+def _check_ranking(value: object) -> Any:
     value = read_number(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 10:
         return float(value)
@@ -176,7 +176,7 @@ class StorageSection(Section):
         return StorageOptions(self.endpoint_url, self.region, self.retry_minutes)
 
 
-def long_storage(value: Any) -> Any:
+def long_storage(value: object) -> Any:
     """The section `storage` in its long form: `{uri: results}` for `results`. Any other value remains."""
     return {"uri": value} if isinstance(value, str) else value
 
@@ -215,7 +215,7 @@ class SceneConfig:
     language: Literal["en", "zh"] = "en"
     """Of the captions; the pictures do not depend on it."""
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """What identifies the data set: its keys, without the language of English captions.
 
         Data sets that were written before there were other languages therefore have the same values.
@@ -588,7 +588,7 @@ class WorkersSection(Section):
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
 
     @property
-    def task_options(self) -> dict[str, Any]:
+    def task_options(self) -> Values:
         """`bundle` as the options of a Ray task, which takes the place of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
@@ -790,7 +790,7 @@ class RetrainSection(Section):
     """The time for which a killed retraining blocks the next one."""
 
 
-def _system(model: Any) -> str:
+def _system(model: object) -> str:
     """The key `name` of a section `model`, which selects the class that checks the section."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.runtime.secrets import (
@@ -43,7 +44,7 @@ def variable_names(text: str) -> list[str]:
     return sorted(set(REFERENCE.findall(text)))
 
 
-def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> Any:
+def expand_variables(value: object, key: str = "", *, is_stored: bool = False) -> Any:
     """Replaces each `${VARIABLE}` in the plain values of `key`. Raises UserError for a variable that is not set.
 
     is_stored: the values are those of a stored configuration. A reference to a variable that is not set then remains,
@@ -70,7 +71,7 @@ def expand_variables(value: Any, key: str = "", *, is_stored: bool = False) -> A
     return expanded
 
 
-def texts_in(value: Any, location: Location = ()) -> Iterator[tuple[Location, str]]:
+def texts_in(value: object, location: Location = ()) -> Iterator[tuple[Location, str]]:
     """Yields the texts in plain values with their locations."""
     if isinstance(value, str):
         yield location, value
@@ -93,7 +94,7 @@ def quoted_value(value: object) -> str:
     return quoted(value, without_secrets)
 
 
-def remember_secrets(values: Any) -> dict[Location, Expanded]:
+def remember_secrets(values: object) -> dict[Location, Expanded]:
     """Remembers the variables and passwords in plain values, for messages. Returns the expanded texts by location."""
     expanded = {}
     for location, text in texts_in(values):
@@ -105,7 +106,7 @@ def remember_secrets(values: Any) -> dict[Location, Expanded]:
     return expanded
 
 
-def restore_references(values: dict[str, Any], expanded: dict[Location, Expanded]) -> None:
+def restore_references(values: Values, expanded: dict[Location, Expanded]) -> None:
     """Replaces texts of plain values by the texts with references. A text that has changed since then remains."""
     for location, text in expanded.items():
         node: Any = values

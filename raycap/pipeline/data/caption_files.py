@@ -133,7 +133,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     return dict(rows)
 
 
-def write_n_best(path: Path, captions: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+def write_n_best(path: Path, captions: Mapping[int, Sequence[Mapping[str, object]]]) -> None:
     """Writes several captions per image as JSON lines {"image_id", "n_best": [{"caption", ...}, ...]}."""
     rows = [{"image_id": image, "n_best": ranked} for image, ranked in captions.items()]
     storage_path(path).write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
@@ -160,7 +160,7 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
     return captions
 
 
-def _value(row: Any, key: str, *types: type, location: str) -> Any:
+def _value(row: object, key: str, *types: type, location: str) -> Any:
     """row[key], which must have one of the types (str, or int and str). location: where the row is, for messages.
 
     Raises UserError for a value of another type, a missing key, and a row that is not an object.
@@ -172,7 +172,7 @@ def _value(row: Any, key: str, *types: type, location: str) -> Any:
     return value
 
 
-def _caption(row: Any, key: str, location: str) -> str:
+def _caption(row: object, key: str, location: str) -> str:
     """row[key], which must be a text of at most MAX_CAPTION characters. UserError as `_value`."""
     caption: str = _value(row, key, str, location=location)
     if len(caption) > MAX_CAPTION:

@@ -303,7 +303,7 @@ def _recognized(source: Source) -> str | None:
     return "text" if is_folder else None
 
 
-def _recognized_json(source: Source, data: Any) -> str:
+def _recognized_json(source: Source, data: object) -> str:
     """The format of an annotation file in JSON. Raises UserError."""
     if not isinstance(data, dict) or not isinstance(data.get("images"), list):
         expected = "Karpathy's or COCO's JSON (an object with a list 'images')"

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from raycap.models.config import Values
 from raycap.pipeline.config.languages import PARTS_OF_WORDS
 from raycap.pipeline.data.language.subwords import SubwordModel
 from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS
@@ -126,7 +126,7 @@ class Vocabulary:
 
     def to_json(self) -> str:
         """The text of vocabulary.json, which `load` reads."""
-        content: dict[str, Any] = {"tokenizer": self.tokenizer, "words": self.words}
+        content: Values = {"tokenizer": self.tokenizer, "words": self.words}
         if self.subwords is not None:  # a piece contains no space
             content["merges"] = [" ".join(pair) for pair in self.subwords.merges]
         return json.dumps(content, ensure_ascii=False, indent=0)
@@ -146,7 +146,7 @@ class Vocabulary:
         return cls(tuple(words), str(tokenizer), subwords)
 
 
-def _subwords(merges: Any) -> SubwordModel:
+def _subwords(merges: object) -> SubwordModel:
     """The subword model of the list in vocabulary.json. Raises ValueError."""
     if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
         raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")

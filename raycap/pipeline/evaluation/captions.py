@@ -7,7 +7,9 @@ This module imports neither torch nor numpy, so that `import raycap` is quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raycap.models.config import Values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +35,7 @@ class RankedCaption:
     num_satisfied: int | None = None
     signals: tuple[float, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """One entry of an n-best file, without its tokens and without values that were not computed."""
         values = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tokens", "ids")
@@ -70,7 +72,7 @@ class ImageCaption:
         """The tokens of the best caption."""
         return self.n_best[0].tokens if self.n_best else ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """The values of a line of `raycap caption --json`, without those that the image does not have."""
         if self.error is not None:
             return {"error": self.error}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from raycap.models.config import Values
 from raycap.models.values import NUMBER
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.storage.untrusted.documents import parse_json
@@ -275,7 +276,7 @@ class Quality:
             f"{part.coverage:.0%}" + ("" if self.is_monotone else "; the risk falls where the coverage grows")
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """The entry `confidence` of a split in scores.json."""
         lists = {"bins": [each._asdict() for each in self.bins], "risks": [each._asdict() for each in self.risks]}
         return asdict(self) | lists | {"is_monotone": self.is_monotone}

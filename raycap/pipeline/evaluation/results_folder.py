@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
 from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
-from raycap.pipeline.evaluation.comparison.systems import compare
+from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.confidence import SIGNALS
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from raycap.models.config import BackboneConfig
+from raycap.models.config import BackboneConfig, Values
 from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
 from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions
@@ -31,7 +31,7 @@ NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
 
 
 def decided_precision(
-    work: Mapping[str, Any], folder: StoragePath, measure: Callable[[], PrecisionTimes], *, label: str, measured: str
+    work: Mapping[str, object], folder: StoragePath, measure: Callable[[], PrecisionTimes], *, label: str, measured: str
 ) -> str:
     """float32 or bfloat16: the storage's decision for this kind of work, which the first caller makes by `measure`.
 
@@ -53,12 +53,12 @@ def decided_precision(
     return decision
 
 
-def recorded_precision(work: Mapping[str, Any], folder: StoragePath) -> str | None:
+def recorded_precision(work: Mapping[str, object], folder: StoragePath) -> str | None:
     """What `decided_precision` has decided for this kind of work; None before its first decision."""
     return _recorded(_record(work, folder))[0]
 
 
-def _record(work: Mapping[str, Any], folder: StoragePath) -> StoragePath:
+def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
     """The file of a decision."""
     return folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
 
@@ -104,7 +104,7 @@ def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: 
     return recorded_precision(_work(backbone, settings), folder)
 
 
-def _work(backbone: BackboneConfig, settings: FeatureSection) -> dict[str, Any]:
+def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
     """What tells a decision from others: the backbone's sizes and the kind of device."""
     return {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
 

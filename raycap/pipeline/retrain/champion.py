@@ -18,10 +18,11 @@ import hashlib
 import re
 import uuid
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ValidationError
 
+from raycap.models.config import Values
 from raycap.pipeline.config.sections import Section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference
@@ -99,7 +100,7 @@ class Decision(Section):
     held_out: HeldOutRecord | None = None
     scores: ScoreRecord | None = None
     difference: Difference | None = None  # challenger minus champion
-    asked: dict[str, Any] | None = None  # the settings: the retrain section and the number of bootstrap resamples
+    asked: Values | None = None  # the settings: the retrain section and the number of bootstrap resamples
 
 
 class ChampionState(Section):

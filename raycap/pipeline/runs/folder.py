@@ -10,13 +10,12 @@ runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,11 +92,7 @@ def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """The values of run.json for a new run.
-
-    run.json also contains the digest of its own values. Two processes may create a run at the same time, and digests in
-    a file of their own could be those of the other process's run.json.
-    """
+    """The values of run.json."""
 
     run_id: str
     created: str  # ISO 8601, UTC
@@ -123,9 +118,6 @@ class RunMetadata:
         Raises OtherVersionError if a version of raycap wrote it that gives other results.
         """
         try:
-            digest = values.pop("sha256", None)
-            if digest is not None and digest != _digest(values):
-                raise DamagedError(f"{name} is damaged: it does not have the digest that it contains")
             if (found := values.get("results_version")) == RESULTS_VERSION:
                 return TypeAdapter(RunMetadata).validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
@@ -134,11 +126,6 @@ class RunMetadata:
             f"{name} was written by a version of raycap with other results (its results_version is {found}, and "
             f"{RESULTS_VERSION} here); use that version, or remove the folder"
         )
-
-    def values(self) -> dict[str, Any]:
-        """The values of run.json."""
-        values = asdict(self)
-        return values | {"sha256": _digest(values)}
 
 
 @dataclass(frozen=True)
@@ -273,6 +260,11 @@ class RunFolder:
         """The images whose captions a stage learns; for SCST only those whose captions can reward samples."""
         data = self.config.data
         return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
+
+    def num_samples(self, stage: StageSection) -> int:
+        """Samples per epoch of a stage: (image, caption) pairs, or images."""
+        train = self.training_images(stage)
+        return train.num_captions if stage.samples_are_pairs else len(train)
 
     def tokens(self) -> TokenFiles:
         """The tokens of the captions of the data set's images, memory-mapped. Raises DamagedError."""
@@ -456,8 +448,3 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
         reason = one_line(error).removeprefix(f"{path} ")
         raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error
-
-
-def _digest(values: dict[str, Any]) -> str:
-    """The SHA-256 of JSON values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

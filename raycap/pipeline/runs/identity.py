@@ -1,7 +1,7 @@
 """The identity of a run: a hash of what decides its result.
 
 This is its configuration, its data and RESULTS_VERSION. `tests/integration/test_curves.py` fails when a change of the
-code changes the losses of a small run, and asks for a higher version.
+code changes losses, captions or scores of small runs, and asks for a higher version.
 """
 
 from __future__ import annotations

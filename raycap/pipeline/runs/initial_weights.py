@@ -6,7 +6,6 @@ They are drawn from the seed, or read from files, or taken over from a model bun
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +31,6 @@ from raycap.pipeline.storage.path import storage_path
 
 logger = logging.getLogger(__name__)
 
-DOWNLOAD_PAUSES_S = (2.0, 10.0, 30.0)  # between attempts to download weights
 MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
 
 
@@ -73,23 +71,17 @@ def begin(config: RunConfig, dataset: Dataset) -> Beginning:
 def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
     """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
 
-    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded in
-    several attempts.
+    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
     """
-    pauses = list(DOWNLOAD_PAUSES_S)
-    while True:
-        torch.manual_seed(config.seed)
-        try:
-            image_transform(config.backbone)  # refuses a transform that cannot be computed
-            return Backbone(config.backbone, with_weights=with_weights)
-        except ConnectionError as error:
-            if not pauses:
-                raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
-            logger.warning(f"{error}; the next attempt is in {pauses[0]:g} s")
-            time.sleep(pauses.pop(0))
-        except Exception as error:  # timm and its libraries may raise any error
-            reason = " ".join(str(error).split())
-            raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
+    torch.manual_seed(config.seed)
+    try:
+        image_transform(config.backbone)  # refuses a transform that cannot be computed
+        return Backbone(config.backbone, with_weights=with_weights)
+    except ConnectionError as error:
+        raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+    except Exception as error:  # timm and its libraries may raise any error
+        reason = " ".join(str(error).split())
+        raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
 
 
 def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:

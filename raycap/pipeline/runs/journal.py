@@ -18,15 +18,15 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
 PART_BYTES = 2**18  # about 1,000 entries
 
-Entry = dict[str, Any]
+Entry = Values
 
 
 class Journal:
@@ -42,7 +42,7 @@ class Journal:
         self._begin_part()
         self.write("resume", step, {})
 
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def write(self, kind: str, step: int, values: Values) -> None:
         """Appends an entry of this kind with the current time."""
         entry = {"stage": self.stage, "kind": kind, "step": step, "time": round(time.time(), 3), **values}
         with self._unsent[-1].open("a") as file:  # one write per line, so that only the last line can be incomplete

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from raycap.models.encoders.backbone import Backbone
 
 MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
-MAX_BATCH_BYTES = 2**44  # 16 TiB on one worker; the largest GPUs have 0.3
 
 
 def check_before_writing(config: RunConfig) -> None:
@@ -133,12 +132,12 @@ def _require_file(key: str, name: str | None) -> None:
 
 
 def require_possible(config: RunConfig) -> None:
-    """Raises UserError for a model or a batch that needs more parameters or memory than any machine has.
+    """Raises UserError for a model that has more parameters than any machine can hold.
 
     It also refuses settings of a stage that do not fit the parameters. The weights need no memory meanwhile.
     """
     if not config.has_backbone:
-        _require_trainable(config, require_possible_model(config, config.features.max_regions), None)
+        _require_trainable(config, require_possible_model(config), None)
         return
     import torch
 
@@ -147,10 +146,10 @@ def require_possible(config: RunConfig) -> None:
     with torch.device("meta"):
         backbone = initial_backbone(config, with_weights=False)
     _require_parameters(f"backbone {config.backbone.name}", sum(each.numel() for each in backbone.parameters()))
-    _require_trainable(config, require_possible_model(config, backbone.num_tokens, backbone.width), backbone)
+    _require_trainable(config, require_possible_model(config, backbone.width), backbone)
 
 
-def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_width: int = 64) -> CaptionModel:
+def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
     """The part of `require_possible` for the captioning model, which is returned without memory for its weights.
 
     The data, which are not read yet, may make it larger.
@@ -161,16 +160,6 @@ def require_possible_model(config: RunConfig, image_tokens: int = 1, feature_wid
     sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words
     model = model_on_meta(config.model, sizes)
     _require_parameters(f"model {config.model.name}", sum(parameter.numel() for parameter in model.parameters()))
-    for stage in config.stages:
-        _, samples = config.micro_batch_sizes(stage)
-        is_scst, sampling = stage.objective == "scst", stage.sampling
-        captions = samples * (sampling.num_samples if is_scst else stage.captions_per_image)
-        tokens = captions * (sampling.max_length if is_scst else 1)
-        _require_step(f"stages.{stage.name}", config, samples * image_tokens, tokens)
-    search = config.evaluation
-    images = search.images_at_a_time("cpu")  # on a GPU a batch that is too large becomes smaller
-    tokens = images * search.beam_size * search.max_length
-    _require_step("evaluation", config, images * image_tokens, tokens)
     return model
 
 
@@ -192,17 +181,4 @@ def _require_parameters(name: str, count: int) -> None:
     if count > MAX_PARAMETERS:
         raise UserError(
             f"{name} would have {count:,} parameters, and the limit is {MAX_PARAMETERS:,}; choose smaller sizes"
-        )
-
-
-def _require_step(key: str, config: RunConfig, image_tokens: int, caption_tokens: int) -> None:
-    """Raises UserError if the outputs of the layers for one batch need more memory than any worker has."""
-    model = config.model
-    layers = image_tokens * model.num_encoder_layers + caption_tokens * model.num_decoder_layers
-    size = 4 * layers * model.d_model
-    if size > MAX_BATCH_BYTES:
-        raise UserError(
-            f"{key}: a batch of {image_tokens:,} image tokens and {caption_tokens:,} caption tokens needs "
-            f"{size / 2**40:,.0f} TiB or more on one worker, and the limit is {MAX_BATCH_BYTES // 2**40}; lower the "
-            "batch size, or add workers"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -146,7 +146,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
     folder.write_tokens(vocabulary)
-    write_json(folder.path / "run.json", metadata.values())  # written last, because it marks the folder as complete
+    write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
     folder.push("run.json")
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from raycap.models.config import Values
 from raycap.pipeline.runtime.log import set_rank
 from raycap.pipeline.runtime.processor import computes_on_cpus
 
@@ -29,7 +30,7 @@ class Context(Protocol):
     device: torch.device
     control_group: dist.ProcessGroup | None  # for small messages from the processor's memory; None: the default group
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: Values) -> None:
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
 
     def has_notice(self) -> bool:
@@ -47,7 +48,7 @@ class LocalContext:
         self.device = torch.device(device)
         self.control_group: dist.ProcessGroup | None = None
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: Values) -> None:
         pass
 
     def has_notice(self) -> bool:
@@ -88,7 +89,7 @@ class RayContext:
         if self.world_rank == 0:
             threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: Values) -> None:
         import ray.train
 
         ray.train.report(metrics)
@@ -132,7 +133,7 @@ def _note_sigterm(actor: object) -> None:
     signal.signal(signal.SIGTERM, note)
 
 
-def gather_objects(context: Context, value: Any) -> list[Any]:
+def gather_objects(context: Context, value: object) -> list[Any]:
     """The values of all ranks in their order. All ranks must call this together, and all get the result."""
     values = [value] * context.world_size
     if context.world_size > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from raycap.pipeline.errors import UserError
 
@@ -72,7 +71,7 @@ def shown(name: object) -> str:
     return text if text == printable(text) and len(text) <= MAX_QUOTED else quoted(text)
 
 
-def shorten(ids: Iterable[Any], limit: int = 10) -> str:
+def shorten(ids: Iterable[object], limit: int = 10) -> str:
     """The first `limit` ids and the number of the others, for a message."""
     names = [shown(image) for image in ids]
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from raycap.models.config import ModelConfig
+from raycap.models.config import ModelConfig, Values
 from raycap.models.registry import TABLE_6_IMAGES
 from raycap.pipeline.evaluation.comparison.published import (
     ABLATION_COLUMNS,
@@ -126,7 +126,7 @@ def _matches(
     ]
 
 
-def _settings(model: ModelConfig, keys: Iterable[str]) -> dict[str, Any]:
+def _settings(model: ModelConfig, keys: Iterable[str]) -> Values:
     """The model's values of these keys, to be compared with the settings of a table's row.
 
     The papers' baseline Transformer ignores its expansion settings, so they count as None. Returns {}, which equals

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from raycap.models.config import Values
 from raycap.models.registry import TABLE_6_IMAGES
 from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.search.ablations import printed_label
@@ -168,7 +169,7 @@ def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
     return [point.cost for point in points], [point.score for point in points]
 
 
-def base_point(search: Search) -> dict[str, Any] | None:
+def base_point(search: Search) -> Values | None:
     """The point whose model is the base configuration's.
 
     None when the space does not contain it, has other than model keys, or is too large to search through.

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from raycap.models.config import Values
 from raycap.pipeline.config.load import dump_config, parse_config
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, in_language, searched
 from raycap.pipeline.evaluation.reports.tables import format_table
@@ -31,7 +31,7 @@ class PointResult:
     """A point with its trials, one per seed. Means and spreads use only the trials in the point's state."""
 
     label: str
-    point: dict[str, Any]
+    point: Values
     records: list[TrialRecord]
     num_seeds: int  # the number of seeds that the search runs per point
 
@@ -272,9 +272,9 @@ def write_tables(log: TrialLog, results: Sequence[PointResult], on_front: Sequen
     """
     search, keys = log.search, log.search.space.keys
     scores = [name for name in dict.fromkeys([*columns_of(search), *search.config.metrics]) if name not in COSTS]
-    columns_by_trial: dict[int, dict[str, Any]] = {}
+    columns_by_trial: dict[int, Values] = {}
     for rank, result in enumerate(results, 1):
-        columns: dict[str, Any] = {"rank": rank, "seeds": 0 if result.state == "failed" else len(result.counted)}
+        columns: Values = {"rank": rank, "seeds": 0 if result.state == "failed" else len(result.counted)}
         for name in scores:
             columns[f"{heading(search, name)} mean"] = result.mean(name)
             columns[f"{heading(search, name)} std"] = result.spread(name)

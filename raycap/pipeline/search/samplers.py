@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.search.space import Dimension, Space
 from raycap.pipeline.search.spec import Search
 
@@ -30,11 +31,11 @@ MAX_LISTED_POINTS = 1_000_000  # larger spaces are sampled without a list of the
 class Proposal:
     """A point, and the attributes that a sampler needs to restore it when a killed search resumes."""
 
-    point: dict[str, Any]
-    attributes: dict[str, Any] = field(default_factory=dict)
+    point: Values
+    attributes: Values = field(default_factory=dict)
 
 
-def point_key(point: Mapping[str, Any]) -> str:
+def point_key(point: Mapping[str, object]) -> str:
     """A string that is the same for equal points."""
     return repr(sorted(point.items()))
 
@@ -58,7 +59,7 @@ class ListSampler:
                 random.Random(self.seed).shuffle(points)
             self.draws = iter(points)
 
-    def _draw(self) -> Iterator[dict[str, Any]]:
+    def _draw(self) -> Iterator[Values]:
         """Random points. Each depends only on the seed and its number, so that a resumed search draws the next ones."""
         while True:
             generator = random.Random(f"{self.seed} {self.num_drawn}")
@@ -72,7 +73,7 @@ class ListSampler:
                 return Proposal(point)
         return None
 
-    def tell(self, point: Mapping[str, Any], values: list[float] | None) -> None:
+    def tell(self, point: Mapping[str, object], values: list[float] | None) -> None:
         """Ignores the result, which does not influence the next points."""
 
     def restore(self, proposal: Proposal, values: list[float] | None, *, ended: bool) -> None:
@@ -132,7 +133,7 @@ class OptunaSampler:
         self.study.enqueue_trial(untried)
         return self._propose(self.study.ask(self.distributions), untried)
 
-    def tell(self, point: Mapping[str, Any], values: list[float] | None) -> None:
+    def tell(self, point: Mapping[str, object], values: list[float] | None) -> None:
         self.results[point_key(point)] = values
         self._finish(self.running.pop(point_key(point)), values)
 
@@ -152,11 +153,11 @@ class OptunaSampler:
         else:
             self.running[point_key(proposal.point)] = self.study.trials[-1].number
 
-    def _is_tried(self, point: Mapping[str, Any]) -> bool:
+    def _is_tried(self, point: Mapping[str, object]) -> bool:
         """Whether a trial of the point runs or has ended."""
         return point_key(point) in self.results or point_key(point) in self.running
 
-    def _propose(self, trial: Any, point: dict[str, Any]) -> Proposal:
+    def _propose(self, trial: Any, point: Values) -> Proposal:
         """Marks the point of an Optuna trial as running; returns it with the attributes that JSON can store."""
         self.running[point_key(point)] = trial.number
         attributes = self.study.trials[trial.number].system_attrs
@@ -167,7 +168,7 @@ class OptunaSampler:
         """Ends the Optuna trial with this number. It counts as failed if `values` is None."""
         self.study.tell(number, values, state=self.optuna.trial.TrialState.FAIL if values is None else None)
 
-    def _draw_untried(self) -> dict[str, Any] | None:
+    def _draw_untried(self) -> Values | None:
         """A random untried point; None when there is none, or when 1,000 draws from a large space found none."""
         generator = random.Random(f"{self.config.seed} {len(self.study.trials)}")
         if self.space.size <= MAX_LISTED_POINTS:
@@ -197,7 +198,7 @@ def _distribution(dimension: Dimension) -> Any:
     return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
 
 
-def importance(space: Space, points: Sequence[Mapping[str, Any]], values: Sequence[float]) -> dict[str, float]:
+def importance(space: Space, points: Sequence[Mapping[str, object]], values: Sequence[float]) -> dict[str, float]:
     """{dimension: share of the values' variance that it explains} by Optuna's fANOVA; `values` has one per point.
 
     The method: Hutter, Hoos, Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance (2014). The

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from raycap.models.config import Values
 from raycap.models.values import NUMBER, Groups
 from raycap.pipeline.config.sections import Name, Section
 from raycap.pipeline.runtime.names import printable, shown
@@ -152,11 +153,11 @@ class Dimension:
             return listed[min(max(index, 0), len(listed) - 1)]
         return self._number(min(max(choice * generator.choice((0.8, 1.2)), self.low), self.high))
 
-    def value(self, choice: Any) -> Any:
+    def value(self, choice: object) -> Any:
         """The configuration value of a choice."""
         return self.values[self.labels.index(choice)] if self.labels else choice
 
-    def show(self, choice: Any) -> str:
+    def show(self, choice: object) -> str:
         """The choice for tables and messages; floats have four significant digits."""
         return f"{choice:.4g}" if isinstance(choice, float) else str(choice)
 
@@ -183,21 +184,21 @@ class Space:
         lists = [dimension.listed() for dimension in self.dimensions]
         return math.prod(math.inf if choices is None else float(len(choices)) for choices in lists)
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Values:
         """The point with the first choice of each dimension."""
         return {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
 
-    def draw(self, generator: random.Random) -> dict[str, Any]:
+    def draw(self, generator: random.Random) -> Values:
         """A random point."""
         return {dimension.key: dimension.draw(generator) for dimension in self.dimensions}
 
-    def points(self) -> Iterator[dict[str, Any]]:
+    def points(self) -> Iterator[Values]:
         """Every point of a finite space; the last dimension changes fastest."""
         keys = [dimension.key for dimension in self.dimensions]
         for choices in itertools.product(*(dimension.listed() or [] for dimension in self.dimensions)):
             yield dict(zip(keys, choices, strict=True))
 
-    def changes(self, point: Mapping[str, Any]) -> dict[str, Any]:
+    def changes(self, point: Mapping[str, object]) -> Values:
         """The values that a point sets, as {configuration key: value}."""
         values = {dimension.key: dimension.value(point[dimension.key]) for dimension in self.dimensions}
         return dict(values["row"]) if self.row_keys else values
@@ -217,14 +218,14 @@ class Space:
             dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
         return Space(tuple(dimensions))
 
-    def point_by_key(self, point: Mapping[str, Any]) -> dict[str, Any]:
+    def point_by_key(self, point: Mapping[str, object]) -> Values:
         """The same point in the space that `by_key` returns, with one choice per configuration key."""
         if not self.row_keys:
             return dict(point)
         changes = self.changes(point)
         return {key: show_value(changes.get(key, MISSING)) for key in self.row_keys}
 
-    def describe(self, point: Mapping[str, Any]) -> str:
+    def describe(self, point: Mapping[str, object]) -> str:
         """The point as one line for tables and messages."""
         if self.row_keys:
             return str(point["row"])
@@ -247,7 +248,7 @@ def short(key: str) -> str:
     return SYMBOLS.get(key) or (" ".join(parts) if section == "stages" else (parts or [section])[-1])
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """A value as a label: [32, 64] becomes `32 64`, and five equal groups become `128 x 5`.
 
     Control characters are escaped, because plots cannot show them.
@@ -266,7 +267,7 @@ def space_of(sections: Mapping[str, SpaceSection]) -> Space:
     return Space(tuple(_dimension(key, section) for key, section in sections.items()))
 
 
-def row_space(rows: Sequence[Mapping[str, Any]]) -> Space:
+def row_space(rows: Sequence[Mapping[str, object]]) -> Space:
     """The space whose points are `rows`; each row is {dotted key: value}."""
     keys = dict.fromkeys(itertools.chain.from_iterable(rows))
     labels = [", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from raycap.models.config import ExpansionNetConfig
+from raycap.models.config import ExpansionNetConfig, Values
 from raycap.models.values import NUMBER, Text
 from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
 from raycap.pipeline.config.run import RunConfig
@@ -42,7 +42,6 @@ from raycap.pipeline.runs.preflight import require_possible_model
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
 
-Values = dict[str, Any]  # values by configuration key; keys are dotted or nested
 MAX_SEEDS = 1000
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
 SCORE = "CIDEr-D"  # the score that every validation reports
@@ -183,24 +182,24 @@ class SearchConfig(Section):
 
     @field_validator("storage", mode="before")
     @classmethod
-    def _accept_short_storage(cls, value: Any) -> Any:
+    def _accept_short_storage(cls, value: object) -> Any:
         return long_storage(value)
 
     @field_validator("scheduler", mode="before")
     @classmethod
-    def _expand_scheduler_name(cls, value: Any) -> Any:
+    def _expand_scheduler_name(cls, value: object) -> Any:
         """`scheduler: asha` is short for `scheduler: {name: asha}`."""
         return {"name": value} if isinstance(value, str) else value
 
     @field_validator("seeds", mode="before")
     @classmethod
-    def _expand_number_of_seeds(cls, value: Any) -> Any:
+    def _expand_number_of_seeds(cls, value: object) -> Any:
         """`seeds: 3` is short for `seeds: [0, 1, 2]`. One seed too many shows that a number is above the limit."""
         return list(range(min(value, MAX_SEEDS + 1))) if type(value) is int else value
 
     @field_validator("space", mode="before")
     @classmethod
-    def _expand_choice_lists(cls, value: Any) -> Any:
+    def _expand_choice_lists(cls, value: object) -> Any:
         """A list is short for `{choices: list}`."""
         if not isinstance(value, dict):
             return value
@@ -256,7 +255,7 @@ class SearchConfig(Section):
 class Search:
     """A parsed search with its base configuration and its space."""
 
-    def __init__(self, config: SearchConfig, base: dict[str, Any]) -> None:
+    def __init__(self, config: SearchConfig, base: Values) -> None:
         self.config = config
         self.values = base  # the base configuration before validation
         self.base = parse_config(base)
@@ -298,7 +297,7 @@ class Search:
         """The name of a metric on `score_split` in a trial's record: `test CIDEr-D`, or `CIDEr-D` for validation."""
         return metric if self.reports_validation else f"{self.score_split} {metric}"
 
-    def run_values(self, point: Mapping[str, Any], name: str = "best") -> dict[str, Any]:
+    def run_values(self, point: Mapping[str, object], name: str = "best") -> Values:
         """The base configuration with a point's values, before validation. `raycap run` can run it."""
         values = copy.deepcopy(self.values)
         for key, value in self.space.changes(point).items():
@@ -307,7 +306,7 @@ class Search:
         return values
 
     def trial_config(
-        self, point: Mapping[str, Any], seed: int, weights: str | None = None, member: int | None = None
+        self, point: Mapping[str, object], seed: int, weights: str | None = None, member: int | None = None
     ) -> RunConfig:
         """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
 
@@ -447,7 +446,7 @@ class Search:
             if self.config.scheduler is not None:
                 raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
 
-    def _check_point(self, point: Mapping[str, Any], name: str, *, model: bool) -> None:
+    def _check_point(self, point: Mapping[str, object], name: str, *, model: bool) -> None:
         """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
         try:
             config = self.trial_config(point, self.config.seeds[0])
@@ -458,9 +457,9 @@ class Search:
             raise UserError(f"{name} is refused: {error}") from error
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> Values:
     """The values under dotted keys: {a: {b: 1}} becomes {a.b: 1}."""
-    flat: dict[str, Any] = {}
+    flat: Values = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
@@ -469,7 +468,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def set_values(values: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
+def set_values(values: Values, changes: Mapping[str, object], source: str) -> None:
     """Sets the keys of `changes`, nested or dotted, in `values`; a UserError begins with `source`."""
     for key, value in flatten(changes).items():
         set_value(values, key, value, source)

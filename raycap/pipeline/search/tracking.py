@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.search.spec import SCORE
 from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord
 from raycap.pipeline.storage.atomic import read_json, write_json
@@ -87,9 +88,9 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
     config, folder = log.search.base, log.folder.path
     client = tracking_client(config)
     path = folder / "log" / "tracked.json"
-    sent_by_tracker: dict[str, Any] = read_json(path) if path.is_file() else {}
+    sent_by_tracker: Values = read_json(path) if path.is_file() else {}
     # parent: a run id. trials: run ids by trial number. ended: the numbers of trials whose results were sent.
-    sent: dict[str, Any] = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
+    sent: Values = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
     experiment = experiment_of(client, config)
     if sent["parent"] is None:
         tags = {"mlflow.runName": folder.name, "raycap.search": folder.name}
@@ -119,7 +120,7 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         client.set_terminated(sent["parent"], status)
 
 
-def _get_or_create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
+def _get_or_create_trial(client: object, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
     """The id of MLflow's run for a trial, which is created if it does not exist."""
     match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
     run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})

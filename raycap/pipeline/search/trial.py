@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from raycap.models.base import Features
+from raycap.models.config import Values
 from raycap.models.decoding.search import beam_search
 from raycap.models.registry import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.pipeline.config.run import RunConfig, total_steps
@@ -43,11 +43,10 @@ from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.s3 import OutageError
 from raycap.pipeline.storage.weights import load_weights, weights_file_digest
-from raycap.pipeline.training.batches import num_samples
 from raycap.pipeline.training.loop import StageJob, train_stages
 
 # sends the run's folder, or a validation, to the search; raises SystemExit to stop the trial
-Report = Callable[[dict[str, Any]], None]
+Report = Callable[[Values], None]
 LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
@@ -56,7 +55,7 @@ class TrialTask:
     """The input of a trial's process. Only members of a population have `member` and `handover`."""
 
     plan: SearchPlan
-    point: dict[str, Any]
+    point: Values
     seed: int
     member: int | None = None  # the trial's number
     handover: StoragePath | None = None  # the folder with a copy of the state to continue from
@@ -69,7 +68,7 @@ class TrialContext(LocalContext):
         super().__init__(trial_device(run.config))
         self.run, self.send, self.costs = run, send, costs
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: Values) -> None:
         """Sends a validation, except the last one, which belongs to the trial's outcome."""
         ((epoch, is_last),) = epochs_of(self.run, [(metrics["stage"], metrics["step"])])
         if not is_last:
@@ -268,7 +267,7 @@ def share_file(path: Path, source: Path) -> None:
 def epochs_of(run: RunFolder, steps: Sequence[tuple[str, int]]) -> list[tuple[float, bool]]:
     """For each (stage, step): the epochs of all stages that are trained by then, and whether the run ends there."""
     stages = run.config.stages
-    totals = {stage.name: total_steps(stage, num_samples(stage, run)) for stage in stages}
+    totals = {stage.name: total_steps(stage, run.num_samples(stage)) for stage in stages}
     before = dict(zip(totals, itertools.accumulate((stage.epochs for stage in stages), initial=0.0), strict=False))
     return [
         (

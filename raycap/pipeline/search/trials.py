@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.search.samplers import Proposal, make_sampler, point_key
@@ -50,9 +51,9 @@ class TrialRecord:
     """A trial as its file stores it."""
 
     number: int
-    point: dict[str, Any]
+    point: Values
     seed: int
-    attributes: dict[str, Any] = field(default_factory=dict)  # the sampler needs them to resume
+    attributes: Values = field(default_factory=dict)  # the sampler needs them to resume
     state: TrialState = "running"
     reason: str = ""
     run: str = ""  # the folder of the trial's run

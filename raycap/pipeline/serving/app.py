@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import numpy as np
 from fastapi import Depends, FastAPI, Request
@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
+from raycap.models.config import Values
 from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
@@ -209,7 +210,7 @@ def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> F
     """The ASGI application of a server."""
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
     server = Server(models, settings, metrics)
-    closed: dict[str, Any] = {
+    closed: Values = {
         "dependencies": [Depends(server.admit)],
         "responses": {"4XX": {"model": Error}, "5XX": {"model": Error}},
     }

@@ -111,7 +111,7 @@ def _translations() -> dict[Any, Any]:
         length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
         return op.TopK(values, length, axis=dim, largest=descending, sorted=True)
 
-    def remainder(values: Any, divisor: Any) -> Any:
+    def remainder(values: object, divisor: object) -> Any:
         return op.Mod(values, divisor)
 
     return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
@@ -43,7 +44,7 @@ class LoadedModel:
     digest: str
     options: StorageOptions = StorageOptions()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Values:
         """What callers may know of the model, as JSON values."""
         service, model = self.service, self.service.bundle.captioner.model
         transform = service.transform
@@ -63,7 +64,7 @@ class LoadedModel:
         }
 
 
-def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: Any) -> LoadedModel:
+def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
     """The model at an address, as `parse_address` reads it. settings: of a `CaptionService`.
 
     Raises UserError if it is no model that captions images, and for a device that this machine does not have.
@@ -106,7 +107,7 @@ class ModelHost:
         self._warm(loaded.service)
         self._current = loaded
 
-    def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+    def describe(self) -> tuple[Values, ImageTransform]:
         """The description of the current model, and its transform."""
         current = self._current
         return current.describe(), current.service.transform

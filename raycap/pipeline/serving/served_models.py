@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatError
@@ -87,7 +88,7 @@ class ImageFile:
             raise RefusedError(status, f"{self.name}: {error}") from None
 
 
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(calls: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """The results of calls that run at the same time. If one raises an error, the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -157,7 +158,7 @@ def transform_key(transform: ImageTransform) -> str:
 class Captioners(Protocol):
     """The processes that caption with one model. Methods raise RefusedError with status 503 if none answers."""
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+    async def describe(self) -> tuple[Values, ImageTransform]:
         """`ModelHost.describe`."""
         ...
 
@@ -177,7 +178,7 @@ class ServedModel:
         self.name, self.captioners, self.metrics = name, captioners, metrics
         self._transform: ImageTransform | None = None
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> Values:
         """The model's description for GET /models."""
         description, self._transform = await self.captioners.describe()
         return {"name": self.name} | description
@@ -240,6 +241,6 @@ class ServedModels:
             raise RefusedError(422, f"there is no model {quoted(name)}; GET /models lists them")
         return found
 
-    async def describe(self) -> list[dict[str, Any]]:
+    async def describe(self) -> list[Values]:
         """The descriptions of all models."""
         return await all_of(model.describe() for model in self.models.values())

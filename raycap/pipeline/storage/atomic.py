@@ -80,7 +80,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 

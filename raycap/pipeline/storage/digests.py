@@ -15,8 +15,8 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.atomic import decode_json, write_bytes, write_json
 from raycap.pipeline.storage.path import cache_folder
@@ -55,12 +55,12 @@ def require_whole(path: Path) -> None:
         raise DamagedError(f"{path} is damaged: it does not have the digest in {DIGESTS}")
 
 
-def _read_digests(path: Path) -> dict[str, Any] | None:
+def _read_digests(path: Path) -> Values | None:
     """The digests in a `digests.json`; None if there is no such file. Raises DamagedError."""
     return digests_in(path.read_bytes(), str(path)) if path.is_file() else None
 
 
-def digests_in(data: bytes, name: str) -> dict[str, Any]:
+def digests_in(data: bytes, name: str) -> Values:
     """{file: SHA-256} in the content of the `digests.json` with this name. Raises DamagedError."""
     content = decode_json(data, name)
     files = content.get("files") if isinstance(content, dict) and content.get("format") == FORMAT else None

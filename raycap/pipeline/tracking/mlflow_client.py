@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
 from raycap.pipeline.storage.atomic import atomic_path, file_lock
@@ -32,14 +33,14 @@ class ClientStopped(Exception):
 class BoundedClient:
     """An MLflow client whose calls fail once `stop` is set, or once slow answers have used up SLOW_BUDGET_S."""
 
-    def __init__(self, client: Any, stop: threading.Event | None = None) -> None:
+    def __init__(self, client: object, stop: threading.Event | None = None) -> None:
         self._client, self._stop = client, stop
         self._slow_s = 0.0  # the time that all calls so far took beyond FAST_CALL_S
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: object, **named: object) -> Any:
             if self._stop is not None and self._stop.is_set():
                 raise ClientStopped
             if self._slow_s > SLOW_BUDGET_S:
@@ -168,7 +169,7 @@ def get_or_create_run(
     return str(run.info.run_id)
 
 
-def log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
+def log_params(client: Any, run_id: str, values: Values) -> None:
     """Logs the parameters that the run does not have yet, since MLflow refuses to change one."""
     from mlflow.entities import Param
 
@@ -177,9 +178,9 @@ def log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
     client.log_batch(run_id, params=params)
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Values, prefix: str = "") -> Values:
     """Nested values under dotted keys. In a list of mappings, each item's `name` is its key."""
-    flat: dict[str, Any] = {}
+    flat: Values = {}
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             value = {item.get("name", str(number)): item for number, item in enumerate(value)}

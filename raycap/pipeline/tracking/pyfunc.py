@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raycap.models.config import Values
 from raycap.pipeline.data.image_sources import NOT_READABLE, UriRoots
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
@@ -30,7 +31,7 @@ class PyfuncModel:
     def __init__(self, service: CaptionService, uri_roots: Any = ()) -> None:
         self.service, self.uri_roots = service, UriRoots(uri_roots)
 
-    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def predict(self, model_input: Any, params: Values | None = None) -> list[Values]:
         """The caption of each row with `log_prob` (nats), and `confidence` and `expected_ciderd` if the model has them.
 
         Column `image` holds the bytes of image files or base64 of them. Column `uri` holds paths and s3:// URIs below
@@ -110,7 +111,7 @@ def _file_bytes(image: Any) -> bytes:
         raise BadImage("image is text but no base64; a path belongs to column uri") from error
 
 
-def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
+def _load_pyfunc(path: str, model_config: Values | None = None) -> PyfuncModel:
     """The function by which MLflow loads the model; MLflow fixes its name and arguments."""
     settings = dict(model_config or {})
     uri_roots = settings.pop("uri_roots", ())

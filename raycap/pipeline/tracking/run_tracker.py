@@ -187,7 +187,7 @@ class SentRecord:
         write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
         self._folder.push(SENT_FILE)
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: object) -> None:
         """Sets a value and saves when it changes."""
         if self.values.get(key) != value:
             self.values[key] = value
@@ -262,7 +262,7 @@ def tag_run(folder: RunFolder, config: RunConfig, client: Any, name: str, value:
         client.set_tag(parent, name, value)
 
 
-def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> str:
+def _get_or_create_parent(client: object, folder: RunFolder, config: RunConfig) -> str:
     """The id of MLflow's run for a raycap run, which is created if it does not exist."""
     metadata = folder.metadata
     match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
@@ -271,7 +271,7 @@ def _get_or_create_parent(client: Any, folder: RunFolder, config: RunConfig) -> 
     return get_or_create_run(client, experiment_of(client, config), match, tags)
 
 
-def _get_or_create_child(client: Any, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+def _get_or_create_child(client: object, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
     """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
     section = config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}

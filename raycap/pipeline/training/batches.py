@@ -32,15 +32,8 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
-_CAPTIONS_PER_BLOCK = 2**20  # whose lengths are compared at a time
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
-
-
-def num_samples(stage: StageSection, folder: RunFolder) -> int:
-    """Samples per epoch of a stage: (image, caption) pairs, or images."""
-    train = folder.training_images(stage)
-    return train.num_captions if stage.samples_are_pairs else len(train)
 
 
 def share(size: int, index: int, count: int) -> slice:
@@ -88,12 +81,7 @@ class CaptionTokens:
 
     def longest(self, count: int) -> np.ndarray:
         """The numbers of the `count` longest captions, the longest first; of equal ones the first number first."""
-        longest = np.zeros(0, np.int64)
-        for start in range(0, len(self), _CAPTIONS_PER_BLOCK):
-            block = np.arange(start, min(start + _CAPTIONS_PER_BLOCK, len(self)))
-            captions = np.concatenate((longest, block))
-            longest = captions[np.argsort(-self.target_counts(captions), kind="stable")[:count]]
-        return longest
+        return np.argsort(-self.target_counts(np.arange(len(self))), kind="stable")[:count]
 
     def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the tokens of captions begin and end in `files.ids`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raycap.models.captioner import Captioner
+from raycap.models.config import Values
 from raycap.pipeline.config.sections import OptimizerSection, ScheduleSection
 
 WARM_UP_STEPS = 10
@@ -70,7 +70,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("lr_factor", 1.0)
 
 
-def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[dict[str, Any]]:
+def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[Values]:
     """The trainable parameters by their settings, which a group has only where they are not the optimizer's.
 
     lr_factor: multiplies the rate. For the backbone it is backbone_lr_factor x layer_decay^(layers above), as in BEiT

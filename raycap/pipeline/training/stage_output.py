@@ -29,6 +29,7 @@ import torch
 from pydantic import TypeAdapter
 
 from raycap.models.captioner import Captioner
+from raycap.models.config import Values
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Journal
@@ -163,7 +164,7 @@ class StageOutput:
             for damage in self.damages:
                 self.log("notice", step, {"text": damage})
 
-    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def log(self, kind: str, step: int, values: Values) -> None:
         """Appends an entry to the journal."""
         if not self.writes:
             return
@@ -246,7 +247,7 @@ class StageOutput:
                 self.check_may_write()
                 self.folder.push(JOURNAL, check_may_write=self.check_may_write)
 
-    def _write_checkpoint(self, state: dict[str, Any], record: dict[str, Any]) -> None:
+    def _write_checkpoint(self, state: Values, record: Values) -> None:
         """Writes and uploads a checkpoint, and removes files that only older checkpoints needed."""
         with atomic_folder(self.path / f"step-{record['step']}") as temporary:
             _save_state(state, temporary / "state.pt")
@@ -302,7 +303,7 @@ class StageOutput:
         self.folder.push(f"stages/{self.stage}", check_may_write=self.check_may_write)
 
 
-def _save_state(state: dict[str, Any], path: Path) -> None:
+def _save_state(state: Values, path: Path) -> None:
     """Writes a file for `torch.load`. Raises OSError, for example when the disk is full."""
     with path.open("wb") as file:
         try:
@@ -313,7 +314,7 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
             raise
 
 
-def _copied_to_cpu(value: Any) -> Any:
+def _copied_to_cpu(value: object) -> Any:
     """The same structure with every tensor copied to the CPU, because training keeps changing the originals."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)

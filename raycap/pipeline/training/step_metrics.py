@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -107,20 +106,17 @@ class FiniteCheck:
 def system_metrics(device: torch.device) -> dict[str, float]:
     """The load of this machine, as {"system/<name>": value}.
 
-    CPU load counts since the last call, network traffic since the first. GPUs are included if `device` is one.
+    CPU load counts since the last call. GPUs are included if `device` is one.
     """
     import psutil
 
     memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
-    (received, sent), (received_before, sent_before) = _network(), _network_at_first_call()
     metrics = {
         "cpu_utilization_percentage": psutil.cpu_percent(),
         "system_memory_usage_megabytes": memory.used / MEGABYTE,
         "system_memory_usage_percentage": memory.percent,
         "disk_usage_percentage": disk.percent,
         "disk_available_megabytes": disk.free / MEGABYTE,
-        "network_receive_megabytes": (received - received_before) / MEGABYTE,
-        "network_transmit_megabytes": (sent - sent_before) / MEGABYTE,
     }
     if device.type == "cuda":
         metrics |= _gpu_metrics(device)
@@ -143,17 +139,3 @@ def _gpu_metrics(device: torch.device) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info(device)
         metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE
     return metrics
-
-
-def _network() -> tuple[int, int]:
-    """Bytes received and sent since the machine started."""
-    import psutil
-
-    counters = psutil.net_io_counters()
-    return (counters.bytes_recv, counters.bytes_sent) if counters else (0, 0)
-
-
-@cache
-def _network_at_first_call() -> tuple[int, int]:
-    """The result of `_network` at the first call in this process."""
-    return _network()

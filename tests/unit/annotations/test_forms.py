@@ -235,17 +235,6 @@ def test_adding_images_moves_no_image_to_another_split(tmp_path: Path, images: l
     assert all(0 <= image_id < 2**63 for image_id in many)
 
 
-def test_what_the_data_name_counts_before_fractions(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(
-        '{"image": "a.jpg", "text": "a", "split": "kept"}\n{"image": "b.jpg", "text": "a"}\n'
-    )
-    (tmp_path / "list.txt").write_text("b.jpg\n")
-    config = section(tmp_path, annotations="t.jsonl", split_fractions={"train": 1.0}, split_lists={"val": "list.txt"})
-    assert read_annotations(config, tmp_path)[0].column("split") == ["kept", "val"]
-    with pytest.raises(ValueError, match="data.split_fractions add up to 0.9"):
-        section(tmp_path, split_fractions={"train": 0.8, "val": 0.1})
-
-
 def test_a_column_map_names_the_columns(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("datei,Bildtext,text,nummer,teil\na.jpg,ein Hund,x,7,val\n")
     columns = {"image": "datei", "captions": "Bildtext", "id": "nummer", "split": "teil"}
@@ -275,16 +264,6 @@ def test_patterns_name_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=problem):
             find_files(root, pattern)
-
-
-def test_samples_with_the_same_keys_in_two_shards_differ(tmp_path: Path) -> None:
-    for shard in "ab":
-        with tarfile.open(tmp_path / f"{shard}.tar", "w") as archive:
-            add_file(archive, "0.jpg", shard.encode())
-            add_file(archive, "0.json", b'{"caption": "a cat", "url": "x", "split": "train"}')
-    dataset, _ = read_annotations(section(tmp_path, annotations="*.tar"), tmp_path)
-    assert dataset.column("image_id") == [id_of_name("a.tar/0.jpg"), id_of_name("b.tar/0.jpg")]
-    assert [ImageLocation.parse(uri).read_bytes() for uri in dataset.column("uri")] == [b"a", b"b"]
 
 
 @pytest.mark.parametrize("row_group_size", [None, 7])

@@ -23,7 +23,6 @@ from raycap.pipeline.evaluation.confidence import (
     NUM_LOWEST,
     SIGNALS,
     Confidence,
-    Risk,
     auroc,
     caption_signals,
     dump_confidences,
@@ -33,7 +32,6 @@ from raycap.pipeline.evaluation.confidence import (
     judged_quality,
     measure_quality,
     parse_confidences,
-    reliability,
     risk_coverage,
     with_fit,
 )
@@ -110,17 +108,6 @@ def test_a_fit_is_calibrated_on_other_images() -> None:
     assert overconfident.auroc == pytest.approx(measured.auroc), "and the AUROC only the order"
 
 
-def test_bins_have_equal_sizes_and_all_images() -> None:
-    generator = np.random.default_rng(0)
-    for count in (1, 3, 10, 37, 200):
-        confidences, good = generator.random(count), generator.random(count) < 0.5
-        bins = reliability(confidences, good)
-        assert len(bins) == min(10, count) and sum(each.num_images for each in bins) == count
-        assert max(each.num_images for each in bins) - min(each.num_images for each in bins) <= 1
-        assert sum(each.num_images * each.good for each in bins) == pytest.approx(good.sum())
-        assert [each.confidence for each in bins] == sorted(each.confidence for each in bins)
-
-
 def test_auroc_against_all_pairs() -> None:
     generator = np.random.default_rng(0)
     for count in (2, 9, 60):
@@ -158,24 +145,6 @@ def test_the_interval_is_that_of_a_plain_bootstrap(monkeypatch: pytest.MonkeyPat
     assert half.low < half.risk < half.high
     monkeypatch.setattr(confidence, "CHUNK_VALUES", 10)  # one resample at a time draws the same numbers
     assert risk_coverage(confidences, good)[COVERAGES.index(0.5)] == half
-
-
-def test_the_risk_of_ranked_captions_is_monotone_and_that_of_another_order_is_not() -> None:
-    """300 images, of which about 94 % are good, as in the demo's test split."""
-    generator = np.random.default_rng(0)
-    ranked, unordered, reversed_order = [], [], []
-    for _ in range(20):
-        confidences = generator.beta(3, 0.2, 300)
-        good = generator.random(300) < confidences
-        ranked.append(measure_quality(confidences, good))
-        unordered.append(measure_quality(generator.random(300), good))
-        reversed_order.append(measure_quality(1 - confidences, good))
-    assert all(each.is_monotone and each.to_json()["is_monotone"] for each in ranked)
-    assert sum(each.is_monotone for each in unordered) >= 16, "chance fits into the intervals"
-    assert not any(each.is_monotone for each in reversed_order)
-    assert "the risk falls" in str(reversed_order[0]) and "the risk falls" not in str(ranked[0])
-    flat = replace(ranked[0], risks=tuple(Risk(c, 0.1, 0.1, 0.1) for c in COVERAGES))
-    assert flat.is_monotone and str(flat).startswith(f"mean {ranked[0].mean:.3f}, calibration error ")
 
 
 def split(ciderd: np.ndarray, signals: np.ndarray, hits: dict[int, bool] | None = None) -> SplitScores:

@@ -111,35 +111,6 @@ def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
     assert other.references() == dataset.references() and other.fingerprint() != dataset.fingerprint()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (None, r"images\[1\]: a sentence has no tokens, and data.tokenizer is tokens; set it to spacy"),
-        (["a b"] * 5, r"images\[1\] is malformed: the tokens of a sentence are not a list of words"),
-        ([["a b"]] * 5, r"images\[1\] is malformed"),
-        ([["a", ""]] * 5, r"images\[1\] is malformed"),
-        ([["a", 7]] * 5, r"images\[1\] is malformed"),
-        ([["\ud800"]] * 5, r"images\[1\] is malformed"),
-        ([["a" * 20_000]] * 5, r"images\[1\] is malformed"),
-        ([[]] * 5, "no caption with a word"),
-    ],
-)
-def test_tokens_that_are_no_words_are_refused(tmp_path: Path, tokens: Any, message: str) -> None:
-    root = tokenized_set(tmp_path / "set", {"train": [["a"]] * 5, "val": tokens, "test": [["a"]] * 5})
-    with pytest.raises(UserError, match=message):
-        read_dataset(section(root, tokenizer="tokens"), root)
-    read_dataset(section(root), root)
-
-
-def test_formats_without_tokens_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "captions.csv").write_text("image,caption\na.jpg,a dog\n")
-    coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": "a dog"}]}
-    (tmp_path / "captions.json").write_text(json.dumps(coco))
-    for name in ("captions.csv", "captions.json"):
-        with pytest.raises(UserError, match=f"data.tokenizer is tokens, and .*{name} is not in Karpathy's layout"):
-            read_dataset(section(tmp_path, annotations=name, tokenizer="tokens"), tmp_path)
-
-
 def test_missing_folders_and_empty_splits_are_named(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1})
     with pytest.raises(UserError, match=r"data.test_splits \(test\).*splits train, val"):
@@ -164,18 +135,6 @@ def test_vocabulary_is_sorted_with_its_specials(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1, "test": 1})
     with pytest.raises(UserError, match=r"vocabulary is empty.*data.min_count = 99"):
         build_vocabulary(read_dataset(section(root), root), section(root, min_count=99))
-
-
-def test_vocabulary_of_coco_validation_words(shared: Path) -> None:
-    """The published vocabulary's rule on the COCO text at hand: only words used often enough, specials inside."""
-    import gzip
-
-    path = shared / "data" / "coco_captions" / "dataset_coco_val2014_karpathy.json.gz"
-    images = json.loads(gzip.decompress(path.read_bytes()))["images"][:300]
-    captions = [tokenize(sentence["raw"]) for image in images for sentence in image["sentences"]]
-    vocabulary = Vocabulary.build(captions, 5)
-    uses = [sum(caption.count(word) for caption in captions) for word in ("a", vocabulary.words[-1])]
-    assert min(uses) >= 5 and vocabulary.words == tuple(sorted(vocabulary.words))
 
 
 def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

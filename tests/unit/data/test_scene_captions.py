@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from raycap.pipeline.config.sections import SceneConfig
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS, main_object
-from raycap.pipeline.data.synthetic.scenes import main_object_hits, make_scene, write_dataset
+from raycap.pipeline.data.synthetic.scenes import make_scene, write_dataset
 
 
 @pytest.mark.parametrize("language", GRAMMARS)
@@ -34,15 +33,6 @@ def test_english_captions_are_as_before(tmp_path: Path) -> None:
     assert marker == '{"format": 1, "num_images": 30, "image_size": 32, "seed": 0}'
 
 
-def test_pictures_do_not_depend_on_the_language(tmp_path: Path) -> None:
-    for language in ("en", "zh"):
-        write_dataset(tmp_path / language, SceneConfig(num_images=30, image_size=32, language=language))
-    for path in (tmp_path / "en" / "images").iterdir():
-        assert path.read_bytes() == (tmp_path / "zh" / "images" / path.name).read_bytes()
-    entry = json.loads((tmp_path / "zh" / "dataset.json").read_text())["images"][0]
-    assert entry["sentences"][0]["tokens"] == TOKENIZERS["characters"].split(entry["sentences"][0]["raw"])
-
-
 def test_the_chinese_grammar() -> None:
     """The characters of 500 scenes; nouns have their measure word."""
     captions = [caption for index in range(500) for caption in make_scene(0, index, "zh")[1]]
@@ -50,23 +40,3 @@ def test_the_chinese_grammar() -> None:
     assert not [each for each in ("个星星", "个大的红色星星", "颗圆形", "颗大的红色圆形", "张圆形") if each in text]
     assert all(each in text for each in ("一颗大的", "一个大的", "一颗红色星星", "一张白色图片"))
     assert 30 < len({word for caption in captions for word in TOKENIZERS["characters"].split(caption)}) < 120
-
-
-@pytest.mark.parametrize(
-    ("caption", "expected"),
-    [
-        ("有两个红色的圆形", ("red", "circle")),
-        ("圆形是红色的", None),
-        ("一个紫色三角形", ("purple", "triangle")),
-    ],
-)
-def test_main_object_of_other_captions(caption: str, expected: tuple[str, str] | None) -> None:
-    assert main_object(caption, "zh") == expected
-
-
-def test_main_object_hits_in_another_language() -> None:
-    references = {1: ["一个红色圆形。", "有一个大的红色圆形在一颗小的蓝色星星的上面。"]}
-    assert main_object_hits({1: "图片上有一个红色圆形"}, references, "zh") == {1: True}
-    assert main_object_hits({1: "一颗红色星星"}, references, "zh") == {1: False}
-    with pytest.raises(ValueError, match="name 0 main objects"):
-        main_object_hits({1: "a red circle"}, references, "en")

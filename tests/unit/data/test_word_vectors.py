@@ -11,7 +11,6 @@ import torch
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner
 from raycap.models.config import (
-    MODEL_CONFIGS,
     ClustFormerConfig,
     ExpansionNetConfig,
     MeshedMemoryConfig,
@@ -25,7 +24,7 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.reading import build_vocabulary, read_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.data.word_vectors import check_word_vectors, describe_missing, read_word_vectors
+from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.runs.identity import config_identity
@@ -83,12 +82,6 @@ def test_other_files_are_refused(tmp_path: Path, lines: list[str], words: str) -
         read_word_vectors(glove(tmp_path, lines), WORDS.words, 4)
     with pytest.raises(UserError, match="cannot be read"):
         read_word_vectors(tmp_path, WORDS.words, 4)
-
-
-def test_a_device_is_no_file_of_word_vectors() -> None:
-    """A pipe would wait for a writer."""
-    with pytest.raises(UserError, match="/dev/null cannot be read: not a regular file"):
-        check_word_vectors(Path("/dev/null"), 3)
 
 
 @pytest.mark.parametrize("config", SYSTEMS, ids=lambda config: config.name)
@@ -178,15 +171,3 @@ def test_more_words_join_the_vocabulary(tmp_path: Path) -> None:
     assert set(build_vocabulary(dataset, more).words) == words | {"traffic", "light"}
     with pytest.raises(UserError, match=r"data\.extra_vocabulary .* cannot be read"):
         build_vocabulary(dataset, plain.model_copy(update={"extra_vocabulary": str(tmp_path / "none")}))
-
-
-def test_filling_needs_given_words() -> None:
-    assert set(MODEL_CONFIGS) == {config.name for config in SYSTEMS}
-    trained = build_model(MeshedMemoryConfig(**SMALL | {"word_vector_width": None}), SIZES)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="words of its own"):
-        fill_word_vectors(trained, torch.zeros(9, 3), torch.ones(9, dtype=torch.bool))
-    model = build_model(SYSTEMS[2], SIZES)
-    with pytest.raises(ValueError, match="the model takes"):
-        fill_word_vectors(model, torch.zeros(9, 4), torch.ones(9, dtype=torch.bool))
-    with pytest.raises(ValueError, match="0 of them given"):
-        fill_word_vectors(model, torch.zeros(9, 3), torch.zeros(9, dtype=torch.bool))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import random
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from raycap.pipeline.features.store import (
     write_shard,
 )
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
+from tests.support.damage import cut, empty, flip_any, replace_by_garbage
 from tests.support.features import contains, gather, positions
 
 
@@ -222,15 +221,6 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
     assert np.array_equal(gather(store, keys[:2]), grids[:2])
 
 
-def test_many_shards_need_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.shards.MAX_OPEN", 2)
-    keys, features = filled(tmp_path, shards=6)
-    order = np.random.default_rng(2).permutation(len(keys))
-    store = FeatureStore(tmp_path)
-    assert np.array_equal(gather(store, [keys[row] for row in order]), features[order])
-    assert len(store._maps._open) <= 2
-
-
 @pytest.mark.parametrize("damage", [cut, empty, flip_any, Path.unlink])
 def test_a_damaged_shard_is_named_and_computed_again(tmp_path: Path, damage: Any, log_lines: list[str]) -> None:
     """The driver finds it before it is read; a worker that finds it later stops with a sentence."""
@@ -281,18 +271,3 @@ def test_damaged_manifests_and_indexes_are_removed(
     assert len(FeatureStore(tmp_path)) == 8 and str(path) in log_lines[1]
     filled(tmp_path)
     assert len(FeatureStore(tmp_path)) == 12 and len(log_lines) == 2
-
-
-def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(tmp_path: Path) -> None:
-    keys, features = filled(tmp_path, shards=1, rows=12)
-    (path,) = (tmp_path / "manifest").iterdir()
-    whole, rng, num_found = path.read_bytes(), random.Random(0), 0
-    for _ in range(50):
-        flip(path, rng)
-        store = FeatureStore(tmp_path)
-        if not path.exists():
-            num_found += 1
-        elif contains(store, keys[0]):
-            assert np.array_equal(gather(store, keys), features)
-        path.write_bytes(whole)
-    assert num_found > 10

@@ -90,27 +90,6 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, measure
     assert decide() == "float32" and decide() == "float32" and not measured, "a damaged record is made again"
 
 
-def test_the_first_of_two_extractions_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = storage_path(tmp_path)
-    times = [PrecisionTimes("slow", float32=0.1, bfloat16=1.0), PrecisionTimes("fast", float32=1.0, bfloat16=0.1)]
-    found: list[str] = []
-
-    def measure(*_: Any) -> PrecisionTimes:
-        mine = times.pop()
-        if times:  # while the first measures, the second begins and ends
-            found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
-        return mine
-
-    monkeypatch.setattr(precision, "_measure_on_ray", measure)
-    found.append(extraction_precision(SWIN, FeatureSection(), place, not_watched))
-    assert found == ["float32", "float32"] and not times
-
-
-@pytest.mark.parametrize(("float32", "fastest"), [(1.0, "float32"), (1.1, "float32"), (1.2, "bfloat16")])
-def test_bfloat16_must_be_clearly_faster(float32: float, fastest: str) -> None:
-    assert PrecisionTimes("", float32, bfloat16=1.0).fastest == fastest
-
-
 def test_a_measurement_computes_in_both_precisions() -> None:
     dtypes = []
 

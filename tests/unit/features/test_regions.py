@@ -71,14 +71,6 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "10 of 12 images there, 2 to import" in capsys.readouterr().out
 
 
-def test_shards_of_large_images_have_fewer_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.regions.MAX_SHARD_BYTES", 2 * 9 * 7 * 2)  # two images in float16
-    _, config = make(tmp_path)
-    assert main(["extract", str(config)]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    assert len(FeatureStore(folder)) == 10 and len(list(folder.glob("shards/*.boxes.npy"))) == 5
-
-
 def test_a_damaged_store_is_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the next extraction, which names every file."""
     _, config = make(tmp_path)
@@ -113,19 +105,6 @@ def changed(config: Path, **keys: Any) -> Path:
     return config
 
 
-def test_more_regions_than_the_maximum_are_refused_unless_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, config = make(tmp_path)
-    assert main(["extract", str(config), "--set", "features.truncate_regions=false"]) == 2
-    error = capsys.readouterr().err
-    assert "image 8 has 10 regions, and features.max_regions is 9; raise it, or set features.truncate_regions" in error
-    assert (
-        main(["extract", str(config), "--set", "features.truncate_regions=false", "--set", "features.max_regions=12"])
-        == 0
-    )
-
-
 def test_a_model_that_arranges_regions_is_refused_without_boxes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,28 +126,6 @@ def test_a_model_that_arranges_regions_is_refused_without_boxes(
         assert f"has no {image_id}_boxes, and clustformer arranges regions by their boxes" in error, error
     assert not (tmp_path / "storage" / "runs").exists()
     assert main(["extract", str(config), "--set", "model.encoder_clusters=none"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["stages.xe_frozen.train_backbone=true"], "stages.xe_frozen.train_backbone is true, and with features.hdf5"),
-        (["features.hdf5=synthetic"], "data.synthetic is not set"),
-        (["model.name=clustformer"], "set model.inputs to regions"),
-        (["features.hdf5=null", "model.name=clustformer", "model.inputs=regions", "model.sampling=1"], "features.hdf5"),
-    ],
-)
-def test_settings_that_do_not_go_together(
-    tmp_path: Path, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, config = make(tmp_path)
-    values = yaml.safe_load(config.read_text())
-    if any("clustformer" in option for option in options):
-        values["model"] = {"d_model": 16, "num_heads": 2}
-        config.write_text(yaml.safe_dump(values))
-    assert main(["run", str(config), *(part for option in options for part in ("--set", option))]) == 2
-    message = capsys.readouterr().err.strip()
-    assert named in message and "\n" not in message
 
 
 def test_boxes_of_some_images_only(tmp_path: Path) -> None:
@@ -196,22 +153,11 @@ def test_a_run_is_named_by_its_regions(tmp_path: Path) -> None:
     assert config_identity(load_config(path)) != first
 
 
-def test_check_looks_at_the_file_and_not_for_photographs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, config = make(tmp_path)
-    main(["check", str(config)])
-    output = capsys.readouterr().out
-    assert "1 of 12 images cannot be used" in output and "the file has no 12_features" in output
-
-
 FEATURES = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def group(file: h5py.File) -> None:
     file.create_group("1_features")
-
-
-def named_type(file: h5py.File) -> None:
-    file["1_features"] = np.dtype("f4")
 
 
 def loop(file: h5py.File) -> None:
@@ -244,10 +190,6 @@ def declared(file: h5py.File) -> None:
     file.create_dataset("1_features", (5, 10**9), "f4")
 
 
-def wide(file: h5py.File) -> None:
-    file["1_features"] = np.ones((1, 2**16 + 1), np.float32)
-
-
 def large_chunks(file: h5py.File) -> None:
     file.create_dataset("1_features", (2, 3), "f4", chunks=(4096, 4097), maxshape=(None, None), compression=1)[:] = 1
 
@@ -276,27 +218,6 @@ def fill_value(file: h5py.File) -> None:
     file.create_dataset("1_features", (10, 10), "f4", chunks=(1, 10), fillvalue=7)[0] = 1
 
 
-def link_to_the_file(file: h5py.File) -> None:
-    file["1_features"] = h5py.SoftLink(".")
-
-
-def no_width(file: h5py.File) -> None:
-    file["1_features"] = np.ones((2, 0), np.float32)
-
-
-def no_values(file: h5py.File) -> None:
-    file["1_features"] = h5py.Empty("f4")
-
-
-def text_boxes(file: h5py.File) -> None:
-    file["1_features"], file["1_boxes"] = FEATURES, np.full((2, 4), b"x")
-
-
-def group_of_boxes(file: h5py.File) -> None:
-    file["1_features"] = FEATURES
-    file.create_group("1_boxes")
-
-
 READ = """
 import sys
 from pathlib import Path
@@ -315,14 +236,12 @@ def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     cases = {
         group: "1_features is no data set",
-        named_type: "1_features is no data set",
         loop: "1_features is a link to /1_features",
         external_link: "1_features is a link to x; the file must contain the values itself",
         hidden_external_link: "1_features is a link to /g/x",
         external_storage: "1_features has its values in another file",
         virtual: "1_features has its values in another file",
         declared: "1_features has 20000000000 bytes, more than",
-        wide: "1_features has 65537 values per region",
         large_chunks: "1_features has 67125248 bytes, more than",
         bomb: "1_features cannot be read: a chunk decompresses to more than its 100 bytes",
         stacked_bomb: "1_features has the HDF5 filters [1, 1, 1]; write it with gzip compression or without",
@@ -330,11 +249,6 @@ def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> No
         not_stored: r"1_features has shape (5, 3) and no stored values",
         tiny_chunks: "1_features has 10100 chunks, more than 10000; write it with larger ones",
         fill_value: "1_features has shape (10, 10) and too few stored values",
-        link_to_the_file: "1_features is a link to .; the file must contain the values itself",
-        no_width: r"1_features has shape (2, 0)",
-        no_values: "1_features is no data set",
-        text_boxes: "1_boxes has shape (2, 4) and dtype |S1",
-        group_of_boxes: "1_boxes is no data set",
     }
     for make_file in cases:
         with h5py.File(tmp_path / f"{make_file.__name__}.hdf5", "w") as file:
@@ -356,25 +270,6 @@ def test_gzip_changes_no_value(tmp_path: Path, options: dict[str, Any]) -> None:
             stored.id.write_direct_chunk((0, 0), values[:3, :4].tobytes(), filter_mask=1)
     with open_regions(tmp_path / "f") as file:
         assert np.array_equal(read_image(file, 1, 9, "float32")[0], values[:9])
-
-
-def test_a_type_that_numpy_lacks_is_read(tmp_path: Path) -> None:
-    """bfloat16, which h5py reads as float32: the file has half of the bytes."""
-    kind = h5py.h5t.IEEE_F32LE.copy()
-    kind.set_fields(15, 7, 8, 0, 7)
-    kind.set_size(2)
-    with h5py.File(tmp_path / "f", "w") as file:
-        space = h5py.h5s.create_simple(FEATURES.shape)
-        h5py.Dataset(h5py.h5d.create(file.id, b"1_features", kind, space))[...] = np.ones_like(FEATURES)
-    with open_regions(tmp_path / "f") as file:
-        assert np.array_equal(read_image(file, 1, 10, "float32")[0], np.ones_like(FEATURES))
-
-
-def test_a_link_to_another_image_of_the_file_is_followed(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f", "w") as file:
-        file["2_features"], file["1_features"] = FEATURES, h5py.SoftLink("/2_features")
-    with open_regions(tmp_path / "f") as file:
-        assert np.array_equal(read_image(file, 1, 10, "float32")[0], FEATURES)
 
 
 def test_a_damaged_image_is_quarantined_and_the_others_are_imported(

@@ -12,7 +12,6 @@ import torch
 
 from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data import images as images_module
 from raycap.pipeline.data.image_locations import read_image_file
@@ -23,7 +22,6 @@ from raycap.pipeline.features.store import QUARANTINE, FeatureStore, write_quara
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.training.batches import Batches, CaptionTokens, view_seeds
-from tests.conftest import small_config
 from tests.support.runs import prepare_run
 
 VIEWS = Views(3, Augmentation())
@@ -75,7 +73,7 @@ def test_decoded_views_are_the_augmented_images(run: Any, monkeypatch: pytest.Mo
 def batches_of(folder: Any, images: Images, *, rank: int = 0, world_size: int = 1) -> Batches:
     section = StageSection(name="s", objective="cross_entropy", epochs=1, batch_size=8, captions_per_image=2, lr=1)
     train = folder.dataset.split("train")
-    captions = CaptionTokens.of_stage(folder, folder.config.stages[0], train)
+    captions = CaptionTokens(folder.tokens(), train.rows, folder.vocabulary.pad)
     return Batches(images, captions, section, seed=5, rank=rank, world_size=world_size)
 
 
@@ -127,17 +125,3 @@ def test_an_unusable_image_has_no_views_to_compute(run: Any, tmp_path: Path) -> 
     plan = plan_extraction(rows, place, 10**6)
     assert plan.unusable == {bad: "empty file"} and len(plan.missing) == len(rows) - VIEWS.count
     assert bad not in {content_key_of(key) for key in plan.missing["key"].to_pylist()}
-
-
-def test_regions_have_no_views(tmp_path: Path) -> None:
-    values = small_config(tmp_path, features={"hdf5": "synthetic", "views": 2})
-    del values["backbone"]
-    values["stages"] = values["stages"][:1]
-    with pytest.raises(ValueError, match=r"features\.views is set, and a detector's features have no views"):
-        parse_config(values)
-
-
-def test_views_do_not_change_the_name_of_a_store(run: Any, tmp_path: Path) -> None:
-    """Validation and test images have equal features with and without views."""
-    _, store = run
-    assert prepare_run(tmp_path)[1].name == store.name

@@ -10,7 +10,7 @@ import pytest
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.data.survey.survey import survey
+from raycap.pipeline.data.survey import survey
 from tests.support.forms import FORMS, Captioned, scenes, write_images, write_tars
 
 
@@ -118,18 +118,6 @@ def test_what_is_no_data_set_is_named(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "x.yaml").exists()
-
-
-def test_images_that_cannot_be_read_are_named(
-    tmp_path: Path, images: list[Captioned], capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = [image._replace(content=b"broken") for image in images]
-    FORMS["table"](tmp_path / "set", broken)
-    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml") == 2
-    assert "none of 60 images" in capsys.readouterr().err
-    FORMS["table"](tmp_path / "set", [*broken[:10], *images[10:]])
-    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml") == 0
-    assert "10 cannot be read, the first because of: not an image in a known format" in capsys.readouterr().out
 
 
 def test_photographs_of_flickr8k(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from raycap.jobs.evaluate import EvaluatedModel, summarize_systems
 from raycap.jobs.run import command
 from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from raycap.jobs.submit import parse_arguments
@@ -18,9 +19,8 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds
+from raycap.pipeline.evaluation.comparison.bootstrap import compare, difference_of_seeds
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
-from raycap.pipeline.evaluation.comparison.systems import EvaluatedModel, compare, summarize_systems
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.scores.metrics import MetricScores, Score
 from raycap.pipeline.runs.folder import RunFolder

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
-
 import pytest
 
 from raycap.pipeline.data.language.caption_problems import CaptionProblems, cuts_letters
@@ -41,18 +39,3 @@ def test_cut_letters_are_reported(script: str) -> None:
     assert "splits letters from their marks in 1 captions" in warning and quoted(caption) in warning
     assert warning.endswith("set data.tokenizer to unicode")
     assert not cuts_letters(caption, TOKENIZERS["unicode"].split(caption))
-
-
-def test_thai_letters_that_unicode_words_cut_are_reported() -> None:
-    (warning,) = warnings_of("unicode", "วงกลมทำ", "ทำมือ")
-    assert "splits letters from their marks in 2 captions" in warning and warning.endswith("to characters")
-
-
-def test_mixed_normal_forms_are_reported_where_they_matter() -> None:
-    composed = "Một hình tròn"
-    decomposed = unicodedata.normalize("NFD", composed)
-    warnings = warnings_of("expansionnet", composed, composed, decomposed)
-    assert any(warning.startswith("1 captions are not in the normal form NFC") for warning in warnings)
-    assert any("2 are, such as 'Một hình tròn': equal words count as different" in warning for warning in warnings)
-    assert not any("normal form" in warning for warning in warnings_of("expansionnet", composed, composed))
-    assert not any("normal form" in warning for warning in warnings_of("unicode", composed, decomposed))

@@ -34,12 +34,6 @@ def crop_of(pixels: np.ndarray) -> tuple[int, int, int, int]:
     return int(pixels[0, 0, 0]), int(pixels[0, 0, 1]), pixels.shape[1], pixels.shape[0]
 
 
-def test_the_settings_may_leave_the_image_as_it_is() -> None:
-    image = coordinates()
-    for seed in range(20):
-        assert np.array_equal(changed(image, Augmentation(min_area=1.0, color=0.0), seed), image)
-
-
 @pytest.mark.parametrize("min_area", [0.3, 0.8])
 def test_crops(min_area: float) -> None:
     """Inside the image, with areas from `min_area` to 1, and at any place."""
@@ -80,9 +74,3 @@ def test_the_keys_of_views() -> None:
     assert len(set(keys)) == len({seed_of_key(key) for key in keys}) == 16
     assert {content_key_of(key) for key in (*keys, KEY)} == {KEY}
     assert seed_of_key(KEY) is None
-
-
-@pytest.mark.parametrize(("values", "named"), [({"min_area": 0}, "min_area"), ({"color": 1.0}, "color")])
-def test_settings_out_of_range(values: dict[str, float], named: str) -> None:
-    with pytest.raises(ValueError, match=f"features.augmentation.{named} is"):
-        Augmentation(**values)  # type: ignore[arg-type]

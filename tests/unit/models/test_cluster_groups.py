@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import torch
-from PIL import Image
 
 from raycap.models.base import Features
 from raycap.models.clustformer import ClustFormer
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
-from raycap.models.explain.cluster_groups import Clusters, find_clusters, grid_groups, sequence_groups
+from raycap.models.explain.cluster_groups import find_clusters, grid_groups, sequence_groups
 from raycap.models.registry import build_model
-from raycap.pipeline.evaluation.reports.pictures import draw_clusters, layer_colors
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 3, "num_decoder_layers": 2}
@@ -88,19 +83,3 @@ def test_layers_without_a_matrix_and_other_systems_have_no_clusters() -> None:
     small = {**SMALL, "static_expansion": (4,)}
     other = build_model(ExpansionNetConfig(**small), SIZES)  # type: ignore[arg-type]
     assert find_clusters(other, features, tokens) is None
-
-
-def made() -> Clusters:
-    cells = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4], [0] * 8 + [1] * 8])
-    return Clusters(cells, torch.tensor([[0, 0, 1], [0, 0, 0]]), (1, 3), (1, 2), (4, 4))
-
-
-def test_layers_have_the_colors_of_their_clusters(tmp_path: Path) -> None:
-    layers = layer_colors(made())
-    assert [layer.title for layer in layers] == [
-        "layer 1: 5 patch clusters, 2 phrases", "layer 2: 1 phrase", "layer 3: 2 patch clusters",
-    ]  # fmt: skip
-    assert layers[0][1:] == (4, "0011002233223344", "001") and layers[1][1:] == (0, "", "000")
-    draw_clusters(tmp_path / "a.png", Image.new("RGB", (60, 40), "gray"), ["a", "$cat", "w" * 60], made())
-    pixels = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).reshape(-1, 3)
-    assert len(np.unique(pixels, axis=0)) > 20, "colors of clusters over the gray image"

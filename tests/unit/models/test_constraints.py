@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raycap.models.base import CaptionModel, Features
 from raycap.models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
-from raycap.models.decoding.search import ScoreRules, beam_search
+from raycap.models.decoding.search import ScoreRules
 from raycap.models.registry import build_model
 from tests.support.models import (
     every_caption,
@@ -45,13 +45,6 @@ def test_the_machine_knows_what_a_caption_holds(constraints: Constraints, words:
     machine = build_automaton(constraints, 6)
     assert machine.num_satisfied[follow(machine, words)] == number_held(words, constraints)
     assert machine.num_required == len(constraints)
-
-
-def test_states_are_the_subsets_of_single_words() -> None:
-    machine = build_automaton([[(3,)], [(4,), (5,)], [(6,)]], 9)
-    assert sorted(machine.num_satisfied) == [0, 1, 1, 1, 2, 2, 2, 3]
-    assert len(build_automaton([], 9).num_satisfied) == 1
-    assert len(build_automaton([[(3, 4, 5)]], 9).num_satisfied) == 6  # three places in the phrase, before it and after
 
 
 SHORT = st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple)
@@ -91,17 +84,6 @@ def test_a_beam_as_wide_as_the_tree_is_brute_force(
             assert float(found.log_probs[image, place].sum()) == pytest.approx(sums[tuple(tokens)], abs=1e-5)
         assert bool(found.scores[image, len(best) :].isneginf().all())
         assert bool((found.num_satisfied[image, len(best) :] == -1).all())
-
-
-def test_without_constraints_it_is_beam_search() -> None:
-    model = tiny(4, vocabulary=6, positions=12)
-    memory = model.encode(Features(features_for(5)))
-    free = [build_automaton([], 6)] * 5
-    plain = beam_search(model, memory, beam_size=3, max_length=12, num_results=3)
-    found = constrained_beam_search(model, memory, free, beam_size=3, max_length=12, num_results=3)
-    for name in ("tokens", "lengths", "scores", "log_probs"):
-        torch.testing.assert_close(getattr(found, name), getattr(plain, name))
-    assert bool((found.num_satisfied == 0).all())
 
 
 def systems() -> list[CaptionModel]:

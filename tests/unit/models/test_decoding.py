@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.reference_expansionnet import MaterializedModel
 from raycap.models.base import CaptionModel, Features
 from raycap.models.config import ClustFormerConfig, Decoding, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
-from raycap.models.decoding.cache import TreeCache, TreeSlots
+from raycap.models.decoding.cache import TreeSlots
 from raycap.models.decoding.search import (
     Captions,
     Decoder,
     ScoreRules,
     beam_search,
     best_words,
-    caption_lengths,
     draw_by_inversion,
     greedy,
     sample,
@@ -41,8 +37,6 @@ from tests.support.models import (
     texts,
     tiny,
 )
-
-COLD = ScoreRules(Decoding(sampling=True, temperature=1e-4))
 
 
 @given(
@@ -102,16 +96,6 @@ def test_caches_grow_past_their_first_capacity() -> None:
         model.step(tokens[:, 0], cache)
 
 
-def test_float32_steps_are_within_the_contract() -> None:
-    model = small_model(0, d_model=32, d_ff=32).float()
-    memory = model.encode(Features(torch.randn(2, 5, 7)))
-    tokens = torch.randint(0, 11, (6, 12))
-    expected, cache = model.decode(memory, tokens), model.init_cache(memory, 3)
-    for position in range(12):
-        logits, cache = model.step(tokens[:, position], cache)
-        assert (logits - expected[:, position]).abs().max() <= 1e-5 * expected.abs().max()
-
-
 @given(st.integers(0, 10**6), st.booleans(), st.booleans())
 @settings(max_examples=8, deadline=None)
 def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, normalized: bool, dynamic: bool) -> None:
@@ -167,14 +151,6 @@ def test_beam_search_follows_the_references_rules(seed: int, beam_size: int, max
         assert texts(found, image) == literal_beam_search(model, features[image : image + 1], beam_size, max_length)
 
 
-def test_greedy_is_a_beam_of_one() -> None:
-    model = tiny(11, vocabulary=9)
-    memory = model.encode(Features(features_for(5)))
-    one, all_best = beam_search(model, memory, beam_size=1, max_length=8), greedy(model, memory, max_length=8)
-    for name in ("tokens", "lengths", "scores", "log_probs"):
-        torch.testing.assert_close(getattr(one, name), getattr(all_best, name))
-
-
 def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
     """Images end at different times and leave the batch; what stays must not notice."""
     model = tiny(4, vocabulary=6, positions=12)
@@ -189,20 +165,6 @@ def test_an_image_alone_is_decoded_as_in_a_batch() -> None:
         )
         assert texts(alone, 0) == texts(together, image)
         torch.testing.assert_close(alone.scores[0], together.scores[image])
-
-
-def test_the_materialized_model_decodes_the_same() -> None:
-    model = tiny(8, vocabulary=9)
-    slow = MaterializedModel(model)  # type: ignore[arg-type]
-    features = features_for(4)
-    ours = beam_search(model, model.encode(Features(features)), beam_size=3, max_length=8)
-    theirs = beam_search(slow, slow.encode(Features(features)), beam_size=3, max_length=8)
-    assert torch.equal(ours.tokens, theirs.tokens)
-    drawn = [
-        sample(m, m.encode(Features(features)), num_samples=3, max_length=8, generator=torch.Generator().manual_seed(5))
-        for m in (model, slow)
-    ]
-    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
 
 
 def test_an_ensemble_averages_probabilities() -> None:
@@ -265,25 +227,10 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
     assert torch.equal(tokens.view(4, 3, -1), first.tokens)
 
 
-def test_a_low_temperature_is_greedy() -> None:
-    model = tiny(7, vocabulary=9)
-    memory = model.encode(Features(features_for(3)))
-    best = greedy(model, memory, max_length=8)
-    drawn = sample(model, memory, num_samples=2, max_length=8, rules=COLD)
-    for n in range(2):
-        assert torch.equal(drawn.tokens[:, n], best.tokens[:, 0])
-    torch.testing.assert_close(drawn.log_probs[:, 0], best.log_probs[:, 0])
-
-
 def test_a_word_of_probability_zero_is_never_drawn() -> None:
     probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
     uniform = torch.tensor([0.0, 0.5, 0.999999999999, 0.25], dtype=torch.float64)
     assert draw_by_inversion(probabilities, uniform).tolist() == [1, 3, 3, 1]
-
-
-def test_lengths_count_to_the_first_end() -> None:
-    tokens = torch.tensor([[0, 5, 1, 2], [0, 5, 6, 7], [0, 1, 2, 2]])
-    assert caption_lengths(tokens, 1).tolist() == [3, 4, 2]
 
 
 def test_what_cannot_be_decoded_is_refused() -> None:
@@ -340,99 +287,3 @@ def test_bfloat16_steps_match_teacher_forcing(system: str) -> None:
             found = decoder.step(tokens[:, position])
             error = (found - expected[:, position]).abs().amax(-1)
             assert error.median() < 2e-2, position
-
-
-@torch.no_grad()
-def test_autocast_leaves_float64_alone() -> None:
-    model = small_model(0).double()
-    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
-    exact = beam_search(model, memory, beam_size=2, max_length=6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert beam_search(model, memory, beam_size=2, max_length=6).scores == exact.scores
-
-
-@torch.no_grad()
-def test_all_beams_begin_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = small_model(2), list[int]()
-    step = model.step
-
-    def counted(tokens: torch.Tensor, cache: Any) -> Any:
-        rows.append(len(tokens))
-        return step(tokens, cache)
-
-    monkeypatch.setattr(model, "step", counted)
-    model.lm_head.bias[model.sizes.eos] = -1e4  # type: ignore[operator, union-attr, index]
-    beam_search(model, model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64))), beam_size=4, max_length=5)
-    assert rows == [2, 8, 8, 8]
-
-
-@torch.no_grad()
-def test_samples_with_dropout_differ_from_their_first_word_on() -> None:
-    model = small_model(4, dropout=0.5).train()
-    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
-    assert all(layer.dropout.active for layer in model.decoder)  # type: ignore[union-attr, operator]
-    found = sample(model, memory, num_samples=64, max_length=4, rules=COLD)
-    assert len(set(found.log_probs[0, :, 1].tolist())) > 8
-    model.eval()
-    found = sample(model, memory, num_samples=64, max_length=4, rules=COLD)
-    assert len(set(found.log_probs[0, :, 1].tolist())) == 1
-
-
-@torch.no_grad()
-def test_the_residual_dropouts_of_steps_are_those_of_teacher_forcing() -> None:
-    model, calls = small_model(4), Counter[str]()
-    for index, layer in enumerate(model.decoder):  # type: ignore[arg-type]
-        layer.dropout.register_forward_hook(lambda *_, name=str(index): calls.update([name]))
-    memory = model.encode(Features(torch.randn(1, 5, 7, dtype=torch.float64)))
-    model.decode(memory, torch.zeros(2, 1, dtype=torch.int64))
-    taught = Counter(calls)
-    model.step(torch.zeros(2, dtype=torch.int64), model.init_cache(memory, 2))
-    assert calls == taught + taught and set(taught.values()) == {3}
-
-
-@torch.no_grad()
-def test_edges_are_sentences() -> None:
-    model = small_model(6)
-    nothing = model.encode(Features(torch.randn(0, 5, 7, dtype=torch.float64)))
-    for decode in (partial(beam_search, beam_size=3), partial(sample, num_samples=3), greedy):
-        with pytest.raises(ValueError, match="no images"):
-            decode(model, nothing, max_length=8)
-    with pytest.raises(ValueError, match="captions do not divide by 0 images"):
-        model.decode(nothing, torch.zeros(2, 3, dtype=torch.int64))
-    memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
-    for wide in (model, MaterializedModel(model)):  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="2 beams already"):
-            wide.init_cache(memory, 2).expand_beams(3)
-
-
-@pytest.mark.parametrize("words", [30, 40, 41, 50, 10369])
-def test_not_a_number_is_drawn_without_an_index_error(words: int) -> None:
-    """Also where the last block of words is not full."""
-    drawn = draw_by_inversion(torch.full((2, words), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64))
-    assert bool(((drawn >= 0) & (drawn < words)).all())
-
-
-@torch.no_grad()
-def test_kept_keys_stay_laid_out_when_images_leave() -> None:
-    model = small_model(7)
-    cache = model.init_cache(model.encode(Features(torch.randn(3, 5, 7, dtype=torch.float64))), 2)
-    assert isinstance(cache, TreeCache)
-    before = cache.cross
-    for (key, value), (old_key, old_value) in zip(cache.keep_images(torch.tensor([2, 0])).cross, before, strict=True):
-        assert key.mT.is_contiguous() and value.is_contiguous()
-        assert torch.equal(key, old_key[[2, 0]]) and torch.equal(value, old_value[[2, 0]])
-
-
-@torch.no_grad()
-def test_weights_may_change_between_captions() -> None:
-    """Autocast keeps converted weights for one context: training may change them between two."""
-    model = small_model(1).float()
-    memory = model.encode(Features(torch.randn(2, 5, 7)))
-
-    def caption_lengths_now() -> list[list[int]]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return greedy(model, memory, max_length=8).lengths.tolist()
-
-    first = caption_lengths_now()
-    model.lm_head.bias[model.sizes.eos] += 100.0  # type: ignore[operator, union-attr, index]
-    assert caption_lengths_now() == [[2], [2]] != first

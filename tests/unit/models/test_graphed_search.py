@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from raycap.models.base import CaptionModel, Features, Memory
-from raycap.models.config import MODEL_CONFIGS, Decoding
+from raycap.models.config import MODEL_CONFIGS
 from raycap.models.decoding import graphed_search
-from raycap.models.decoding.graphed_search import MAX_GRAPHS, GraphedSearch, SearchGraph
+from raycap.models.decoding.graphed_search import GraphedSearch, SearchGraph
 from raycap.models.decoding.search import BEAM_TENSORS, Beams, Captions, ScoreRules, beam_search
 from raycap.models.registry import build_model
 from tests.support.models import SIZES
@@ -78,31 +78,6 @@ def test_a_search_of_all_steps_never_waits_and_finds_the_same_captions(name: str
         assert images == 1 or plain.lengths.min() < plain.lengths.max()
 
 
-def test_rules_never_wait_either_and_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_search, "captured", replayed)
-    decoding = Decoding(min_length=5, no_repeat_ngram=2, no_open_endings=True, beam_groups=2)
-    rules = ScoreRules(decoding, unk=3, open_endings=(4, 5), length_normalization=0.6)
-    model, options = model_of("transformer"), {"beam_size": 4, "max_length": LENGTH, "num_results": 2}
-    with counted() as operations:
-        GraphedSearch([model], **options, rules=rules)._all_steps([memory_of(model, 7)])
-    assert operations.waits == Counter()
-    graphed = GraphedSearch([model], **options, rules=rules)
-    for _ in range(3):
-        memory = memory_of(model, 4)
-        same(graphed([memory]), beam_search(model, memory, **options, rules=rules))
-    assert len(graphed.graphs) == 1
-
-
-def test_an_ensemble_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_search, "captured", replayed)
-    models = [model_of("expansionnet_v2"), model_of("meshed_memory")]
-    graphed = GraphedSearch(models, beam_size=BEAMS, max_length=LENGTH, num_results=2)
-    for _ in range(4):
-        memories = [memory_of(model, 4) for model in models]
-        same(graphed(memories), beam_search(models, memories, beam_size=BEAMS, max_length=LENGTH, num_results=2))
-    assert len(graphed.graphs) == 1
-
-
 def test_the_second_batch_of_a_shape_is_captured_and_later_ones_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[int] = []
 
@@ -128,19 +103,6 @@ def test_the_second_batch_of_a_shape_is_captured_and_later_ones_replayed(monkeyp
         memory = memory_of(model, 9)
         same(by_sum([memory]), beam_search(model, memory, **limits))
     assert captures == [4, 3, 9]
-
-
-def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_search, "captured", replayed)
-    model = model_of("transformer")
-    graphed = GraphedSearch([model], beam_size=2, max_length=4)
-    for images in range(1, MAX_GRAPHS + 3):
-        for _ in range(2):
-            memory = memory_of(model, images)
-            same(graphed([memory]), beam_search(model, memory, beam_size=2, max_length=4))
-    assert len(graphed.graphs) == MAX_GRAPHS
-    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
-        GraphedSearch([model], beam_size=2, max_length=4, num_results=3)
 
 
 def test_a_capture_that_fails_costs_no_caption(

@@ -172,13 +172,6 @@ def test_attention_maps_are_means_over_levels() -> None:
     assert bool((maps[:, :, 2:, :, 3:] == 0).all()) and bool((maps[:, :, :2] > 0).all())
 
 
-def test_dropout_reaches_every_sublayer() -> None:
-    model = small_meshed(4, dropout=0.5).train()
-    assert len([module for module in model.modules() if isinstance(module, Dropout)]) == 1 + 2 * 2 + 2 * 3
-    features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (2, 6))
-    assert not torch.equal(model(Features(features), tokens), model(Features(features), tokens))
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_steps_drop_out_where_the_teacher_forced_pass_does(
     variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -197,21 +190,3 @@ def test_steps_drop_out_where_the_teacher_forced_pass_does(
             found.append(logits)
         assert torch.allclose(torch.stack(found, 1), whole, rtol=1e-10, atol=1e-12)
         assert not torch.allclose(model.eval().decode(memory, tokens), whole)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_memory_slots": -1}, "model.num_memory_slots is -1; it must be 0 or more"),
-        ({"connection": "some"}, "model.connection is 'some'; it must be 'meshed' or 'one_to_one' or 'last'"),
-        (
-            {"connection": "one_to_one", "num_encoder_layers": 2},
-            "with 2 encoder and 3 decoder layers; it needs equally",
-        ),
-        ({"gates": "relu"}, "model.gates is 'relu'"),
-        ({"name": "transformer"}, "model.name is 'transformer'; it must be 'meshed_memory'"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        MeshedMemoryConfig(**changes)

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features
-from raycap.models.config import MODEL_CONFIGS, PLAIN, Decoding, ModelSizes
+from raycap.models.config import MODEL_CONFIGS, Decoding, ModelSizes
 from raycap.models.decoding.constraints import build_automaton, constrained_beam_search
 from raycap.models.decoding.search import (
     ScoreRules,
     beam_search,
     by_score,
-    greedy,
     image_draws,
     length_divisor,
     most_probable,
     nucleus,
-    repeating_words,
     sample,
 )
 from raycap.models.registry import build_model
@@ -90,26 +88,6 @@ def test_a_restriction_forbids_what_the_rules_say(
                 assert found[row, word] == (log_probs[row, word] if word in words else -torch.inf)
 
 
-def test_a_caption_ends_where_every_word_is_forbidden() -> None:
-    """Three words that may occur once, and six tokens at least."""
-    rules, sizes = ScoreRules(Decoding(min_length=6, no_repeat_ngram=1), unk=3), ModelSizes(5, 5, 20, 0, EOS, pad=2)
-    log_probs = torch.randn(2, 5).log_softmax(-1)
-    found = rules.restriction(sizes, 9, CPU)(log_probs, torch.tensor([[SOS, 2, 4], [SOS, 2, 2]]))
-    assert found.isfinite().nonzero().tolist() == [[0, EOS], [1, 4]]
-
-
-def test_no_rule_costs_nothing() -> None:
-    log_probs, tokens = torch.randn(2, SIZES.vocabulary_size), torch.zeros(2, 3, dtype=torch.int64)
-    for rules in (ScoreRules(), ScoreRules(Decoding()), ScoreRules(PLAIN, unk=3, open_endings=(4,))):
-        assert rules.restriction(SIZES, 9, CPU)(log_probs, tokens) is log_probs
-
-
-def test_a_repeated_ngram_is_found_after_any_of_its_places() -> None:
-    tokens = torch.tensor([[0, 5, 6, 7, 5, 6], [0, 5, 6, 5, 7, 5], [0, 1, 2, 3, 4, 5]])
-    assert repeating_words(tokens, 3, 9).nonzero().tolist() == [[0, 7]]
-    assert repeating_words(tokens, 2, 9).nonzero().tolist() == [[0, 7], [1, 6], [1, 7]]
-
-
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 14), st.floats(0.01, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_the_most_probable_words_and_the_nucleus_are_those_of_a_sorted_list(
@@ -126,14 +104,6 @@ def test_the_most_probable_words_and_the_nucleus_are_those_of_a_sorted_list(
     for found, expected in ((most_probable(log_probs, count), set(order[:count])), (nucleus(log_probs, share), kept)):
         for word in range(vocabulary):
             assert found[0, word] == (log_probs[0, word] if word in expected else -torch.inf)
-
-
-def test_equally_probable_words_are_kept_together_and_forbidden_ones_stay_forbidden() -> None:
-    log_probs = torch.tensor([[0.4, 0.2, 0.2, 0.2, 0.0]]).log()
-    assert most_probable(log_probs, 2).isfinite().tolist() == [[True, True, True, True, False]]
-    assert nucleus(log_probs, 0.5).isfinite().tolist() == [[True, True, True, True, False]]
-    assert nucleus(log_probs, 1.0).isfinite().tolist() == [[True, True, True, True, False]]
-    assert nucleus(log_probs, 0.3).isfinite().tolist() == [[True, False, False, False, False]]
 
 
 def test_the_length_penalty_is_equation_14() -> None:
@@ -207,23 +177,6 @@ def test_groups_of_beams_follow_the_papers_rules(seed: int, sizes: tuple[int, in
         assert found.scores[image].tolist() == pytest.approx([total for _, total in expected], abs=1e-5)
 
 
-def test_groups_without_diversity_search_alike_and_a_strong_one_separates_them() -> None:
-    model = tiny(5, vocabulary=9)
-    memory = model.encode(Features(features_for(4)))
-    plain = beam_search(model, memory, beam_size=2, max_length=8, num_results=2)
-    for diversity, num_first_words in ((0.0, 0), (1e6, 3)):
-        rules = ScoreRules(Decoding(beam_groups=3, diversity=diversity))
-        found = beam_search(model, memory, beam_size=6, max_length=8, num_results=6, rules=rules)
-        for image in range(4):
-            if num_first_words:
-                assert len({tokens[1] for tokens in texts(found, image)}) >= num_first_words
-            else:
-                expected = [tokens for tokens in texts(plain, image) for _ in range(3)]
-                assert texts(found, image) == expected
-    with pytest.raises(ValueError, match="beam_groups = 3 does not divide beam_size = 4"):
-        beam_search(model, memory, beam_size=4, max_length=8, rules=rules)
-
-
 @pytest.mark.parametrize("name", [*MODEL_CONFIGS, "mask_token"])
 def test_every_system_keeps_the_rules_in_beams_constraints_and_samples(name: str) -> None:
     """Images leave the batch at different times, and are decoded as alone."""
@@ -278,16 +231,6 @@ def test_samples_follow_the_restricted_distribution() -> None:
         assert drawn.log_probs[0, place, 1] == pytest.approx(float(log_probs[0, texts(drawn, 0)[place][1]]))
 
 
-def test_the_best_word_only_is_greedy() -> None:
-    model = tiny(7, vocabulary=9)
-    memory = model.encode(Features(features_for(3)))
-    best = greedy(model, memory, max_length=8)
-    for rules in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
-        drawn = sample(model, memory, num_samples=1, max_length=8, rules=ScoreRules(Decoding(sampling=True, **rules)))
-        assert torch.equal(drawn.tokens, best.tokens)
-        torch.testing.assert_close(drawn.log_probs, best.log_probs)
-
-
 def test_samples_are_ranked_as_beams_are() -> None:
     model = tiny(2, vocabulary=6)
     memory = model.encode(Features(features_for(3)))
@@ -334,13 +277,3 @@ def test_draws_of_an_image_depend_on_its_seed_only() -> None:
 def test_settings_without_sense_are_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Decoding(**values)
-
-
-def test_settings_have_words() -> None:
-    assert (PLAIN.signature, Decoding().signature) == ("all words allowed", "no UNK")
-    beams = Decoding(min_length=6, no_repeat_ngram=3, no_open_endings=True, beam_groups=2)
-    assert beams.signature == (
-        "no UNK, at least 6 tokens, no repeated 3-gram, no open endings, 2 groups of beams with diversity 0.5"
-    )
-    drawn = Decoding(suppress_unk=False, sampling=True, temperature=0.7, top_k=50, top_p=0.9, seed=3)
-    assert drawn.signature == ("drawn at temperature 0.7 with seed 3, from the 50 best words, from the nucleus of 0.9")

@@ -97,17 +97,6 @@ def test_ground_truth_scores_high_and_its_end_counts() -> None:
     assert CiderDReward(References.of_texts({1: ["a"], 2: ["b"]}), vocabulary, eos=True).ground_truth is None
 
 
-def test_captions_of_many_words_and_images_of_many_references() -> None:
-    """Numbers that one byte does not hold."""
-    references = [[[1] * 300, [1, 2]], [[2, 3, 4]] * 300, [[5, 1]]]
-    scores = build_index(references).score(
-        torch.tensor([[2, 3, 4] + [0] * 297, [1] * 300]), torch.tensor([3, 300]), torch.tensor([1, 0])
-    )
-    text = [[[str(word) for word in caption] for caption in image] for image in references]
-    plain = PlainCiderD(text)
-    assert scores.tolist() == pytest.approx([plain.score(["2", "3", "4"], text[1]), plain.score(["1"] * 300, text[0])])
-
-
 @pytest.mark.parametrize("language", ["en", "hi", "zh"])
 @pytest.mark.parametrize("eos", [False, True])
 def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool) -> None:

@@ -45,7 +45,6 @@ def test_a_good_configuration_passes_and_writes_nothing(tmp_path: Path) -> None:
         ({"data__min_count": 10**6}, "vocabulary"),
         ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
         ({"backbone__embed_dim": 2**17}, "parameters, and the limit is 100,000"),
-        ({"evaluation": {"batch_size": 10**6, "beam_size": 1000, "max_length": 1000}}, "evaluation: a batch of"),
     ],
 )  # fmt: skip
 def test_what_would_fail_later_is_refused(tmp_path: Path, changes: dict[str, Any], found: str) -> None:

@@ -15,7 +15,7 @@ from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runs.folder import TOKENS, RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.training.batches import CaptionTokens, num_samples
+from raycap.pipeline.training.batches import CaptionTokens
 from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config, write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens
@@ -63,7 +63,7 @@ def test_cross_entropy_learns_captions_of_a_model_and_scst_rewards_those_of_peop
         if stage.objective == "cross_entropy":
             expected += model.column("captions")
         assert_equal(CaptionTokens.of_images(folder, images), plain_tokens(folder, expected))
-        assert num_samples(stage, folder) == len(images)
+        assert folder.num_samples(stage) == len(images)
 
 
 @pytest.mark.parametrize(

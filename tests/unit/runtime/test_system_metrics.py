@@ -12,7 +12,6 @@ def test_the_machine_is_measured_without_a_gpu() -> None:
     metrics = system_metrics(torch.device("cpu"))
     assert 0 < metrics["system/system_memory_usage_percentage"] <= 100
     assert metrics["system/disk_available_megabytes"] > 0
-    assert metrics["system/network_receive_megabytes"] >= 0
     assert not any("gpu" in name for name in metrics)
 
 

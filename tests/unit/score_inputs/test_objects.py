@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 
 from raycap.jobs.score import score
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
 from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.inputs import read_instances, read_names, score_inputs
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.runs.identity import config_identity
-from tests.conftest import small_config
 
 NAMES = "dog, puppy\nhot dog, hot dogs\nperson, man, woman\n\ntraffic light, stoplight\n"
 INSTANCES = {
@@ -114,19 +111,3 @@ def test_score_reads_objects_and_several_captions(tmp_path: Path, capsys: pytest
     write(tmp_path / "inputs.yaml", {"things": "names.txt"})
     with pytest.raises(UserError, match=r"unknown key evaluation\.inputs\.things"):
         score(tmp_path / "refs.json", tmp_path / "res.json", inputs=tmp_path / "inputs.yaml")
-
-
-def test_the_identity_has_the_content_of_the_files(tmp_path: Path) -> None:
-    values, path = small_config(tmp_path), write(tmp_path / "names.txt", NAMES)
-
-    def identity(evaluation: dict[str, Any]) -> str:
-        return config_identity(parse_config(values | {"evaluation": values.get("evaluation", {}) | evaluation}))
-
-    before = identity({"inputs": {"objects": str(path)}})
-    assert identity({}) == identity({"inputs": {}, "metrics": []}) != before
-    path.rename(tmp_path / "moved.txt")
-    assert identity({"inputs": {"objects": str(tmp_path / "moved.txt")}}) == before
-    write(tmp_path / "other.txt", NAMES + "cat\n")
-    assert identity({"inputs": {"objects": str(tmp_path / "other.txt")}}) != before
-    with pytest.raises(UserError, match=r"instances needs evaluation\.inputs\.objects"):
-        identity({"inputs": {"instances": "instances.json"}})

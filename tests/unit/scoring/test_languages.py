@@ -11,8 +11,7 @@ from benchmarks.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import characters, unicode_words
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences, in_language
 from raycap.pipeline.evaluation.scores import ptb
-from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, has_meaning, score_captions, why_unavailable
-from raycap.pipeline.evaluation.scores.words import caption_stats
+from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.support.scripts import scene_texts
 
 SPLIT = {"hi": unicode_words, "zh": characters}
@@ -52,17 +51,6 @@ def plain_bleu_1(references: list[list[list[str]]], predictions: list[list[str]]
     return matches / guesses * min(1.0, math.exp(1 - closest / guesses))
 
 
-def test_english_metrics_are_unavailable_for_other_languages() -> None:
-    references, predictions = captions_of("hi")
-    scores = score_captions(references, predictions, language="de")
-    for name in DEFAULT_METRICS:
-        score = scores.by_name[name]
-        assert (score.value is None) == (name in ("METEOR", "SPICE")) == (not has_meaning(name, "de"))
-    reason = "METEOR is defined for English captions only, and the language is de"
-    assert scores.by_name["METEOR"].unavailable == reason == why_unavailable("METEOR", "de")
-    assert has_meaning("METEOR", "en")
-
-
 def test_signatures_name_the_tokenizer_and_the_language() -> None:
     references, predictions = captions_of("hi")
     signatures = {
@@ -81,10 +69,3 @@ def test_protocols_of_other_languages_differ_and_the_difference_is_named() -> No
     assert differences(german, in_language(Protocol("a"), "fr")) == [("captions in de", "captions in fr")]
     assert german.signature == "a, captions in de, unicode tokens, document frequencies of the scored split"
     assert "captions in" not in english.signature and in_language(english, "en") == english
-
-
-def test_statistics_of_other_languages() -> None:
-    captions = [["ein", "kreis"], ["a", "red", "red", "a"]]
-    stats = caption_stats(captions, ["Ein Kreis."], "de")
-    assert stats["broken_endings"] is None and stats["seen_in_training"] == 0.5
-    assert caption_stats(captions)["broken_endings"] == 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.data.formats.source import find_files
-from raycap.pipeline.data.survey.survey import find_candidates, read_names
+from raycap.pipeline.data.survey import find_candidates, read_names
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]
@@ -60,12 +60,3 @@ def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: in
         keys = read_names(root, candidate, sorted(names)).keys
         found = [name for each in keys.get("sources", [keys]) for name in find_files(root, each["annotations"])]
         assert sorted(found) == sorted(candidate.files)
-
-
-def test_many_files_without_a_common_name_are_refused(tmp_path: Path) -> None:
-    names = sorted([f"{number}.csv" for number in range(60)] + ["x.csv"])
-    root = write(tmp_path, names)
-    groups = {candidate.files: candidate for candidate in find_candidates(names)}
-    digits = groups[tuple(names[:-1])]
-    with pytest.raises(ValueError, match=r"60 annotation files such as 0\.csv have no common name"):
-        read_names(root, digits, names)

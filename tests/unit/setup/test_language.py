@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.survey.configuration import detect_language
+from raycap.pipeline.data.first_configuration import detect_language
 
 CAPTIONS = {
     "en": ("LATIN", ["A dog runs on the grass.", "Two men with a ball in the park"]),
@@ -33,15 +30,6 @@ def test_languages_and_their_tokenizers(code: str) -> None:
     assert (language.script, language.code, language.comment) == (script, code, "")
     wanted = {"en": "expansionnet", "zh": "characters", "ja": "characters", "th": "characters"}
     assert language.tokenizer == wanted.get(code, "unicode")
-
-
-def test_a_tokenizer_that_the_configuration_lacks_is_not_chosen() -> None:
-    for captions in (CAPTIONS["zh"][1], ["zzz qqq"], ["12 34"], [""], []):
-        language = detect_language(captions, ("expansionnet", "spacy"))
-        assert language.tokenizer == "expansionnet" and "its rules are for English" in language.comment
-    assert detect_language(["zzz qqq"], ()).code is None and detect_language(["3"], ()).script == "UNKNOWN"
-    known = get_args(DataSection.model_fields["tokenizer"].annotation)
-    assert all(detect_language(captions, known).tokenizer in known for _, captions in CAPTIONS.values())
 
 
 @pytest.mark.parametrize(

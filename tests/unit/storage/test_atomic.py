@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.storage.atomic import atomic_folder, atomic_path, read_json, write_json, write_text
+from raycap.pipeline.storage.atomic import atomic_folder, atomic_path, read_json, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -70,28 +67,6 @@ def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "DONE.json").write_bytes(content)
     with pytest.raises(DamagedError, match=f"{tmp_path}/DONE.json is damaged: ."):
         read_json(tmp_path / "DONE.json")
-
-
-def test_a_file_system_that_cannot_flush_a_folder_keeps_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flush = os.fsync
-
-    def refuse_folders(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        flush(descriptor)
-
-    monkeypatch.setattr(os, "fsync", refuse_folders)
-    write_json(tmp_path / "a.json", 1)
-    assert read_json(tmp_path / "a.json") == 1
-
-
-def test_threads_that_write_one_name_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "value.json"
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: write_json(path, [number] * 1000), range(64)))
-    assert len(set(read_json(path))) == 1 and names(tmp_path) == ["value.json"]
 
 
 def test_a_folder_replaces_an_older_one_or_refuses_to(tmp_path: Path) -> None:

@@ -64,13 +64,6 @@ def test_a_cache_takes_half_of_what_is_free(disk: Disk, sources: list[tuple[Stor
     assert shard_cache(None).get(*sources[0]) is None
 
 
-def test_a_volume_may_be_smaller_than_its_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYCAP_CACHE_GIB", str(2000 / 2**30))
-    assert shard_cache(None).limit == 1000 and shard_cache(5000).limit == 2000
-    monkeypatch.setenv("RAYCAP_CACHE_GIB", "100")
-    assert shard_cache(None).limit == 4500
-
-
 def test_processes_share_a_cache_without_filling_the_disk(
     disk: Disk, sources: list[tuple[StoragePath, int, str]]
 ) -> None:
@@ -101,7 +94,7 @@ def test_what_other_programs_write_takes_room_from_the_cache(
     assert image.read(sources[21][0], sources[21][2]) == bytes([21]) * 300, "read without the cache"
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-1] + b"?"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?"])
 def test_a_damaged_copy_is_fetched_again(
     tmp_path: Path, sources: list[tuple[StoragePath, int, str]], damage: Callable[[bytes], bytes]
 ) -> None:
@@ -125,15 +118,6 @@ def test_a_whole_shard_is_hashed_once_and_a_use_keeps_it_in_the_cache(
     assert hashed == paths[:1], "at its first use after the download"
     found.get(*sources[2])
     assert [path is not None and path.is_file() for path in paths[:2]] == [True, False], "the other one was used before"
-
-
-def test_images_are_counted_in_a_part_of_their_folders(disk: Disk, tmp_path: Path) -> None:
-    """The estimate keeps the limit the same while the cache grows."""
-    for number in range(256):
-        folder = tmp_path / "cache" / "images" / f"{number:02x}"
-        folder.mkdir(parents=True)
-        (folder / "image").write_bytes(bytes(10))
-    assert image_cache(None).limit == 4500 // 256
 
 
 def test_a_digest_cannot_choose_another_file(tmp_path: Path, sources: list[tuple[StoragePath, int, str]]) -> None:

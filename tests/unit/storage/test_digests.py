@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage import digests
 from raycap.pipeline.storage.atomic import read_json
-from raycap.pipeline.storage.digests import DIGESTS, file_digest, require_whole, write_digests
+from raycap.pipeline.storage.digests import DIGESTS, require_whole, write_digests
 from tests.support.damage import flip
 
 
@@ -59,12 +58,6 @@ def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
         write_digests(folder)
 
 
-def test_a_file_that_is_larger_than_the_memory_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "memory_bytes", lambda: 100)
-    require_whole(folder / "a.bin")
-    assert file_digest(folder / "a.bin") == hashlib.sha256((folder / "a.bin").read_bytes()).hexdigest()
-
-
 NEWER, NO_TEXT = b'{"format": 2, "files": {}}', b'{"format": 1, "files": {"a.bin": 1}}'
 
 
@@ -73,12 +66,3 @@ def test_damaged_digests_are_damage(folder: Path, content: bytes) -> None:
     (folder / DIGESTS).write_bytes(content)
     with pytest.raises(DamagedError, match=str(folder)):
         require_whole(folder / "a.bin")
-
-
-def test_one_digest_is_replaced(folder: Path) -> None:
-    before = read_json(folder / DIGESTS)["files"]
-    (folder / "a.bin").write_bytes(b"new")
-    write_digests(folder, ["a.bin"])
-    require_whole(folder / "a.bin")
-    after = read_json(folder / DIGESTS)["files"]
-    assert after["b.bin"] == before["b.bin"] and after["a.bin"] != before["a.bin"]

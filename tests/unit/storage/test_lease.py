@@ -150,20 +150,6 @@ def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
     assert taken(where, 0.3).token == 6
 
 
-def test_a_lease_that_is_returned_meanwhile_is_taken(folder: StoragePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = folder / "lease.json"
-    first, real = taken(where), time.sleep
-
-    def sleep(seconds: float) -> None:
-        if seconds == 15.0 and first._record.until:
-            first._write(until=0.0)
-        else:  # a request to S3 pauses
-            real(seconds)
-
-    monkeypatch.setattr("raycap.pipeline.storage.lease.time.sleep", sleep)
-    assert taken(where).token == 2
-
-
 def test_a_lease_much_longer_than_the_caller_s_is_not_taken(folder: StoragePath) -> None:
     """Its holder may be alive and renew it seldom."""
     where = folder / "lease.json"
@@ -232,21 +218,3 @@ def test_a_file_that_is_not_a_lease_is_refused(folder: StoragePath) -> None:
         (folder / "lease.json").write_bytes(text)
         with pytest.raises(UserError, match="is not a lease"):
             take_lease(folder / "lease.json", 30)
-
-
-def test_an_expired_lease_of_months_is_not_waited_for(
-    folder: StoragePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    pauses: list[float] = []
-    monkeypatch.setattr("raycap.pipeline.storage.lease.time.sleep", pauses.append)
-    record = {"token": 1, "nonce": "n", "holder": "h", "until": 1.0, "seconds": 1e7}
-    (folder / "lease.json").write_bytes(json.dumps(record).encode())
-    assert taken(folder / "lease.json", 2.0).token == 2
-    assert 10.0 in pauses and max(pauses) < 1000.0  # requests to S3 also pause
-
-
-def test_a_holder_cannot_control_the_terminal(folder: StoragePath) -> None:
-    record = {"token": 1, "nonce": "n", "holder": "\x1b[2Jh\n until 2255", "until": 2.0**35, "seconds": 1e7}
-    (folder / "lease.json").write_bytes(json.dumps(record).encode())
-    assert str(take_lease(folder / "lease.json", 30)).startswith("\\x1b[2Jh\\n until 2255 until 3058-")

@@ -40,13 +40,6 @@ def test_hidden_objects_and_marks_of_folders_are_left_out(copy: Mirror) -> None:
         assert {path.name for path in copy.local.rglob("*")} == {"a", "b.txt"}
 
 
-def test_a_copy_may_be_behind_a_link_itself(copy: Mirror, tmp_path: Path) -> None:
-    (tmp_path / "other disk").mkdir()
-    (tmp_path / "deep").symlink_to(tmp_path / "other disk")
-    copy.pull()
-    assert files(tmp_path / "other disk") == ["copy/a/b.txt"]
-
-
 def test_a_checkpoint_that_is_replaced_meanwhile_gives_the_next_one(
     copy: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,10 +114,3 @@ def test_a_wrong_address_or_bucket_is_found_at_once(server: Server, tmp_path: Pa
             config.require_storage()
         server.refuses(503, "SlowDown", until=server.seconds + OUTAGE_S)
         config.require_storage()  # a server that has too much to do is the right one
-
-
-def test_the_time_is_configured() -> None:
-    config = parse_config(small_config({"uri": "s3://data/runs", "retry_minutes": 1.5}))
-    assert config.storage.options.retry_minutes == 1.5
-    assert config.storage.options.hasty.retry_minutes == s3.PROBE_MINUTES
-    assert StorageOptions(retry_minutes=0).hasty.retry_minutes == 0

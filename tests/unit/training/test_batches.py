@@ -17,7 +17,6 @@ from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore, write_shard
-from raycap.pipeline.training import batches as module
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, target_positions
 from tests.conftest import write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens, caption_tokens, open_tokens
@@ -90,9 +89,8 @@ def test_a_batch_moves_as_a_whole() -> None:
     assert pixels.features.tokens.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_caption_tokens_equal_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caption_tokens_equal_the_plain_form() -> None:
     """Random captions, of which those of some images are left out."""
-    monkeypatch.setattr(module, "_CAPTIONS_PER_BLOCK", 5)
     rng = np.random.default_rng(0)
     for size in (1, 2, 7, 60):
         for _ in range(3):

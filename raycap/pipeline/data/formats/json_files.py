@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.data.formats.source import MAX_CAPTION, SURROGATE, Rows, Source, as_texts, inside, malformed
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
@@ -14,20 +15,20 @@ Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the pa
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
-def add_karpathy(source: Source, data: Any, rows: Rows) -> None:
+def add_karpathy(source: Source, data: object, rows: Rows) -> None:
     """Adds the entries of `images`: filepath, filename, split, sentences with raw text, and cocoid or imgid."""
     path = source.annotations
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
 
-    def parse(entry: dict[str, Any]) -> Image:
+    def parse(entry: Values) -> Image:
         image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
         captions = [sentence["raw"] for sentence in entry["sentences"]]
         split = source.splits.lists.get(entry["filename"], entry["split"])
         return image_id, split, (entry.get("filepath") or ".", entry["filename"]), captions
 
-    def tokens_of(entry: dict[str, Any], location: str) -> list[str]:
+    def tokens_of(entry: Values, location: str) -> list[str]:
         return [_joined_tokens(sentence.get("tokens"), location) for sentence in entry["sentences"]]
 
     add_images(source, entries, parse, rows, tokens_of if source.with_tokens else lambda *_: [])
@@ -47,9 +48,9 @@ def _joined_tokens(tokens: Any, location: str) -> str:
 def add_images(
     source: Source,
     entries: list[Any],
-    parse: Callable[[dict[str, Any]], Image],
+    parse: Callable[[Values], Image],
     rows: Rows,
-    tokens_of: Callable[[dict[str, Any], str], list[str]] = lambda *_: [],
+    tokens_of: Callable[[Values, str], list[str]] = lambda *_: [],
 ) -> None:
     """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed.
 
@@ -68,7 +69,7 @@ def add_images(
         rows.add(image_id, split, uri, texts, location, tokens_of(entry, location))
 
 
-def add_coco(source: Source, data: Any, rows: Rows) -> None:
+def add_coco(source: Source, data: object, rows: Rows) -> None:
     """Adds `images` (id, file_name) with `annotations` (image_id, caption). A nocaps image's domain is its split.
 
     A file without `annotations`, as COCO's image_info_test2014.json, has images without captions.
@@ -91,7 +92,7 @@ def add_coco(source: Source, data: Any, rows: Rows) -> None:
     words = re.findall("[a-z]+", path.name.lower())
     split_of_name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
-    def parse(entry: dict[str, Any]) -> Image:
+    def parse(entry: Values) -> Image:
         image_id, filename = int(entry["id"]), entry["file_name"]
         split = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_name
         split = split or source.splits.drawn(source.image_prefix + filename)

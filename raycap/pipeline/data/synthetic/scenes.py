@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from raycap.models.config import Values
 from raycap.pipeline.config.languages import suggested_tokenizer
 from raycap.pipeline.config.sections import SPLIT_CYCLE, SceneConfig
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
@@ -224,7 +225,7 @@ def write_annotations(folder: Path, config: SceneConfig) -> None:
     _write_annotations(folder, [_entry(config, index) for index in range(config.num_images)])
 
 
-def _write_annotations(folder: Path, images: list[dict[str, Any]]) -> None:
+def _write_annotations(folder: Path, images: list[Values]) -> None:
     """Writes Karpathy's file of these entries."""
     (folder / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
 
@@ -244,7 +245,7 @@ def _is_complete(folder: Path, marker: str) -> bool:
     return True
 
 
-def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any]:
+def _write_image(folder: Path, config: SceneConfig, index: int) -> Values:
     """Draws and saves one picture; returns its entry for the Karpathy file."""
     scene, _ = make_scene(config.seed, index)
     entry = _entry(config, index)
@@ -252,7 +253,7 @@ def _write_image(folder: Path, config: SceneConfig, index: int) -> dict[str, Any
     return entry
 
 
-def _entry(config: SceneConfig, index: int) -> dict[str, Any]:
+def _entry(config: SceneConfig, index: int) -> Values:
     """The entry of one picture in the Karpathy file."""
     scene, captions = make_scene(config.seed, index, config.language)
     tokenize = TOKENIZERS[suggested_tokenizer(config.language)].split
@@ -272,7 +273,7 @@ def _entry(config: SceneConfig, index: int) -> dict[str, Any]:
 
 
 def main_object_hits(
-    predictions: Mapping[Any, str], references: Mapping[Any, Sequence[str]], language: str = "en"
+    predictions: Mapping[object, str], references: Mapping[object, Sequence[str]], language: str = "en"
 ) -> dict[Any, bool]:
     """Whether each predicted caption names the color and the shape of the references' main object, by image id.
 

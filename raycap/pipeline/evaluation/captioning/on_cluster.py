@@ -50,11 +50,9 @@ class TaskModel(NamedTuple):
 
     def load(self) -> Bundle:
         """The bundle, with a backbone only if it captions pixels. Raises UserError for one that has none."""
-        from raycap.models.captioner import Captioner
-
         bundle = self.source.load()
         if self.store is not None:
-            return replace(bundle, captioner=Captioner(bundle.captioner.model), transform=None)
+            return replace(bundle, captioner=bundle.captioner.without_backbone(), transform=None)
         if bundle.transform is None:
             raise UserError("a bundle without a backbone captions stored features, and none are given")
         return bundle

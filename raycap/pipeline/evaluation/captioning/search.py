@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
 
 from raycap.models.base import CaptionModel, Memory
 from raycap.models.captioner import Captioner
+from raycap.models.config import Values
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from raycap.models.decoding.graphed_search import GraphedSearch
 from raycap.models.decoding.search import (
@@ -225,7 +225,7 @@ def score_rules(settings: EvaluationSection, vocabulary: Vocabulary) -> ScoreRul
     return ScoreRules(settings.decoding, vocabulary.ids[UNK], open_endings, normalization)
 
 
-def beam_options(settings: EvaluationSection, vocabulary: Vocabulary) -> dict[str, Any]:
+def beam_options(settings: EvaluationSection, vocabulary: Vocabulary) -> Values:
     """The options of `beam_search`."""
     options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
     return options | {"rules": score_rules(settings, vocabulary)}

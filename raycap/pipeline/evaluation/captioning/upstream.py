@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raycap.models.base import CaptionModel, load_strictly
 from raycap.models.captioner import Captioner
-from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
 from raycap.models.convert import upstream as convert
 from raycap.models.convert.tensor_files import read_tensors
 from raycap.models.encoders.backbone import Backbone, load_tensors
@@ -50,7 +50,7 @@ class _Unpickler(pickle.Unpickler):
     the name of the class or function, such as "vocab.Vocab".
     """
 
-    def __init__(self, file: io.BytesIO, stand_ins: Mapping[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, stand_ins: Mapping[str, object]) -> None:
         super().__init__(file)
         self.stand_ins = stand_ins
 
@@ -61,13 +61,13 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
         return self.stand_ins[key]
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> Any:
         """Refuses a pickle that refers to an object outside of the file."""
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
 
 def read_plain_pickle(
-    path: Path, stand_ins: Mapping[str, Any] | None = None, convert: Callable[[Any], Any] | None = None
+    path: Path, stand_ins: Mapping[str, object] | None = None, convert: Callable[[Any], Any] | None = None
 ) -> Any:
     """The content of a pickle of dict, list, str and int. Raises ValueError for anything else, without executing it.
 
@@ -104,7 +104,7 @@ def _check_operations(data: bytes) -> None:
             raise pickle.UnpicklingError(f"it asks for place {argument} in a memo; the limit is {MAX_OPERATIONS}")
 
 
-def _check_plain(content: Any, path: Path) -> None:
+def _check_plain(content: object, path: Path) -> None:
     """Raises ValueError unless all values are dict, list, valid str or int."""
     pending, visited = [content], set()
     while pending:
@@ -142,14 +142,14 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
 
         attributes: Any = None
 
-        def __setstate__(self, state: Any) -> None:
+        def __setstate__(self, state: object) -> None:
             self.attributes = state
 
-    def lookup(content: Any = None) -> dict[Any, Any]:
+    def lookup(content: object = None) -> dict[Any, Any]:
         """A stand-in for defaultdict, whose factory it ignores, and for Counter, which contains another dict."""
         return content if type(content) is dict else {}
 
-    def tables_of(content: Any) -> dict[str, Any]:
+    def tables_of(content: object) -> Values:
         """The attributes itos and stoi of the vocabulary object as plain values."""
         if type(content) is not Table or type(content.attributes) is not dict:
             raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
@@ -182,7 +182,7 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     return vocabulary
 
 
-def _checked_words(content: Any, words_key: str, ids_key: str, path: Path, label: str) -> list[str]:
+def _checked_words(content: object, words_key: str, ids_key: str, path: Path, label: str) -> list[str]:
     """The words of a vocabulary in the order of their ids. ValueError unless the table of ids agrees with them.
 
     The table of ids may contain more words: each look-up of an unknown word adds an entry to a defaultdict.
@@ -203,7 +203,7 @@ class ImportRequest(NamedTuple):
 
     checkpoint: Path
     tokens: Path
-    settings: dict[str, dict[str, Any]]
+    settings: dict[str, Values]
     backbone_file: Path | None
     backbone_overrides: Sequence[str]
 
@@ -271,7 +271,7 @@ def _build(
     return model
 
 
-def _build_backbone(swin: dict[str, Tensor], settings: dict[str, Any], feature_width: int) -> Backbone:
+def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: int) -> Backbone:
     """Builds the backbone and loads a Swin's tensors. UserError if the model takes features of another width."""
 
     backbone = Backbone(convert.backbone_config(convert.infer_swin(swin), settings))

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.evaluation.reports.tables import Spread
+from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
+
+if TYPE_CHECKING:
+    from raycap.pipeline.evaluation.results import SplitScores
+
+logger = logging.getLogger(__name__)
 
 RESAMPLES = 10_000
 CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
@@ -83,6 +94,38 @@ def difference_of_seeds(
     low, high = np.quantile(means, [tail, 1 - tail])
     better = means < 0 if less_is_better else means > 0
     return Difference(float(differences.mean()), float(low), float(high), float(better.mean()))
+
+
+def compare(
+    results: Sequence[SplitScores], others: Sequence[SplitScores], *, same_runs: bool = False
+) -> dict[str, Difference]:
+    """Logs the scores of two systems on a split side by side. Returns their differences by metric.
+
+    results, others: one for each seed, with scores of the same images. same_runs: see `difference_of_seeds`. There is
+    a difference, with its 95 % interval, for each metric that is a mean over images. Raises JobFailedError for scores
+    of different images.
+    """
+    sides = [[result.scores for result in side if result.scores is not None] for side in (results, others)]
+    if len({tuple(scores.image_ids) for side in sides for scores in side}) != 1:
+        raise JobFailedError("some images could be read for one model and not for another; run the command again")
+    over = "image" if len(results) == len(others) == 1 else "image and seed"
+    width = max(9, *map(len, sides[0][0].by_name))
+    logger.info(f"  {'':<{width}} {'this':>15} {'other':>15}   difference by {over}, 95 % interval")
+    found = {}
+    for name in sides[0][0].by_name:
+        scores = [[each.by_name[name] for each in side if name in each.by_name] for side in sides]
+        values = [[score.value for score in side if score.value is not None] for side in scores]
+        if [len(side) for side in values] != [len(results), len(others)]:
+            continue
+        text = ""
+        if name in COMPARED_BY_IMAGE:
+            ours, theirs = ([score.per_image or [] for score in side] for side in scores)
+            is_less_better = name in LESS_IS_BETTER
+            found[name] = difference_of_seeds(ours, theirs, same_runs=same_runs, less_is_better=is_less_better)
+            text = f"{found[name]}, better in {found[name].better:.1%} of resamples"
+        cells = [Spread.of(side).text(digits=4) for side in values]
+        logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
+    return found
 
 
 def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:

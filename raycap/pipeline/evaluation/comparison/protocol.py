@@ -186,7 +186,7 @@ def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> Ev
     return parse_section(EvaluationSection, given.model_dump(exclude_unset=True) | recorded, "evaluation")
 
 
-def changed_search(recorded: EvaluationSection, given: Mapping[str, Any]) -> EvaluationSection:
+def changed_search(recorded: EvaluationSection, given: Mapping[str, object]) -> EvaluationSection:
     """The recorded settings of a search with the given values of SEARCH_KEYS.
 
     Keys of `decoding` replace the recorded ones one by one. Raises UserError.

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences
 
 ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
@@ -25,7 +26,7 @@ class PrintedRow:
 
     name: str
     scores: dict[str, float]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class AblationRow:
     macs: float  # multiply-accumulates of the captioner, without the backbone, for 5,000 images and captions
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Values:
         """The row's keys of the section `model`."""
         return {"static_expansion": self.static_expansion, "dynamic_expansion": self.dynamic_expansion}
 
@@ -70,7 +71,7 @@ class PrintedTable:
 
 
 @functools.cache
-def _published() -> dict[str, Any]:
+def _published() -> Values:
     """The content of published.yaml."""
     return yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 
@@ -112,7 +113,7 @@ def shared_protocol(system: str) -> Protocol:
     return Protocol(system=system, **_published()["protocols"][system])
 
 
-def _final_row(system: str, row: dict[str, Any]) -> FinalRow:
+def _final_row(system: str, row: Values) -> FinalRow:
     """A row of published.yaml. Its keys of the protocol replace those that all rows of the system share."""
     keys = {field.name for field in fields(Protocol)}
     protocol = replace(shared_protocol(system), **{key: value for key, value in row.items() if key in keys})

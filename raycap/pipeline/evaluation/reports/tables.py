@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.evaluation.scores.metrics import MetricScores
 
 UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
@@ -66,7 +67,7 @@ class SeedScores:
     splits: Mapping[str, Sequence[Mapping[str, Any]]]
 
     @staticmethod
-    def of(entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> SeedScores:
+    def of(entries: Mapping[str, Mapping[str, Mapping[str, object]]]) -> SeedScores:
         """The scores in {label: {split: entry}}. Splits without references, which have no scores, are left out."""
         models = list(entries.values())
         splits = {split: [model[split] for model in models] for split, entry in models[0].items() if "scores" in entry}
@@ -88,7 +89,7 @@ class SeedScores:
         present = [value for value in values if value is not None]
         return Spread.of(present) if len(present) == len(values) else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """{split: {"images": number, "scores": {metric: statistics, or null}}}."""
         return {
             split: {

@@ -70,7 +70,7 @@ class Objects:
                 start += 1
         return found
 
-    def in_image(self, image: Any, references: Iterable[Sequence[str]]) -> set[str]:
+    def in_image(self, image: object, references: Iterable[Sequence[str]]) -> set[str]:
         """The objects of an image: those that its references, given as words, name, and the annotated ones."""
         annotated = (self.annotated or {}).get(image, frozenset())
         return {object_name for words in references for object_name in self.mentions(words)} | annotated

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.config.languages import ENGLISH, metric_tokenizer
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.evaluation.scores import ptb
@@ -45,7 +45,7 @@ def words_signature(language: str) -> str:
 
 def caption_stats(
     captions: Sequence[Sequence[str]], training_captions: Iterable[str] | None = None, language: str = ENGLISH
-) -> dict[str, Any]:
+) -> Values:
     """Shares (0 to 1) and counts over tokenized captions.
 
     empty: share of captions without a word. broken_endings: share whose last word needs another word after it; None for
@@ -55,7 +55,7 @@ def caption_stats(
     equals one of the raw `training_captions` word for word.
     """
     total = max(len(captions), 1)
-    stats: dict[str, Any] = {
+    stats: Values = {
         "empty": sum(not tokens for tokens in captions) / total,
         "broken_endings": None,
         "doubled_words": sum(any(a == b for a, b in pairwise(tokens)) for tokens in captions) / total,

@@ -220,7 +220,7 @@ def _measure_node(
     return measured[id(node)]
 
 
-def _refuse_repeated_keys(pairs: Sequence[Any], name: str) -> None:
+def _refuse_repeated_keys(pairs: Sequence[object], name: str) -> None:
     """Raises UserError for a key that a mapping has twice; the parser would use the last one. pairs: a node's value."""
     seen = set[tuple[str, str]]()
     for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
@@ -249,7 +249,7 @@ def gunzip(data: bytes, name: str) -> bytes:
     return b"".join(parts)
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """What a value of JSON or YAML is, in words."""
     kinds = {
         dict: "an object",
@@ -262,7 +262,7 @@ def kind_of(value: Any) -> str:
     return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def require_mapping(value: Any, name: str) -> Mapping[str, Any]:
+def require_mapping(value: object, name: str) -> Mapping[str, Any]:
     """Returns `value` if it is a mapping with text as keys; else raises UserError."""
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a mapping of keys, found {kind_of(value)}")

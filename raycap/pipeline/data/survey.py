@@ -13,12 +13,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from pydantic import ValidationError
 
+from raycap.models.config import Values
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import COLUMNS, is_image, matches, opened
@@ -63,7 +63,7 @@ class Reading:
     """How a candidate is read. keys: those of the section `data`. columns: those of the first table."""
 
     form: str  # in words
-    keys: dict[str, Any]
+    keys: Values
     has_image_files: bool = False  # whether annotations name image files
     columns: tuple[str, ...] = ()
 
@@ -144,7 +144,7 @@ def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(groups[key]) for key in islice(order, MAX_GROUPS)]
 
 
-def _text_keys(texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
     """The keys for images with text: a source for each folder that a split names, else the folder of all of them.
 
     Folders without any text are left out, as far as the folders can be listed.
@@ -154,7 +154,7 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     prefix = f"{top}/" if top else ""
     folders = sorted({top if parent == top else prefix + parent[len(prefix) :].partition("/")[0] for parent in parents})
     splits = [split_of(folder) for folder in folders]
-    keys: dict[str, Any] = {"format": "text"}  # nothing marks a folder on S3
+    keys: Values = {"format": "text"}  # nothing marks a folder on S3
     if all(splits) and (len(set(splits)) > 1 or folders == [top]):
         pairs = zip(folders, splits, strict=True)
         return keys | {"sources": [{"annotations": folder, "split": split} for folder, split in pairs]}
@@ -165,7 +165,7 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     return keys | {"annotations": top or "."}
 
 
-def _sources(files: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
     """The keys for annotation files: one file or pattern, or a source for each split that their names tell."""
     by_split: dict[str | None, list[str]] = {}
     for name in files:
@@ -238,13 +238,12 @@ def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Survey:
-    """A data set that has been read. keys: those of the section `data`, without root. left_out: files not used."""
+    """A data set that has been read. keys: those of the section `data`, without root."""
 
     form: str
     root: StoragePath
-    keys: dict[str, Any]
+    keys: Values
     dataset: Dataset
-    left_out: tuple[str, ...] = ()
 
 
 def survey(place: str, options: StorageOptions = StorageOptions()) -> Survey:
@@ -258,14 +257,11 @@ def survey(place: str, options: StorageOptions = StorageOptions()) -> Survey:
     names = _names_below(root)
     chosen = [path.name] if is_file else names
     failure: UserError | None = None
-    candidates = list(find_candidates(chosen))
-    for candidate in candidates:
+    for candidate in find_candidates(chosen):
         try:
-            found = _read(root, candidate, names)
+            return _read(root, candidate, names)
         except UserError as error:
             failure = failure or error
-        else:
-            return replace(found, left_out=_left_out(found, candidate, candidates, chosen))
     if failure is not None:
         raise failure
     if not chosen:
@@ -285,15 +281,6 @@ def _names_below(folder: StoragePath) -> list[str]:
     except OSError as error:
         raise UserError(f"{folder} cannot be listed: {one_line(error)}") from error
     return sorted(name for name in names if "/." not in f"/{name}")
-
-
-def _left_out(found: Survey, used: Candidate, candidates: Sequence[Candidate], names: Sequence[str]) -> tuple[str, ...]:
-    """The annotation files of other candidates, and with texts beside images the images without one."""
-    others = {name for candidate in candidates if candidate.form != "text" for name in candidate.files}
-    if used.form == "text":
-        read = {uri.removeprefix(f"{found.root.uri.rstrip('/')}/") for uri in found.dataset.column("uri")}
-        others |= {name for name in names if is_image(name) and name not in read}
-    return tuple(sorted(others.difference(used.files)))
 
 
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
@@ -327,7 +314,7 @@ def _require_captions(root: StoragePath, reading: Reading, dataset: Dataset) -> 
         raise UserError(f"{shown(root)}: {problem}; add their captions, or remove these images")
 
 
-def _rows(root: StoragePath, keys: dict[str, Any]) -> tuple[Dataset, list[str]]:
+def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
     """The images that these keys give, as `read_annotations`."""
     try:
         section = DataSection(root=root.uri, **keys)
@@ -338,14 +325,14 @@ def _rows(root: StoragePath, keys: dict[str, Any]) -> tuple[Dataset, list[str]]:
     return read_annotations(section, root.uri, root.options)
 
 
-def _with_images_folder(root: StoragePath, keys: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -> Values:
     """The keys with the folders in which most of the first images of each source are."""
     known = set(names)
     folders = [name.rpartition("/")[0] for name in names if is_image(name)]
     tops = [folder.partition("/")[0] for folder in folders]
     frequent = [folder for folder, _ in Counter([*folders, *tops]).most_common(MAX_FOLDERS) if folder]
 
-    def folder_of(source: dict[str, Any]) -> str:
+    def folder_of(source: Values) -> str:
         others = {key: value for key, value in keys.items() if key not in ("sources", "annotations")}
         dataset, _ = _rows(root, others | {"annotations": source["annotations"]})
         uris = dataset.table["uri"].slice(0, NUM_TRIED).to_pylist()
@@ -364,7 +351,7 @@ def _with_images_folder(root: StoragePath, keys: dict[str, Any], names: Sequence
             raise UserError(f"{root / source['annotations']} {problem}; put the images beside it")
         return best
 
-    def completed(source: dict[str, Any]) -> dict[str, Any]:
+    def completed(source: Values) -> Values:
         folder = folder_of(source)
         return source if folder == "." else source | {"images": folder}
 
@@ -373,7 +360,7 @@ def _with_images_folder(root: StoragePath, keys: dict[str, Any], names: Sequence
     return completed(keys)
 
 
-def _split_keys(root: StoragePath, keys: dict[str, Any], dataset: Dataset) -> dict[str, Any]:
+def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
     """The keys that name the splits, and divide the images where validation has none. Raises UserError."""
     splits = Counter(dataset.split_sizes())
     known = {split: SPLIT_WORDS.get(split.lower()) for split in splits}
@@ -386,7 +373,7 @@ def _split_keys(root: StoragePath, keys: dict[str, Any], dataset: Dataset) -> di
     if not val:
         divided = _divided(root, keys, dataset, WITHOUT_TEST if test else FRACTIONS)
         return divided | ({"test_splits": sorted(test)} if test not in ([], ["test"]) else {})
-    chosen: dict[str, Any] = {}
+    chosen: Values = {}
     if not set(train) <= {"train", "restval"}:
         chosen["train_splits"] = sorted(train)
     if "val" not in val:
@@ -396,12 +383,12 @@ def _split_keys(root: StoragePath, keys: dict[str, Any], dataset: Dataset) -> di
     return chosen
 
 
-def _divided(root: StoragePath, keys: dict[str, Any], dataset: Dataset, fractions: dict[str, float]) -> dict[str, Any]:
+def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
     """The keys that divide the images without a split, with the first seed that gives each split an image.
 
     Raises UserError if the annotations put all images into the training split, or if there are too few.
     """
-    divided: dict[str, Any] = {}
+    divided: Values = {}
     if "sources" in keys:  # those without a split are divided
         divided["sources"] = [
             {key: value for key, value in source.items() if (key, value) != ("split", "train")}

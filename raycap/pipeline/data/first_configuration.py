@@ -117,14 +117,14 @@ def config_text(facts: Facts, found: str) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _line(key: str, value: Any) -> str:
+def _line(key: str, value: object) -> str:
     """A key and its value as YAML, indented by two. The items of a list of mappings have lines of their own."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "\n".join([f"  {key}:", *(f"    - {_flow(item)}" for item in value)])
     return f"  {key}: {_flow(value)}"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
     return text.strip().removesuffix("...").strip()
 

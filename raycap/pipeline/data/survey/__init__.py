@@ -1,1 +1,0 @@
-"""The first configuration of a data set: what a folder contains, the captions' language, and a YAML file that runs."""
