@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.models.base import Features
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.runtime.processor import prepare_processor
 
-from measuring import Threads, median_seconds
+from measuring import Threads, median_seconds, noise_jpegs
 from models import FEATURE_WIDTH, IMAGE_TOKENS, paper_model, search
 from reference_expansionnet import MaterializedModel
 

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.images import decode_image
@@ -24,7 +23,7 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import package_folder
 
-from measuring import Threads, in_new_process
+from measuring import Threads, in_new_process, noise_jpegs
 
 if TYPE_CHECKING:
     from raycap.pipeline.features.extraction import Extractor

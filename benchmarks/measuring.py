@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import torch
 import typer
+from PIL import Image
 
 from raycap.jobs.bench_gpu.measuring import timed
 
@@ -33,3 +36,13 @@ def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
     """Calls a function in a new process, so that it shares neither memory nor threads with this one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def noise_jpegs(count: int, rows: int, columns: int) -> Iterator[bytes]:
+    """JPEG files of 640 x 480 pixels, each enlarged smoothly from `rows` x `columns` random colors."""
+    generator = np.random.default_rng(0)
+    for _ in range(count):
+        coarse = Image.fromarray(generator.integers(0, 256, (rows, columns, 3), np.uint8))
+        buffer = io.BytesIO()
+        coarse.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+        yield buffer.getvalue()

@@ -14,13 +14,14 @@ import torch
 import typer
 import urllib3
 
-from raycap.jobs.bench_gpu.measuring import noise_jpegs
 from raycap.jobs.serve import deployments
 from raycap.jobs.serve.arguments import ServeArguments
 from raycap.jobs.serve.command import require_free
 from raycap.pipeline.cluster.start import connect
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.serving.host import load_address
+
+from measuring import noise_jpegs
 
 PERCENTILES = (50, 95, 99)
 

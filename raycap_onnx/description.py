@@ -21,7 +21,7 @@ class CaptionerError(ValueError):
 class Values:
     """An object of a JSON file, whose values are checked when they are read. name: of the object, for messages."""
 
-    def __init__(self, values: Any, name: str) -> None:
+    def __init__(self, values: object, name: str) -> None:
         if not isinstance(values, dict):
             raise CaptionerError(f"{name} must be an object of JSON")
         self.values, self.name = values, name

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from raycap.jobs.caption_output import CaptionFile, Row
 from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from raycap.jobs.options import Address
-from raycap.models.config import PLAIN
+from raycap.models.config import PLAIN, Values
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import cluster_address, connect
@@ -45,7 +45,7 @@ MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longe
 class CaptionOptions:
     """The beam search of a `CaptionService`, and the number of captions per image."""
 
-    search: dict[str, Any]
+    search: Values
     num_results: int
 
 
@@ -148,7 +148,7 @@ def caption(
         "min_confidence": min_confidence,
     }
     written = output.precision() if output is not None and precision == "auto" else None
-    search: dict[str, Any] = {"search": changes, "precision": written or precision}
+    search: Values = {"search": changes, "precision": written or precision}
     signature["precision"] = search["precision"]  # all lines of a file have one precision
     done = {} if output is None else output.read_done(signature)
     pending = [name for name in names if name not in done]
@@ -169,7 +169,7 @@ def caption(
         explain.mkdir(parents=True, exist_ok=True)
         _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
     decorations, options = Decorations(), CaptionOptions(search, num_results)
-    captioning: AbstractContextManager[Iterator[dict[str, Any]]]
+    captioning: AbstractContextManager[Iterator[Values]]
     if uses_ray:
         captioning = _captioning_on_ray(pending, opened, options, cluster)
     else:
@@ -209,9 +209,9 @@ def _check(opened: OpenedBundle, settings: EvaluationSection, explain: Path | No
         raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
 
 
-def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> dict[str, Any]:
+def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> Values:
     """The keys of the section `evaluation` that the options give in place of the bundle's. Raises UserError."""
-    values: dict[str, Any] = {"evaluation": {}}
+    values: Values = {"evaluation": {}}
     for override in overrides:
         apply_override(values, override)
     if unknown := sorted(values.keys() - {"evaluation"}):
@@ -222,7 +222,7 @@ def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | 
     return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
 
 
-def _signature(opened: OpenedBundle, settings: EvaluationSection) -> dict[str, Any]:
+def _signature(opened: OpenedBundle, settings: EvaluationSection) -> Values:
     """The part of the signature of `--out` that the model and the settings of its search decide.
 
     Usual settings are None, which lines omit.
@@ -243,7 +243,7 @@ def _signature(opened: OpenedBundle, settings: EvaluationSection) -> dict[str, A
 
 def _caption_in_process(
     names: Sequence[str], bundle: Bundle, options: CaptionOptions, pictures: Pictures | None, decorations: Decorations
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Values]:
     """Yields the output row of each image, in order.
 
     pictures: None for no pictures. A picture that fails is recorded in `decorations`.
@@ -265,7 +265,7 @@ def _caption_in_process(
 @contextmanager
 def _captioning_on_ray(
     names: Sequence[str], model: OpenedBundle, options: CaptionOptions, cluster: ClusterOptions
-) -> Iterator[Iterator[dict[str, Any]]]:
+) -> Iterator[Iterator[Values]]:
     """Gives the output row of each image. Ray Data captions them on a cluster or on a local Ray.
 
     The context ends with StalledError when no caption comes for `cluster.max_stall_minutes`.
@@ -279,7 +279,7 @@ def _captioning_on_ray(
     assert transform is not None
     with _stall_watch(cluster) as progressed:
 
-        def rows() -> Iterator[dict[str, Any]]:
+        def rows() -> Iterator[Values]:
             captions = caption_stream(names, source, transform, options.search, options.num_results, pool)
             for name, found in captions:
                 progressed()
@@ -295,7 +295,7 @@ def _source(model: OpenedBundle, has_joined_cluster: bool) -> ModelSource:
     return StoredBundle(model.location, bundle_digests(model.folder))
 
 
-def _measured_precision(model: OpenedBundle, search: dict[str, Any], cluster: ClusterOptions | None) -> str:
+def _measured_precision(model: OpenedBundle, search: Values, cluster: ClusterOptions | None) -> str:
     """float32 or bfloat16: the faster one in a captioning process of Ray, or in this process if `cluster` is None."""
     from raycap.pipeline.evaluation.captioning.ray_data import fastest_precision
 
@@ -362,7 +362,7 @@ def _confidence(bundle: Bundle, search: EvaluationSection, min_confidence: float
     return confidence
 
 
-def _draw_words(path: Path, name: str, service: CaptionService, caption: str, head: int | None) -> dict[str, Any]:
+def _draw_words(path: Path, name: str, service: CaptionService, caption: str, head: int | None) -> Values:
     """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
 
     head: as in `Pictures`.
@@ -382,7 +382,7 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
 
 
-def _write_rows(rows: Iterator[dict[str, Any]], total: int, write: Callable[[Row], None]) -> tuple[int, float]:
+def _write_rows(rows: Iterator[Values], total: int, write: Callable[[Row], None]) -> tuple[int, float]:
     """Calls `write` with each row. total: the number of rows.
 
     Returns the number of images with an error, and the largest `gap` of an attribution (see `_draw_words`) in nats.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Config, Set
+from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.reading import planned_data
 from raycap.pipeline.runs.check import check_data
@@ -50,7 +51,7 @@ def check(
     return 0 if result.ok else 1
 
 
-def _print_statistics(statistics: dict[str, Any]) -> None:
+def _print_statistics(statistics: Values) -> None:
     """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
     captions, duplicates = statistics["captions"], statistics["duplicates"]
     _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))

@@ -14,6 +14,7 @@ import typer
 from raycap.jobs.named_files import check_output_place, open_bundle
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from raycap.jobs.seeds import group_id, group_place, seed_configs
+from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config, with_data
@@ -214,7 +215,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
     paired = _paired(ours, others)
     scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
-    content: dict[str, Any] = {
+    content: Values = {
         "models": {model.label: model.name for model in ours},
         "protocol": asdict(protocol),
         "signature": protocol.signature,
@@ -352,9 +353,9 @@ def _is_scored(place: StoragePath) -> bool:
     return not content.get("missing") and all(why_unavailable(name, language) is not None for name in unavailable)
 
 
-def _scores(place: StoragePath) -> dict[str, Any]:
+def _scores(place: StoragePath) -> Values:
     """The content of an evaluation's scores.json."""
-    content: dict[str, Any] = decode_json((place / "scores.json").read_bytes(), str(place / "scores.json"))
+    content: Values = decode_json((place / "scores.json").read_bytes(), str(place / "scores.json"))
     return content
 
 

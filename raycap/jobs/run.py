@@ -114,7 +114,7 @@ def _repairable(summary: Mapping[str, Any]) -> list[str]:
     return [name for name in summary.get("missing", {}) if why_unavailable(name) is None]
 
 
-def _finish_registration(folder: RunFolder, config: RunConfig, summary: Mapping[str, Any]) -> None:
+def _finish_registration(folder: RunFolder, config: RunConfig, summary: Mapping[str, object]) -> None:
     """Registers a complete run whose tracker has not accepted everything."""
     decorations = Decorations()
     if config.tracking.enabled and not summary["tracked"]:

@@ -478,7 +478,7 @@ class Decoding:
         return ", ".join(text for text, holds in texts.items() if holds) or "all words allowed"
 
 
-def _require(holds: bool, key: str, found: Any, expected: str) -> None:
+def _require(holds: bool, key: str, found: object, expected: str) -> None:
     if not holds:
         raise ValueError(f"evaluation.decoding.{key} is {found}; it must be {expected}")
 

@@ -1,18 +1,15 @@
-"""Facts about GPUs, the time and memory of a computation, and images that are the same in every run."""
+"""Facts about GPUs, and the time, memory and operations of a computation."""
 
 from __future__ import annotations
 
-import io
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
-from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.pipeline.runtime.processor import memory_mb
@@ -103,13 +100,3 @@ def timed(call: Callable[[], Result], device: torch.device | None = None) -> tup
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize()
     return result, time.perf_counter() - begin
-
-
-def noise_jpegs(count: int, rows: int, columns: int) -> Iterator[bytes]:
-    """JPEG files of 640 x 480 pixels, each enlarged smoothly from `rows` x `columns` random colors."""
-    generator = np.random.default_rng(0)
-    for _ in range(count):
-        coarse = Image.fromarray(generator.integers(0, 256, (rows, columns, 3), np.uint8))
-        buffer = io.BytesIO()
-        coarse.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
-        yield buffer.getvalue()

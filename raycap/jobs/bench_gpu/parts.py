@@ -1,34 +1,27 @@
-"""The parts of the benchmark: training steps, extraction, decoding, and captions from image files."""
+"""The parts of the benchmark: training steps, extraction and decoding."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 
-from raycap.jobs.bench_gpu.measuring import Measured, measure, noise_jpegs
+from raycap.jobs.bench_gpu.measuring import Measured, measure
 from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
 from raycap.models.base import CaptionModel, Features
-from raycap.models.captioner import Captioner
 from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.decoding.graphed_search import GraphedSearch
 from raycap.models.decoding.search import beam_search, sample
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.registry import build_model
-from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.runtime.processor import float32_products
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20
 BEAM, GRAPHED_BEAM = "beam 5", "beam 5 as a CUDA graph"
 PRECISIONS = ("float32", "tf32", "bfloat16")
-MAX_PIXELS = 10**8
 STAGES = (
     Case("xe_frozen", "cross_entropy", 48, samples=8 * COCO_PAIRS),
     Case("xe_finetune", "cross_entropy", 48, end_to_end=True, samples=2 * COCO_PAIRS),
@@ -46,13 +39,12 @@ class Plan:
     max_images: int  # per training step
     extraction_batches: tuple[int, ...]
     decoding_batches: tuple[int, ...]
-    num_files: int
     vit: str
     vit_size: int
     compiles: bool
 
 
-PAPER = Plan(Scale(), STAGES, 48, (32, 128), (16, 64, 256, 512), 512, "vit_base_patch16_384", 384, compiles=True)
+PAPER = Plan(Scale(), STAGES, 48, (32, 128), (16, 64, 256, 512), "vit_base_patch16_384", 384, compiles=True)
 _SMALL_SWIN = BackboneConfig(
     name="swin_tiny_patch4_window7_224", image_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
 )
@@ -66,7 +58,6 @@ REHEARSAL = Plan(
     4,
     (2,),
     (2,),
-    3,
     "vit_tiny_patch16_224",
     32,
     compiles=False,
@@ -167,7 +158,7 @@ def decoding(plan: Plan, device: torch.device) -> Rows:
                     features = Features(torch.randn(batch, plan.scale.tokens, plan.scale.feature_width, device=device))
                     graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
 
-                    def run() -> Any:
+                    def run() -> object:
                         memory = model.encode(features)
                         if kind == BEAM:
                             return beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
@@ -184,36 +175,7 @@ def decoding(plan: Plan, device: torch.device) -> Rows:
                 yield f"{kind} {batch} {precision}", row
 
 
-def captions(plan: Plan, device: torch.device) -> Rows:
-    """Captions of JPEG files of 640 x 480 pixels in memory. Threads decode a batch while the GPU captions another."""
-    for precision in PRECISIONS:
-
-        def row(precision: str = precision) -> Row:
-            model = endless_model(plan.scale, device)
-            captioner = Captioner(model, Backbone(plan.scale.backbone, with_weights=False)).eval().to(device)
-            files = list(noise_jpegs(plan.num_files, rows=30, columns=40))
-            transform, size = image_transform(plan.scale.backbone), max(1, plan.num_files // 8)
-
-            def decoded(data: bytes) -> torch.Tensor:
-                return torch.from_numpy(np.array(transform.resize(decode_image(data, MAX_PIXELS))))
-
-            def run() -> None:
-                with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                    pixels = pool.map(decoded, files)
-                    for first in range(0, len(files), size):
-                        stacked = torch.stack([next(pixels) for _ in files[first : first + size]])
-                        images = transform.normalize(pinned(stacked, device).to(device, non_blocking=True))
-                        memory = captioner.encode(Features(images))
-                        beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
-
-            with torch.no_grad(), products(precision, device):
-                measured = measure(run, device, warm_up=1, counts=False)
-            return Row("captions", f"JPEG files, beam 5, {size} at a time", precision, measured, len(files))
-
-        yield f"files {precision}", row
-
-
-PARTS = (training, extraction, decoding, captions, compiled)
+PARTS = (training, extraction, decoding, compiled)
 
 
 def endless_model(scale: Scale, device: torch.device) -> CaptionModel:
@@ -225,7 +187,7 @@ def endless_model(scale: Scale, device: torch.device) -> CaptionModel:
     return model.to(device).eval()
 
 
-def products(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+def products(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """A context in which products have this precision."""
     if precision == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)

@@ -70,7 +70,7 @@ class CaptionerDeployment:
             self.watcher.start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
+    async def describe(self) -> tuple[dict[str, object], ImageTransform]:
         """`ModelHost.describe`, and for a followed champion whether a newer one could not be loaded."""
         description, transform = self.host.describe()
         if self.watcher is not None:
@@ -92,8 +92,8 @@ class RayCaptioners:
     def __init__(self, handle: DeploymentHandle) -> None:
         self.handle = handle
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
-        found: tuple[dict[str, Any], ImageTransform] = await self._call("describe")
+    async def describe(self) -> tuple[dict[str, object], ImageTransform]:
+        found: tuple[dict[str, object], ImageTransform] = await self._call("describe")
         return found
 
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
@@ -148,17 +148,17 @@ class Ingress:
         return self.app_of_requests
 
 
-def application(args: dict[str, Any]) -> Any:
+def application(args: dict[str, object]) -> serve.Application:
     """The application of a RayService (`import_path: raycap.jobs.serve.deployments:application`).
 
     args: the values of `ServeArguments`. Raises ValueError for others, and UserError.
     """
-    arguments = ServeArguments(**args)
+    arguments = ServeArguments.model_validate(args)
     server_token(None, arguments.insecure)
     return build(arguments, is_local=False)
 
 
-def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False) -> Any:
+def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False) -> serve.Application:
     """The deployments of a server. Raises UserError for models that cannot be served.
 
     is_local: on a Ray that this process has started. send_local: as for `named_models`.
@@ -168,7 +168,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
 
-    def captioner(model: NamedModel) -> Any:
+    def captioner(model: NamedModel) -> serve.Application:
         deployment = _sized(CaptionerDeployment, f"captioner-{model.name}", arguments, gpus)
         return deployment.bind(model, arguments, gpus, is_local=is_local)
 
@@ -185,7 +185,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     return ingress.bind(arguments, names, captioners, has_token=has_token, is_local=is_local)
 
 
-def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> Any:
+def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> serve.Deployment:
     """The deployment of one model's processes with a name, their number and resources."""
     scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):

@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from PIL import Image, ImageEnhance
 
+from raycap.models.config import Values
 from raycap.models.encoders.views import Augmentation
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class ImageTransform:
         mean, std = _statistics(pixels.device, self.mean, self.std)
         return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Values:
         """The transform as JSON values, for feature keys and model bundles.
 
         `resize` is [height, width], or one number for the shorter side. `crop` is left out where nothing is cut off.
@@ -121,7 +122,7 @@ class ImageTransform:
         }
 
     @classmethod
-    def from_description(cls, description: Any, image_size: int) -> Self:
+    def from_description(cls, description: object, image_size: int) -> Self:
         """The transform to squares of `image_size` that `describe` gave. Raises ValueError for other values."""
         values = description if isinstance(description, Mapping) else {}
         try:

@@ -11,7 +11,6 @@ import glob
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -124,7 +123,7 @@ class UriRoots:
     Raises ValueError unless `roots` is a list of folders and prefixes.
     """
 
-    def __init__(self, roots: Any = (), options: StorageOptions = StorageOptions()) -> None:
+    def __init__(self, roots: object = (), options: StorageOptions = StorageOptions()) -> None:
         if not isinstance(roots, (list, tuple)) or not all(isinstance(root, str) and root.strip() for root in roots):
             raise ValueError(f"uri_roots is {roots!r}; expected a list of folders and s3:// prefixes")
         self.roots = tuple(storage_path(root, options.hasty) for root in roots)

@@ -20,6 +20,7 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
 from raycap.pipeline.data.image_locations import UNREADABLE, is_remote_image, read_image_file, reason_of
@@ -166,7 +167,7 @@ def hash_batch(
     options: StorageOptions = StorageOptions(),
     cache_bytes: int | None = None,
     threads: int = 1,
-) -> dict[str, Any]:
+) -> Values:
     """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
 
     One of them is "". Images on S3 are cached on this machine, so that those who know their keys need not read them
@@ -194,7 +195,7 @@ def hash_batch(
 
 def measure_batch(
     batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
-) -> dict[str, Any]:
+) -> Values:
     """Adds size and reason to a batch with the columns key and uri: (B, 2) int32 sizes, and why there are none.
 
     A size is a width and a height. Every image is decoded as a whole. One that cannot be used has the size (0, 0), and
@@ -228,7 +229,7 @@ def decode_batch(
     max_pixels: int,
     options: StorageOptions = StorageOptions(),
     augmentation: Augmentation = Augmentation(),
-) -> dict[str, Any]:
+) -> Values:
     """Decodes a batch with the columns key and uri. The result has the same columns, pixels and reason.
 
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be

@@ -196,7 +196,7 @@ def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: O
     return {split: automata if split in constrained else {} for split in images}
 
 
-def keep_results(scores: Scores, info: Mapping[str, Any], decorations: Decorations) -> None:
+def keep_results(scores: Scores, info: Mapping[str, object], decorations: Decorations) -> None:
     """Stores the fitted confidence and further values for the info in the bundle that was evaluated.
 
     A champion's bundle, whose digests are recorded elsewhere, never changes. Nothing is written if the bundle has all

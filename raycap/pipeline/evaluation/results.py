@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from raycap.models.config import Values
 from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, MetricScores, has_meaning
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -130,7 +131,7 @@ class SplitScores:
         scored = set(self.captions) if self.scores is None else set(self.scores.image_ids)
         return [uri for image, uri in uris.items() if image in scored]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """The split's entry in scores.json."""
         rows = [
             {"name": row.name, "table": row.table, "scores": row.scores, "difference": difference}
@@ -146,7 +147,7 @@ class SplitScores:
         }
         return entry if self.quality is None else entry | {"confidence": self.quality.to_json()}
 
-    def scores_to_json(self) -> dict[str, Any]:
+    def scores_to_json(self) -> Values:
         """The part of the entry that needs references; {} without scores."""
         of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
         return {} if self.scores is None else self.scores.to_json() | of_images
@@ -202,7 +203,7 @@ class Scores:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
         return {name: value for each in self.splits for name, value in each.flat().items()}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """The content of scores.json."""
         return {
             "models": [without_secrets(str(bundle)) for bundle in self.bundles],

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -103,7 +102,7 @@ class ResultsFolder:
             write_captions(self.path, split, images, predictions)
             logger.info(f"predictions  {self.place / predictions}")
 
-    def write_scores(self, content: Mapping[str, Any], missing: Mapping[str, str]) -> None:
+    def write_scores(self, content: Mapping[str, object], missing: Mapping[str, str]) -> None:
         """Writes scores.json and uploads all results. missing: {report: reason}, of those that failed."""
         write_json(self.path / "scores.json", {**content, **({"missing": missing} if missing else {})})
         if self.place.is_remote:

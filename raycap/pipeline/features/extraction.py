@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raycap.models.config import BackboneConfig
+from raycap.models.config import BackboneConfig, Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import content_key_of
 from raycap.pipeline.config.run import RunConfig
@@ -185,7 +185,7 @@ class Extractor:
 
         return image_transform(self.backbone)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Values:
         """Everything that changes a feature."""
         ignored = ("weights", "drop_path", "gradient_checkpointing", "transform")
         return {
@@ -320,7 +320,7 @@ def compute(
         yield from _computed(source, extractor, arguments, uses_tasks).iter_batches(batch_size=None)
 
 
-def _computed(source: Any, extractor: Extractor, arguments: dict[str, Any], uses_tasks: bool) -> Any:
+def _computed(source: Any, extractor: Extractor, arguments: Values, uses_tasks: bool) -> Any:
     """The Ray data set of what `ShardWriter` returns for the rows of another one. arguments: those of `ShardWriter`."""
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
@@ -353,9 +353,7 @@ def _computed(source: Any, extractor: Extractor, arguments: dict[str, Any], uses
     )
 
 
-def _decode_and_compute(
-    batch: dict[str, np.ndarray], decoding: dict[str, Any], **arguments: Any
-) -> dict[str, np.ndarray]:
+def _decode_and_compute(batch: dict[str, np.ndarray], decoding: Values, **arguments: object) -> dict[str, np.ndarray]:
     """A Ray task that decodes a batch, computes its features and writes them as one shard.
 
     decoding: arguments of `decode_batch`. arguments: those of `ShardWriter`. Returns what `ShardWriter` returns.

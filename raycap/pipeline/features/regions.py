@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.data.dataset import Dataset
@@ -123,7 +124,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     return folder, unusable
 
 
-def describe_regions(config: RunConfig) -> dict[str, Any]:
+def describe_regions(config: RunConfig) -> Values:
     """What decides the stored features of an image id: the file, and how it is read. A store is named by it."""
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
@@ -140,7 +141,7 @@ def region_file(config: RunConfig) -> Path:
     return path
 
 
-def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+def _require_boxes(file: object, image_ids: Sequence[int], config: RunConfig) -> None:
     """Raises UserError if the model needs boxes and an image with features has none.
 
     Images without features are quarantined instead.
@@ -155,7 +156,7 @@ def _require_boxes(file: Any, image_ids: Sequence[int], config: RunConfig) -> No
             )
 
 
-def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig) -> None:
+def _require_max_regions(file: object, image_ids: Sequence[int], config: RunConfig) -> None:
     """Raises UserError for an image with more regions than `features.max_regions`, unless they may be truncated."""
     limit = config.features.max_regions
     if config.features.truncate_regions:
@@ -171,7 +172,7 @@ def _require_max_regions(file: Any, image_ids: Sequence[int], config: RunConfig)
             )
 
 
-def _import_shard(file: Any, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
+def _import_shard(file: object, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
     """Writes the usable images of `rows` (columns key, image_id) as one shard of features of this width.
 
     Returns {content key: reason} of the unusable images.
@@ -266,7 +267,7 @@ def open_regions(path: Path) -> Iterator[Any]:
         yield file
 
 
-def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
+def read_image(file: object, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Features (R, C), and boxes (R, 4) or None, of the first `max_regions` regions, which are the most confident.
 
     Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
@@ -283,7 +284,7 @@ def read_image(file: Any, image_id: int, max_regions: int, dtype: str) -> tuple[
     return features, _values(boxes, f"{image_id}_boxes", max_regions, "float32")
 
 
-def _features_of(file: Any, image_id: int) -> Any:
+def _features_of(file: object, image_id: int) -> Any:
     """The data set with the features (regions, width) of an image. Raises ValueError if it has none that is usable."""
     name = f"{image_id}_features"
     stored = _find(file, name)

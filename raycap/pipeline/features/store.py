@@ -24,12 +24,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raycap.models.config import Values
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.image_locations import UNREADABLE
@@ -58,7 +58,7 @@ _NUM_READS = 32  # manifests that are read at the same time
 logger = logging.getLogger(__name__)
 
 
-def feature_key(description: dict[str, Any]) -> str:
+def feature_key(description: Values) -> str:
     """The name of a store: a hash of the description, which contains everything that changes features."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -267,7 +267,7 @@ def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.Chunk
         remove_manifest(root, shard)
 
 
-def mark_complete(folder: StoragePath | Path, description: dict[str, Any], rows: int) -> None:
+def mark_complete(folder: StoragePath | Path, description: Values, rows: int) -> None:
     """Writes the marker file with the number of rows and the description, unless it has this content already."""
     marker = storage_path(folder) / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import Dataset
@@ -279,23 +280,23 @@ class _Retraining:
             return "promoted", f"{numbers} is above the margin {required.margin:g}"
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
-    def _commit(self, fields: dict[str, Any], after: dict[str, Any], *shown: Any) -> int:
+    def _commit(self, fields: Values, after: Values, *shown: Any) -> int:
         """Writes a decision's files, then champion.json; returns the exit code.
 
         fields: the fields of the decision that are not set here. after: the fields of champion.json that change. shown:
         the last arguments of `decision_page`.
         """
         config, state, token = self.config, self.state, self.lease.token
-        after = {"snapshot": state.snapshot} | after
+        changes: Values = {"snapshot": state.snapshot} | after
         common = {
             "format": 1,
             "name": config.name,
             "number": state.number + 1,
             "token": token,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "champion": after["champion"],
+            "champion": changes["champion"],
             "champion_before": state.champion,
-            "snapshot": after["snapshot"],
+            "snapshot": changes["snapshot"],
             "previous": state.decision,
         }
         decision = Decision.model_validate(common | fields)
@@ -305,8 +306,8 @@ class _Retraining:
         decorations = Decorations()
         with decorations.making("the decision's page"):
             self.store.write_file(f"{name}.html", decision_page(config, decision, *shown).encode(), self.lease)
-        after |= {"number": decision.number, "decision": record, "decided": (*state.decided, token)}
-        self.store.commit(state.model_copy(update=after), self.lease)
+        changes |= {"number": decision.number, "decision": record, "decided": (*state.decided, token)}
+        self.store.commit(state.model_copy(update=changes), self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
         update_tracker(config, self.store, self.store.read())
         logger.info(f"champion  {config.storage_place / decision.champion.bundle}")

@@ -13,12 +13,13 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import measure_batch
@@ -59,7 +60,7 @@ class Findings:
     data: the data set with content keys, and {URI: reason} of the images that cannot be read.
     """
 
-    statistics: dict[str, Any] = field(default_factory=dict)
+    statistics: Values = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     data: tuple[Dataset, dict[str, str]] | None = field(default=None, compare=False)
 
@@ -300,7 +301,7 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
 
 def _check_splits(result: Findings, config: RunConfig) -> None:
     """Reports held-out splits with too few images for CIDEr-D."""
-    counts = Counter(result.statistics["splits"])
+    counts: Counter[str] = Counter(result.statistics["splits"])
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
         count = counts[split]
         if count < 2:

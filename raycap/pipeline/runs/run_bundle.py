@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import BUNDLE_FILES, read_confidences, require_intact, save_bundle
@@ -66,12 +66,12 @@ def bundle_run(
     captioner = build_captioner(config.model, folder.sizes, config.backbone if config.has_backbone else None)
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
         load_weights(module, folder.delivered_weights(part) if stage is None else folder.weights_after(stage, part))
-    info: dict[str, Any] = {"run": folder.run_id, "commit": folder.metadata.commit}
+    info: Values = {"run": folder.run_id, "commit": folder.metadata.commit}
     if stage is not None:
         info["stage"] = stage.name
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
     protocol = run_protocol(config, stage or folder.delivered())
-    about: dict[str, Any] = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}
+    about: Values = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}
     save_bundle(path, captioner, folder.vocabulary, **about)
     if location.is_remote:
         Mirror(location, path).push()

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ def _write_graphs(folder: Path, encoder: EncoderGraph, step: StepGraph, settings
     return Exported(OnnxGraph(paths[0]), OnnxGraph(paths[1]), step.cache)
 
 
-def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, Any]:
+def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
     """The content of captioner.json that does not depend on the format of the graphs, as JSON values."""
     sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
     search = search_settings(EvaluationSection(), [bundle_protocol(bundle.config)])
@@ -151,7 +151,7 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, Any]:
     }
 
 
-def describe_words(vocabulary: Vocabulary) -> dict[str, Any]:
+def describe_words(vocabulary: Vocabulary) -> dict[str, object]:
     """The content of vocabulary.json."""
     words = list(vocabulary.words)
     if vocabulary.subwords is not None:
@@ -164,7 +164,7 @@ def describe_words(vocabulary: Vocabulary) -> dict[str, Any]:
     return {"joining": "spaces", "words": words}
 
 
-def dump(content: Mapping[str, Any]) -> str:
+def dump(content: Mapping[str, object]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 

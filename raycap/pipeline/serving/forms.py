@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -103,14 +103,14 @@ class ExplainAnswer(BaseModel):
 
 class ModelsAnswer(BaseModel):
     default: str
-    models: list[dict[str, Any]]
+    models: list[dict[str, object]]
 
 
 class Error(BaseModel):
     error: str
 
 
-def described_body(form: type[RequestForm]) -> dict[str, Any]:
+def described_body(form: type[RequestForm]) -> dict[str, object]:
     """The OpenAPI description of a body, as JSON or as multipart files."""
     described = form.model_json_schema()
     fields = {name: each for name, each in described["properties"].items() if name != "uris"}

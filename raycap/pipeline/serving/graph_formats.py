@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ class OnnxGraph:
         return results
 
 
-def _translations() -> dict[Any, Any]:
+def _translations() -> dict[Callable[..., object], Callable[..., object]]:
     """Operations of PyTorch for which the exporter has no translation."""
     import onnxscript
     import torch

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import RunFolder
@@ -178,8 +179,8 @@ class SentRecord:
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder, self._address = folder, public_uri(config)
         self._by_address = stored_records(folder)
-        empty: dict[str, Any] = {"parent": None, "stages": {}, "sent": {}}
-        self.values: dict[str, Any] = self._by_address.get(self._address, empty)
+        empty: Values = {"parent": None, "stages": {}, "sent": {}}
+        self.values: Values = self._by_address.get(self._address, empty)
         if self._address not in self._by_address:
             self.save()  # `raycap sync` finds the address here even when nothing was ever sent
 
@@ -194,7 +195,7 @@ class SentRecord:
             self.save()
 
 
-def stored_records(folder: RunFolder) -> dict[str, Any]:
+def stored_records(folder: RunFolder) -> Values:
     """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
 
     A damaged file is named in the log and counts as empty, so that the tracker gets the run again under a new id.
@@ -384,7 +385,7 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
         mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: RunConfig) -> Values:
     """The settings of the pyfunc model. MLflow lets a server change those that are named here."""
     search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
     return search | {"uri_roots": []}

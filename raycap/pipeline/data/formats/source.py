@@ -237,7 +237,7 @@ class Source:
         """What precedes the name of an image in the annotation file or folder."""
         return _prefix(self.annotations_name)
 
-    def value(self, entry: Mapping[str, Any], column: str, location: str) -> Any:
+    def value(self, entry: Mapping[str, object], column: str, location: str) -> Any:
         """The value of a column in an entry of a table; None without it. Raises UserError for a configured column."""
         names = self.column_names[column]
         for name in names:
@@ -249,7 +249,7 @@ class Source:
         return None
 
     def id_and_split(
-        self, entry: Mapping[str, Any], listed: tuple[str, ...], name: str, location: str
+        self, entry: Mapping[str, object], listed: tuple[str, ...], name: str, location: str
     ) -> tuple[int, str]:
         """The id and split of an image from its entry, a list of splits, the source, or a hash of its name.
 
@@ -377,7 +377,7 @@ class Rows:
         return table if with_tokens else table.drop_columns(["tokens"])
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """The captions of a cell that holds a list, a JSON list of texts (in a CSV file), one caption, or nothing."""
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError):

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from raycap.models.config import Values
 from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
 from raycap.pipeline.data.image_locations import ImageLocation
 from raycap.pipeline.errors import UserError
@@ -26,7 +27,7 @@ class StoredImage(NamedTuple):
     path: Any
 
 
-def table_entries(source: Source) -> Iterator[dict[str, Any]]:
+def table_entries(source: Source) -> Iterator[Values]:
     """The rows of a table by column name. An image in the table is a StoredImage. Raises UserError."""
     path = source.annotations
     name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
@@ -63,7 +64,7 @@ def table_entries(source: Source) -> Iterator[dict[str, Any]]:
         raise UserError(f"{title} cannot be read as a table: {error}") from error
 
 
-def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[dict[str, Any]]:
+def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:
     """The rows of a Parquet file, with the columns that a data set has."""
     table = ParquetFile(file, title)
     found = {
@@ -90,7 +91,7 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[dic
         yield row | {found["image"]: StoredImage(place, stored.get("path"))}
 
 
-def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> None:
+def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     """Adds the images of a table with the columns image, captions, and optionally id and split (`source.COLUMNS`).
 
     captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
@@ -129,7 +130,7 @@ def add_table(source: Source, entries: Iterator[dict[str, Any]], rows: Rows) -> 
 def _add_stored(
     source: Source,
     image: StoredImage,
-    entry: dict[str, Any],
+    entry: Values,
     names: dict[str, int],
     captions: list[str],
     rows: Rows,

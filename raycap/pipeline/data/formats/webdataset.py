@@ -7,8 +7,9 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
+from raycap.models.config import Values
 from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, Source, as_list, as_texts, lines_of, opened
 from raycap.pipeline.data.image_locations import ImageLocation
 from raycap.pipeline.errors import UserError
@@ -75,7 +76,7 @@ class Sample:
 
     image: TarMember | None = None
     captions: list[str] = field(default_factory=list)  # of the text file
-    entry: dict[str, Any] = field(default_factory=dict)  # of the JSON file
+    entry: Values = field(default_factory=dict)  # of the JSON file
 
 
 def read_samples(source: Source) -> list[Sample]:

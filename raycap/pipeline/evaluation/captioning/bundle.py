@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from raycap.models.config import BackboneConfig, ModelConfig, ModelSizes
+from raycap.models.config import BackboneConfig, ModelConfig, ModelSizes, Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.languages import code_problem
 from raycap.pipeline.config.load import parse_section
@@ -98,7 +98,7 @@ class Bundle:
     captioner: Captioner
     vocabulary: Vocabulary
     transform: ImageTransform | None
-    config: dict[str, Any]
+    config: Values
     confidences: tuple[Confidence, ...] = ()
 
     def confidence(self, search: EvaluationSection) -> Confidence | None:
@@ -110,7 +110,7 @@ class Bundle:
         """The settings of a search as the bundle's protocol records them, and the defaults of what it does not."""
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
-    def changed_search(self, given: Mapping[str, Any]) -> EvaluationSection:
+    def changed_search(self, given: Mapping[str, object]) -> EvaluationSection:
         """`search` with the given values (`evaluation.comparison.protocol.changed_search`). Raises UserError."""
         search = changed_search(self.search, given)
         if given:
@@ -125,7 +125,7 @@ def save_bundle(
     *,
     name: str,
     protocol: Protocol = Protocol(),
-    info: Mapping[str, Any],
+    info: Mapping[str, object],
     confidences: Sequence[Confidence] = (),
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
@@ -215,7 +215,7 @@ class BundleParts:
         return build_captioner(self.model, self.sizes, self.backbone)
 
 
-def read_bundle_config(folder: Path) -> dict[str, Any]:
+def read_bundle_config(folder: Path) -> Values:
     """The content of config.yaml. Raises UserError if it does not have the format that this version reads."""
     path = folder / "config.yaml"
     config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
@@ -240,7 +240,7 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
     return fits
 
 
-def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, Any] = {}) -> None:
+def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
     """Adds the results of an evaluation to a bundle, whose local folder is replaced as a whole.
 
     confidence: takes the place of that of the same search; None for none. info: further values of the bundle's info.
@@ -271,7 +271,7 @@ def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapp
         Mirror(bundle, folder).push()
 
 
-def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
+def bundle_protocol(config: Mapping[str, object]) -> Protocol:
     """The protocol in the content of a bundle's config.yaml; older versions recorded none.
 
     Raises UserError for a protocol that this version does not have.
@@ -287,7 +287,7 @@ def bundle_protocol(config: Mapping[str, Any]) -> Protocol:
     return replace(protocol, system=model.name, attend_padding=attends_padding)
 
 
-def read_parts(config: Mapping[str, Any], path: str) -> BundleParts:
+def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
     """The captioner's description in config.yaml. Raises UserError for values that no bundle of raycap has.
 
     path: the file, for messages.
@@ -420,12 +420,12 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
         raise UserError(f"{path} cannot be read: {one_line(error).replace(str(path), 'it', 1)}") from error
 
 
-def _yaml(config: Mapping[str, Any]) -> str:
+def _yaml(config: Mapping[str, object]) -> str:
     """The text of config.yaml. YAML's safe dumper accepts no tuples, which JSON turns into lists."""
     return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
 
 
-def _table(info: Mapping[str, Any]) -> str:
+def _table(info: Mapping[str, object]) -> str:
     """The info of a bundle as the table of card.md."""
     return TABLE_HEAD + "".join(f"| {key} | {value} |\n" for key, value in info.items()) if info else ""
 

@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raycap.models.config import Values
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
@@ -125,7 +126,7 @@ def write_constraints(
     for image, image_constraints in constraints.items():
         if image_constraints:
             values = [words[0] if len(words) == 1 else list(words) for words in image_constraints]
-            row: dict[str, Any] = {"image_id": image, "constraints": values}
+            row: Values = {"image_id": image, "constraints": values}
             if at_least is not None and at_least < len(values):
                 row["at_least"] = at_least
             lines.append(json.dumps(row) + "\n")

@@ -11,8 +11,9 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from raycap.models.config import Values
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
@@ -141,7 +142,7 @@ class TaskCaptioner:
             bundle.captioner.to(self.context.device)
         self.models = [bundle.captioner for bundle in self.bundles]
         self.stores = [None if model.store is None else open_store(model.store, config.features) for model in models]
-        self.reading: dict[str, Any] = {
+        self.reading: Values = {
             "max_pixels": config.data.max_pixels,
             "threads": workers.threads_per_worker,
             "options": config.storage.options,

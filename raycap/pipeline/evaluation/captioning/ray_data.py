@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.data.image_sources import load_image
@@ -57,10 +57,10 @@ def caption_stream(
     names: Sequence[str],
     model: ModelSource,
     transform: ImageTransform,
-    search: dict[str, Any],
+    search: Values,
     num_results: int,
     pool: CaptionPool = CaptionPool(),
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Values]]:
     """Yields (name, `ImageCaption.to_json`) of each image, in order.
 
     search: the settings of a `CaptionService`, with a precision other than `auto`. Ray must have been started, and
@@ -98,7 +98,7 @@ def caption_stream(
             yield _text(row["name"]), json.loads(row["found"])
 
 
-def fastest_precision(model: ModelSource, search: dict[str, Any], gpus: float | None) -> str:
+def fastest_precision(model: ModelSource, search: Values, gpus: float | None) -> str:
     """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
     prepare_processor()
     device = None if gpus is None else device_for(gpus).type
@@ -110,7 +110,7 @@ def _text(name: bytes) -> str:
     return name.decode(errors="surrogatepass")
 
 
-def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str, Any]:
+def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
     """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
     names, side = [_text(name) for name in batch["name"]], transform.image_size
     pixels = np.zeros((len(names), side, side, 3), np.uint8)
@@ -132,13 +132,13 @@ def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> dict[str
 class _CaptionActor:
     """Loads the model once and captions batches of decoded images."""
 
-    def __init__(self, model: ModelSource, search: dict[str, Any], num_results: int, gpus: float) -> None:
+    def __init__(self, model: ModelSource, search: Values, num_results: int, gpus: float) -> None:
         prepare_processor()
         device = device_for(gpus).type  # Ray leaves GPUs visible to processes that have asked for none
         self.service = CaptionService(model.load(), device=device, **search)
         self.search = self.service.changed_search({}, num_results)
 
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    def __call__(self, batch: dict[str, np.ndarray]) -> Values:
         """Captions a batch of `_decode`. The column found holds JSON (`ImageCaption.to_json`)."""
         found = [ImageCaption(error=str(reason)) for reason in batch["reason"]]
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]

@@ -12,7 +12,6 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class CaptionService:
         *,
         beam_size: int | None = None,
         max_length: int | None = None,
-        search: Mapping[str, Any] | None = None,
+        search: Mapping[str, object] | None = None,
         precision: str = "float32",
         device: str | None = None,
     ) -> None:
@@ -84,7 +83,7 @@ class CaptionService:
         backbone = self.bundle.captioner.backbone
         return 0 if backbone is None else backbone.num_prefix_tokens
 
-    def changed_search(self, changes: Mapping[str, Any], num_results: int = 1) -> EvaluationSection:
+    def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
         """The search of this service with other keys in place, as in the constructor, and a number of captions.
 
         Raises UserError for values that no search takes.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from raycap.models.config import PLAIN, Decoding, ModelConfig
+from raycap.models.config import PLAIN, Decoding, ModelConfig, Values
 from raycap.pipeline.config.languages import ENGLISH, MetricTokenizer, metric_tokenizer
 from raycap.pipeline.config.load import merge, parse_section
 from raycap.pipeline.config.run import RunConfig
@@ -152,7 +152,7 @@ def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
 
     Raises UserError for protocols that differ in a field that is never None, such as the language.
     """
-    shared: dict[str, Any] = {}
+    shared: Values = {}
     for field in fields(Protocol):
         values = {getattr(each, field.name): None for each in protocols}
         if len(values) == 1:
@@ -174,7 +174,7 @@ def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> Ev
     Keys that were given are those that a configuration sets. Raises UserError for a key that is not given and in which
     the protocols differ, and for values that no search takes.
     """
-    recorded: dict[str, Any] = {}
+    recorded: Values = {}
     for key in SEARCH_KEYS:
         values = {getattr(each, key) for each in members} - {None}
         if key in given.model_fields_set or not values:

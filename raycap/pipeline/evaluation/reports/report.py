@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raycap.models.config import Values
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
@@ -167,7 +168,7 @@ def _key(image: ReportImage) -> ImageKey:
 
 def compute_maps(
     images: Sequence[ReportImage], attributed: Set[ImageKey], model: TaskModel, config: RunConfig, dataset: Dataset
-) -> Iterator[tuple[ImageKey, dict[str, Any]]]:
+) -> Iterator[tuple[ImageKey, Values]]:
     """Yields the key of each image with its fields `parts`, `attention`, `attribution` and `clusters`, if they apply.
 
     attributed: the keys of the images that get an attribution. There are no maps of files that cannot be read, nor of a
@@ -201,7 +202,7 @@ def compute_maps(
             # (layers, H, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
             attention = cross_attention(caption_model, caption_model.encode(features), ids[None])
         by_word = attention[-1, :, 0, : len(words), num_prefix:].mean(0)
-        fields: dict[str, Any] = {"attention": by_word.float().cpu().numpy()}
+        fields: Values = {"attention": by_word.float().cpu().numpy()}
         if words != image.caption.split():
             fields["parts"] = vocabulary.parts(image.caption)
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:

@@ -56,7 +56,7 @@ class ClipEncoder:
     """
 
     def __init__(
-        self, section: EncoderSection, uris: Mapping[Any, str], max_pixels: int, options: StorageOptions
+        self, section: EncoderSection, uris: Mapping[object, str], max_pixels: int, options: StorageOptions
     ) -> None:
         self._architecture, self._weights = section.model, Path(section.weights).expanduser()
         self._uris, self._max_pixels, self._options = uris, max_pixels, options
@@ -88,12 +88,12 @@ class ClipEncoder:
             size, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD, "bicubic", size, keep_aspect=True
         )
 
-    def images(self, image_ids: Sequence[Any]) -> np.ndarray:
+    def images(self, image_ids: Sequence[object]) -> np.ndarray:
         """The unit vectors (N, D) of images, float64."""
         if unknown := [image for image in image_ids if image not in self._uris]:
             raise UnavailableError(f"the file of image {shown(unknown[0])} is not known; give `raycap score` --images")
 
-        def encode(ids: Sequence[Any]) -> Tensor:
+        def encode(ids: Sequence[object]) -> Tensor:
             pixels = torch.stack([torch.tensor(self._pixels(self._uris[image])) for image in ids])
             return self._model.encode_image(self._transform.normalize(pixels.to(_device())), normalize=True)
 
@@ -112,7 +112,7 @@ class ClipEncoder:
         return _encoded(lambda part: self._model.encode_text(tokenize(part).to(_device()), normalize=True), texts)
 
 
-def _encoded(encode: Callable[[Sequence[Any]], Tensor], items: Sequence[Any]) -> np.ndarray:
+def _encoded(encode: Callable[[Sequence[Any]], Tensor], items: Sequence[object]) -> np.ndarray:
     """The vectors (N, D) of all items, which are encoded in batches."""
     with torch.inference_mode():
         parts = [encode(items[start : start + BATCH]).cpu() for start in range(0, len(items), BATCH)]

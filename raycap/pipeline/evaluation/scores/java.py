@@ -18,10 +18,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 
+from raycap.models.config import Values
 from raycap.pipeline.runtime.names import one_line
 
 Caption = Sequence[str]  # tokens
@@ -109,7 +110,7 @@ def spice(
     options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
     main = ["edu.anu.spice.SpiceScorer", "in.json", "-out", "out.json", "-subset", "-silent"]
 
-    def run(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    def run(process: subprocess.Popen[str]) -> list[Values]:
         """For each image the scores {category: {"f": ...}}; "All" is the total."""
         process.communicate()
         if process.returncode:
@@ -126,7 +127,7 @@ def spice(
     return [scores["All"]["f"] for scores in scores_by_image], categories
 
 
-def _mean_f(images: Sequence[dict[str, dict[str, Any]]], category: str) -> float | None:
+def _mean_f(images: Sequence[dict[str, Values]], category: str) -> float | None:
     """Mean F-score of a category over the images that have a finite one."""
     values = [float(scores[category]["f"]) for scores in images if (scores.get(category) or {}).get("f") is not None]
     finite = [value for value in values if not math.isnan(value)]

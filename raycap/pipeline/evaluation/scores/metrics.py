@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from raycap.models.config import Values
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import java, ngrams
@@ -275,14 +276,14 @@ class MetricScores:
     by_name: dict[str, Score]
     image_ids: list[Any]
     signature: str
-    extras: dict[str, Any]
+    extras: Values
 
     @property
     def values(self) -> dict[str, float | None]:
         """Score by metric; None for a metric that is unavailable."""
         return {name: score.value for name, score in self.by_name.items()}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """The values, the reasons of unavailable metrics, the signature and the extras."""
         unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
         scores = {"scores": self.values, "unavailable": unavailable}
@@ -319,7 +320,7 @@ def score_captions(
     for metric in TABLE:
         if set(metric.names) & set(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
-    extras: dict[str, Any] = {"references_without_prediction": len(references) - len(image_ids)}
+    extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
     if "SPICE" in by_name and by_name["SPICE"].categories is not None:
         extras["spice_categories"] = by_name["SPICE"].categories
     extras |= caption_stats(predicted, training_captions, language)
@@ -348,7 +349,7 @@ def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
 
 
 def _check_input(
-    references: Mapping[Any, Sequence[str]], predictions: Mapping[Any, str], metrics: Sequence[str]
+    references: Mapping[Any, Sequence[str]], predictions: Mapping[object, str], metrics: Sequence[str]
 ) -> None:
     """Raises UserError for an unknown metric, for no predictions, and for a prediction without references."""
     if unknown := [name for name in metrics if name not in METRICS]:

@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from raycap.models.config import Values
+
 MAX_MEMORY = 4 * 2**30  # bytes of address space
 MAX_CPU_S = 120  # per task
 MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than images
@@ -76,7 +78,7 @@ def send_batch(batch: pa.RecordBatch) -> None:
     send(b"B", sink.getvalue())
 
 
-def describe(file: pq.ParquetFile) -> dict[str, Any]:
+def describe(file: pq.ParquetFile) -> Values:
     """The columns, the number of rows of each row group, and {name: [leaf, column of names]} of columns of files.
 
     These are columns of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes.
@@ -156,9 +158,9 @@ def send_values(file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
     send_batch(pa.RecordBatch.from_arrays([values], ["values"]))
 
 
-def answer(task: dict[str, Any]) -> None:
+def answer(task: Values) -> None:
     source = ParentFile(task["size"])
-    result: dict[str, Any] = {}
+    result: Values = {}
     match task["kind"]:
         case "describe":
             result = describe(pq.ParquetFile(source))

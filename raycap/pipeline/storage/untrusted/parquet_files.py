@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
 
@@ -58,7 +59,7 @@ class ParquetFile:
         """A column of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes; None for others."""
         return self._binary.get(name)
 
-    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def rows(self, columns: Sequence[str]) -> Iterator[Values]:
         """The rows. columns: the names of the columns to read, or of their parts, such as image.path."""
         batches, _ = self._ask({"kind": "rows", "columns": list(columns)})
         for batch in batches:
@@ -77,7 +78,7 @@ class ParquetFile:
         batches, _ = self._ask({"kind": "values", "group": group, "leaf": leaf, "most": MAX_GROUP_BYTES})
         return batches[0].column(0)
 
-    def _ask(self, task: dict[str, Any]) -> tuple[list[pa.RecordBatch], dict[str, Any]]:
+    def _ask(self, task: Values) -> tuple[list[pa.RecordBatch], Values]:
         try:
             return _child(os.getpid()).ask(self.file, task)
         except ValueError as error:
@@ -92,7 +93,7 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.stop)
 
-    def ask(self, file: BinaryIO, task: Mapping[str, Any]) -> tuple[list[pa.RecordBatch], dict[str, Any]]:
+    def ask(self, file: BinaryIO, task: Mapping[str, object]) -> tuple[list[pa.RecordBatch], Values]:
         """The batches and the values that a task gives for a file. Raises ValueError, and the errors of reading it."""
         import pyarrow as pa
 
