@@ -121,25 +121,6 @@ def test_ids_that_are_text_are_hashes_of_names_unless_the_column_is_configured(t
         table(tmp_path, *rows, columns={"id": "id"})
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("captions_latest.json", "train"),
-        ("captions_val2014.json", "val"),
-        ("captions-validation.json", "val"),
-        ("image_info_test-dev2017.json", "test"),
-        ("Captions_Test.json", "test"),
-        ("retrained.json", "train"),
-        ("interval.json", "train"),
-    ],
-)
-def test_the_split_is_a_word_of_the_name_of_cocos_file(tmp_path: Path, name: str, split: str) -> None:
-    content = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"image_id": 1, "caption": "a cat"}]}
-    (tmp_path / name).write_text(json.dumps(content))
-    config = DataSection(root=str(tmp_path), annotations=name)
-    assert read_annotations(config, tmp_path)[0].column("split") == [split]
-
-
 @pytest.mark.parametrize("keys", [{}, {"split_fractions": {"train": 0.5, "val": 0.5}}])
 def test_a_name_that_is_not_utf8_is_named(tmp_path: Path, keys: dict[str, Any]) -> None:
     Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jpg")).write_bytes(b"")

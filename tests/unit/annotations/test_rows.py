@@ -14,37 +14,13 @@ import pytest
 
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.formats import source as module
-from raycap.pipeline.data.formats.source import IMAGES, Rows, Source
+from raycap.pipeline.data.formats.source import Source
 from raycap.pipeline.data.formats.table import table_entries
 from raycap.pipeline.data.image_locations import has_remote_image, is_remote_image
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import storage_path
 from tests.support.plain_data import plain_table
-
-
-def test_rows_are_those_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captions are added to the newest rows and to rows that are no longer Python objects."""
-    monkeypatch.setattr(module, "BUFFERED_ROWS", 4)
-    rng = np.random.default_rng(0)
-    for size in (0, 1, 4, 8, 9, 100):
-        for share in (0.0, 0.3, 1.0):
-            rows, lists = Rows(), list[tuple[int, str, str, list[str], list[str]]]()
-            for number in range(size):
-                captions = [f"{number} {index}" for index in range(rng.integers(0, 3))]
-                lists.append((number, f"split{number % 3}", f"/{number}.png", list(captions), [f"t{number}"]))
-                rows.add(number, f"split{number % 3}", f"/{number}.png", captions, "here", [f"t{number}"])
-                assert len(rows) == number + 1
-                while rng.random() < share / 2:
-                    row, more = int(rng.integers(0, number + 1)), [f"more {rng.integers(100)}"] * int(rng.integers(3))
-                    lists[row][3].extend(more)
-                    rows.add_captions(row, list(more))
-            columns = zip(*lists, strict=True) if lists else [[]] * 5
-            expected = pa.table([list(column) for column in columns], schema=IMAGES)
-            table = rows.table(with_tokens=True)
-            table.validate(full=True)
-            assert table.equals(expected)
-            assert rows.table(with_tokens=False).column_names == IMAGES.names[:-1]
 
 
 def test_tables_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,23 +72,3 @@ def test_images_on_s3_are_found_in_a_column() -> None:
     assert not has_remote_image(pa.chunked_array([], pa.string()))
     for uri in remote:
         assert has_remote_image(pa.chunked_array([local, [uri]], pa.string()))
-
-
-def test_many_files_of_a_folder_are_in_the_order_of_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The names of images and texts, in any order, of which some are not ASCII and some have several texts."""
-    monkeypatch.setattr("raycap.pipeline.data.formats.text_files._FILES_PER_SLICE", 5)
-    rng, texts = np.random.default_rng(0), dict[str, str]()
-    stems = [
-        f"{folder}{number}{mark}" for folder in ("", "b/", "é/") for number in range(20) for mark in "-\U0001f600\ue000"
-    ]
-    for stem in rng.permutation(stems).tolist():
-        (tmp_path / stem).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{stem}.png").touch()
-        for ending in rng.choice([".TXT", ".txt"], int(rng.integers(0, 3)), replace=False):
-            (tmp_path / f"{stem}{ending}").write_text(f"text of {stem}{ending}")
-            texts[stem] = max(texts.get(stem, ""), f"text of {stem}{ending}")
-    dataset, problems = read_annotations(DataSection(root=str(tmp_path), annotations="."), tmp_path)
-    assert not problems and dataset.column("uri") == [str(tmp_path / f"{stem}.png") for stem in sorted(stems)]
-    assert dataset.column("captions") == [[texts[stem]] if stem in texts else [] for stem in sorted(stems)]

@@ -137,27 +137,6 @@ def test_vocabulary_is_sorted_with_its_specials(tmp_path: Path) -> None:
         build_vocabulary(read_dataset(section(root), root), section(root, min_count=99))
 
 
-def test_a_snapshot_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_karpathy(tmp_path / "set", {"train": 4, "val": 1, "test": 1})
-    dataset = read_dataset(section(root), root)
-    manifest = tmp_path / "manifest.parquet"
-    first, unreadable = take_snapshot(dataset, manifest)
-    assert not unreadable and len(set(first.column("key"))) == 6
-
-    reads: list[str] = []
-    original = StoragePath.read_bytes
-    monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: (reads.append(self.name), original(self))[1])
-    (root / "images" / "1.png").write_bytes((root / "images" / "0.png").read_bytes())  # now the same picture twice
-    (root / "images" / "2.png").unlink()
-    second, unreadable = take_snapshot(dataset, manifest)
-    assert [name for name in reads if name.endswith(".png")] == ["1.png"]
-    assert list(unreadable.values()) == ["No such file or directory"]
-    keys = second.column("key")
-    assert keys[0] == keys[1] == first.column("key")[0] and keys[2] is None
-    assert len(second.readable()) == 5
-    assert second.readable().fingerprint() != first.fingerprint()
-
-
 def test_the_images_of_a_folder_are_found_by_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket([f"a/{number}.png" for number in range(300)] + [f"a/b/{number}.png" for number in range(300)])
     bucket.install(monkeypatch)

@@ -65,25 +65,6 @@ def test_vectors_of_the_words_are_found_and_the_others_named(tmp_path: Path) -> 
     assert np.array_equal(vectors, headed)
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (LINES, "has vectors of 3 numbers, and model.word_vector_width is 4; set it to 3"),
-        (["5 2", *LINES], "vectors of 2 numbers"),
-        (["dog 1 2 3 4", "cat 1 2"], "line 2 has 2 numbers"),
-        (["dog 1 2 3 4", "cat 1 2 x 4"], "line 2 holds a text that is no number"),
-        (["dog 1 2 3 4", "cat 1 2 nan 4"], "of which 3 are finite"),
-        (["dog 1 2 3 4"], "none of the vocabulary's 9 words"),
-        ([], "vectors of -1 numbers|none of the vocabulary"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, lines: list[str], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        read_word_vectors(glove(tmp_path, lines), WORDS.words, 4)
-    with pytest.raises(UserError, match="cannot be read"):
-        read_word_vectors(tmp_path, WORDS.words, 4)
-
-
 @pytest.mark.parametrize("config", SYSTEMS, ids=lambda config: config.name)
 def test_logits_are_products_with_the_given_vectors(config: ModelConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -14,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import FeatureSection
-from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.features import extraction, precision
-from raycap.pipeline.features.extraction import Extractor, ShardWriter, plan_extraction
+from raycap.pipeline.features.extraction import Extractor, ShardWriter
 from raycap.pipeline.features.precision import extraction_precision, measure_extraction
-from raycap.pipeline.features.store import FeatureStore, write_quarantine
+from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
@@ -39,26 +35,6 @@ WAIT_S = 60
 
 def not_watched() -> AbstractContextManager[Callable[[], object]]:
     return nullcontext(lambda: None)
-
-
-def test_images_in_quarantine_are_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also views of such an image, in any chunk. Rows of other data remain in the quarantine."""
-    monkeypatch.setattr("raycap.pipeline.data.dataset.CHUNK_ROWS", 3)
-    folder, content = storage_path(tmp_path), [hashlib.sha256(bytes([number])).hexdigest() for number in range(9)]
-    keys: list[str | None] = [*content[:7], f"{content[1]}-view0", f"{content[2]}-view0", None]
-    uris = [f"{number}.png" for number in range(len(keys))]
-    columns = [range(len(keys)), ["train"] * len(keys), uris, [["a"]] * len(keys), keys]
-    dataset = Dataset(pa.table(columns, schema=SCHEMA))
-    other = Dataset(pa.table([[90], ["train"], ["other.png"], [["a"]], [content[8]]], schema=SCHEMA))
-    write_quarantine(folder, other, {content[8]: "no image"}, {})
-    write_quarantine(folder, dataset, {content[1]: "no image", content[6]: "no image"}, {"9.png": "gone"})
-    rows = pq.read_table(tmp_path / "quarantine.parquet").to_pylist()
-    assert [row["uri"] for row in rows] == ["1.png", "6.png", "7.png", "9.png", "other.png"]
-    plan = plan_extraction(dataset, folder, 100)
-    assert plan.missing["uri"].to_pylist() == [uris[row] for row in (0, 2, 3, 4, 5, 8)] and plan.num_images == 9
-    assert plan.unusable == {content[1]: "no image", content[6]: "no image"}
-    write_quarantine(folder, dataset, {}, {})
-    assert [row["uri"] for row in pq.read_table(tmp_path / "quarantine.parquet").to_pylist()] == ["other.png"]
 
 
 @pytest.fixture

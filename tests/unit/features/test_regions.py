@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import open_regions, read_image
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.identity import config_identity
 from tests.conftest import ROOT, small_config
-from tests.support.damage import flip_any, replace_by_garbage
 from tests.support.features import positions, write_bomb
 
 
@@ -69,22 +66,6 @@ def test_import_with_lengths_and_boxes(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["extract", str(config)]) == 0
     assert "10 of 12 images there, 2 to import" in capsys.readouterr().out
-
-
-def test_a_damaged_store_is_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the next extraction, which names every file."""
-    _, config = make(tmp_path)
-    assert main(["extract", str(config)]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    whole = {path: path.read_bytes() for path in folder.glob("shards/*")}
-    for pattern, damage in (("shards/*", flip_any), ("manifest/*", replace_by_garbage), ("shards/*", Path.unlink)):
-        path = sorted(folder.glob(pattern))[0]
-        capsys.readouterr()
-        damage(path)
-        assert main(["extract", str(config), "--verify"]) == 0
-        output = capsys.readouterr().out
-        assert f"damaged   {path} " in output and "0 images are missing" in output
-        assert {path: path.read_bytes() for path in folder.glob("shards/*")} == whole
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,22 +276,6 @@ def test_a_damaged_image_is_quarantined_and_the_others_are_imported(
     assert len(FeatureStore(folder)) == 8
     assert main(["check", str(config), "--set", "data.max_bad_fraction=0.4"]) in (0, 1)
     assert "1_features is no data set" in capsys.readouterr().out
-
-
-def test_a_flipped_bit_anywhere_ends_in_a_sentence(tmp_path: Path) -> None:
-    make(tmp_path)
-    whole, random_source = (tmp_path / "regions.hdf5").read_bytes(), np.random.default_rng(0)
-    for _ in range(40):
-        data = bytearray(whole)
-        data[random_source.integers(len(data))] ^= 1 << int(random_source.integers(8))
-        (tmp_path / "flipped.hdf5").write_bytes(data)
-        try:
-            with open_regions(tmp_path / "flipped.hdf5") as file:
-                for image_id in range(1, 13):
-                    with suppress(ValueError):
-                        read_image(file, image_id, 9, "float16")
-        except UserError as error:
-            assert str(error).startswith("features.hdf5: ") and "\n" not in str(error)
 
 
 def test_verify_compares_the_store_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

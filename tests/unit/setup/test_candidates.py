@@ -21,31 +21,6 @@ def write(folder: Path, names: list[str]) -> StoragePath:
     return storage_path(folder)
 
 
-@pytest.mark.parametrize(
-    ("names", "keys"),
-    [
-        (PARTS, {"annotations": "part*/metadata.csv"}),
-        ([*PARTS, "part9/x/metadata.csv"], {"annotations": "part*/metadata.csv"}),
-        ([f"[a]-{number}.csv" for number in "12"], {"sources": [{"annotations": f"[a]-{n}.csv"} for n in "12"]}),
-        (
-            ["00000_train.tar", "00001_train.tar", "00000_val.tar"],
-            {
-                "sources": [
-                    {"annotations": "*_train.tar", "split": "train"},
-                    {"annotations": "00000_val.tar", "split": "val"},
-                ]
-            },
-        ),
-        (["shard-7.tar", "shard-8.tar", "shard.md"], {"annotations": "shard-*.tar"}),
-        (["a-1.csv", "a-2.csv", "a-b.csv"], {"annotations": "a-*.csv"}),
-    ],
-)
-def test_a_pattern_names_the_files_of_a_candidate(tmp_path: Path, names: list[str], keys: dict[str, object]) -> None:
-    root = write(tmp_path, names)
-    candidate = next(find_candidates(sorted(names)))
-    assert read_names(root, candidate, sorted(names)).keys == keys
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: int) -> None:
     """The patterns are compared with what the readers find by them."""

@@ -66,19 +66,3 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
         read_regular_file(tmp_path / "file", 4)
     with pytest.raises(FileNotFoundError):
         read_regular_file(tmp_path / "missing")
-
-
-def test_a_file_that_grows_while_it_is_read_is_not_called_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def grow(descriptor: int) -> os.stat_result:
-        status = real_status(descriptor)
-        with (tmp_path / "file").open("ab") as file:
-            file.write(b"678")
-        return status
-
-    (tmp_path / "file").write_bytes(b"12345")
-    real_status = os.fstat
-    monkeypatch.setattr("raycap.pipeline.storage.untrusted.documents.os.fstat", grow)
-    with pytest.raises(OSError, match="changed while it was read"):
-        read_regular_file(tmp_path / "file", 100)
