@@ -195,19 +195,6 @@ def test_each_command_stops_and_continues(tmp_path: Path, name: str, number: sig
     finish(tmp_path, *words)
 
 
-def test_sigterm_to_the_whole_process_group(tmp_path: Path, undisturbed: Path) -> None:
-    """Ray's processes end at once, so that nothing may be saved; the command ends as documented and continues."""
-    config = run_config(tmp_path)
-    command = Command(tmp_path, "run", str(config))
-    try:
-        command.wait_for("xe_frozen  4/")
-        command.stop(signal.SIGTERM, os.killpg)
-    finally:
-        command.close()
-    finish(tmp_path, "run", str(config))
-    assert_same_weights(weights_of_stages(tmp_path / "results", STAGES), weights_of_stages(undisturbed, STAGES))
-
-
 def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     command = Command(tmp_path, "run", str(config))

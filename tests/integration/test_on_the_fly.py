@@ -84,33 +84,6 @@ def test_the_weights_are_bit_identical_also_after_a_kill(
     assert broken == {*STAGES[:3]}
 
 
-def test_a_worker_has_the_features_of_one_micro_batch_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stage's precision of products holds for the loss, and not for the features."""
-    stages = [stage | {"gradient_accumulation_steps": 3} for stage in small_config(tmp_path)["stages"]]
-    features = {"compute_dtype": "float32", "store": "never"}
-    folder = prepare(parse_config(small_config(tmp_path, stages=stages, features=features)))
-    context, store = LocalContext("cpu"), extract(folder, FROZEN_STAGES[0])
-    run = StageRun(context, folder, folder.config.stages[0], StageJob(folder, FROZEN_STAGES[:1], store))
-    calls = list[tuple[str, str]]()
-
-    def noted(name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            calls.append((name, torch.backends.cuda.matmul.fp32_precision))
-            return function(*arguments)
-
-        return call
-
-    before = torch.backends.cuda.matmul.fp32_precision
-    assert run.computer is not None
-    monkeypatch.setattr(run.computer, "features", noted("features", run.computer.features))
-    run.objective = noted("loss", run.objective)
-    run.step(0, run.batches.at(0))
-    assert calls == [("features", before), ("loss", "ieee")] * 3 and before != "ieee"
-    run.output.close()
-
-
 def one_rank(rank: int, folders: list[Path], stores: list[StoragePath], out: Path) -> None:
     """One of two processes that train the first stage of both runs."""
     import torch.distributed as dist

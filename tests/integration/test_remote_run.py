@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from raycap.pipeline.config.load import read_values
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
@@ -17,7 +16,7 @@ from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from tests.conftest import ROOT, small_config
+from tests.conftest import small_config
 from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights, prepare_run, run_with_own_cache
 from tests.support.s3_server import s3_server
 
@@ -145,18 +144,6 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
     assert page.count('data-attention="') == page.count('src="data:image/jpeg') == 8, "pictures and where it looked"
     second = run_with_own_cache(config, tmp_path / "two")
     assert "is complete; nothing to do" in second and first.partition("BLEU-1")[2][:400] in second
-
-
-@pytest.mark.proof
-@pytest.mark.ray
-def test_the_demo_on_s3_on_a_bad_day_scores_as_on_disk(url: str, tmp_path: Path) -> None:
-    scores = []
-    for name, storage in (("s3", {"uri": "s3://data/demo", "endpoint_url": url}), ("disk", str(tmp_path / "disk"))):
-        config = tmp_path / f"{name}.yaml"
-        values = read_values(ROOT / "raycap" / "configs" / "demo.yaml") | {"storage": storage}
-        config.write_text(yaml.safe_dump(values))
-        scores.append(run_with_own_cache(config, tmp_path / name).partition("BLEU-1")[2].partition("report")[0])
-    assert scores[0] == scores[1] and "main object" in scores[0]
 
 
 def test_an_abandoned_driver_on_another_machine_writes_nothing(

@@ -179,8 +179,3 @@ def test_missing_places_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["run", str(tmp_path / "nothing.yaml")]) == 2
     assert main(["run"]) == 2
     assert main(["dance"]) == 2
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help"]) == 0
-    assert "Example: raycap run" in capsys.readouterr().out

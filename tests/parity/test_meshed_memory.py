@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -206,56 +204,6 @@ def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x03}r" + (0x7FFFFFFF).to_bytes(4, "little") + b".")
     with pytest.raises(ValueError, match="asks for place 2147483647 in a memo"):
         read_plain_pickle(path)
-
-
-def test_vocabularies_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [
-        ({"stoi": {word: 0 for word in WORDS}}, "contradict each other: word 1 is '<pad>'"),
-        (
-            {"itos": [*WORDS[:3], *WORDS[4:]], "stoi": {w: i for i, w in enumerate([*WORDS[:3], *WORDS[4:]])}},
-            "lacks <eos>",
-        ),
-        ({"itos": None}, "it holds a NoneType"),
-        ({"itos": [1, 2]}, "expected 'itos' and 'stoi'"),
-        ({"stoi": Counter(a=0.5)}, "it holds a float"),
-    ]
-    for change, words in cases:
-        path = write_published_form(tmp_path / "v.pkl", WORDS, monkeypatch, **change)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=words):
-            read_meshed_vocabulary(path)
-    (tmp_path / "v.pkl").write_bytes(pickle.dumps(Counter(WORDS), 3))
-    with pytest.raises(ValueError, match="it holds a dict and no vocabulary object"):
-        read_meshed_vocabulary(tmp_path / "v.pkl")
-
-
-def test_imports_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(tmp_path / "vocabulary.json")
-    Vocabulary(("UNK", "PAD", "SOS", "EOS"), "spacy").save(tmp_path / "short.json")
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"overrides": []}, "model.num_heads is missing"),
-        (
-            {"overrides": ["model.num_heads=4", "model.num_memory_slots=40"]},
-            "model.num_memory_slots is 40, the checkpoint has 5",
-        ),
-        (
-            {"overrides": ["model.num_heads=4", "model.connection=last"]},
-            "model.connection is last, the checkpoint has meshed",
-        ),
-        ({"overrides": ["model.static_expansion=[4]"]}, "unknown key model.static_expansion"),
-        ({"tokens": tmp_path / "short.json"}, "the vocabulary has 4 words, the checkpoint predicts 17"),
-        ({"checkpoint": GOLDEN.parent / "expansionnet_v2" / "checkpoint.pth"}, "is no Meshed-Memory Transformer"),
-        ({"backbone": GOLDEN / "checkpoint.pth"}, "region features; leave --backbone out"),
-    ]
-    for options, message in cases:
-        values: dict[str, Any] = {
-            "checkpoint": GOLDEN / "checkpoint.pth",
-            "tokens": tmp_path / "vocabulary.json",
-            "out": tmp_path / "out",
-            "overrides": ["model.num_heads=4"],
-        }
-        with pytest.raises(UserError, match=message):
-            import_checkpoint("meshed_memory", **(values | options))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -313,30 +313,6 @@ def test_bad_input_is_said_before_anything_is_written(
     assert "is a file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("part", "content", "words"),
-    [
-        ("model.safetensors", b"", "model.safetensors cannot be read"),
-        ("model.safetensors", b"\x10" * 50, "model.safetensors cannot be read"),
-        ("config.yaml", b"format: [1", "config.yaml cannot be read"),
-        ("config.yaml", b"\xff\xfe", "config.yaml cannot be read"),
-        ("vocabulary.json", b'["a', "vocabulary.json cannot be read"),
-        ("preprocessing.json", b"{", "preprocessing.json cannot be read"),
-        ("preprocessing.json", None, "preprocessing.json cannot be read"),
-    ],
-)
-def test_damaged_bundles_are_said(bundle: Path, tmp_path: Path, part: str, content: bytes | None, words: str) -> None:
-    folder = tmp_path / "bundle"
-    shutil.copytree(bundle, folder)
-    without_digests(folder)
-    if content is None:
-        (folder / part).unlink()
-    else:
-        (folder / part).write_bytes(content)
-    with pytest.raises(UserError, match=words):
-        caption(write_images(tmp_path / "images", 1), str(folder))
-
-
 def test_cross_attention_is_what_the_layers_use(bundle: Path) -> None:
     """The values of the image tokens, mixed by the weights of every head, are what the layer's output is made of."""
     model = load_bundle(bundle).captioner.model

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ray.exceptions import RayTaskError
 
 from raycap.jobs.cli import BENCHMARKS, COMMANDS, Entry, main
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.version import commit
 from tests.conftest import ROOT
 
 ENTRIES = {**COMMANDS, **{f"bench {name}": entry for name, entry in BENCHMARKS.items()}}
@@ -59,23 +56,6 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "Commands:" in capsys.readouterr().err
     assert main(["https://me:secret-word@host"]) == 2
     assert "No such command 'https://host'" in capsys.readouterr().err
-
-
-def test_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA A10\x1b[2J")):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "information").write_text(f"Model: \t {model}\nIRQ: 1\n")
-    monkeypatch.setattr("raycap.pipeline.version.GPUS", tmp_path)
-    assert main(["--version"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == ["raycap", "commit", "python", "torch", "ray", "device"]
-    assert lines["raycap"] == importlib.metadata.version("raycap")
-    assert lines["torch"] == importlib.metadata.version("torch")
-    assert lines["commit"] == commit()
-    assert lines["device"] == r"2 x NVIDIA H100, 1 x NVIDIA A10\x1b[2J"
-    monkeypatch.setattr("raycap.pipeline.version.GPUS", tmp_path / "none")
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("device  CPU\n")
 
 
 def complete(*words: str) -> list[str]:

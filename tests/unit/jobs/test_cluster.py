@@ -46,7 +46,7 @@ def test_workers_ask_for_further_resources(tmp_path: Path, monkeypatch: pytest.M
     assert stage_bundles(config, "training") == [bundle] * 2
     assert stage_bundles(config, "captions") == stage_bundles(config, "dry run") == [bundle]
     assert all(others.keys().isdisjoint(each) for each in stage_bundles(config, "features"))
-    trainer = _trainer(StageJob(RunFolder(tmp_path, config), ("xe_frozen",), None), config)
+    trainer = _trainer(StageJob(RunFolder(tmp_path, config), ("xe_frozen",), None))
     assert trainer.scaling_config.resources_per_worker == bundle
     options = {"num_cpus": 1, "num_gpus": 0, "resources": {"accelerator_type:A100": 0.001}, "memory": 2.4e10}
     assert config.workers.task_options == options

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
-import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.convert import tensor_files
 from raycap.models.convert.tensor_files import read_tensors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
@@ -141,27 +138,6 @@ def test_tensors_that_are_not_what_they_seem_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_pickle_that_copies_a_dictionary_very_often_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool
-) -> None:
-    """`weights_only` allows Counter, which copies a dictionary that the pickle has once: 1 MB for each 5 bytes."""
-    monkeypatch.setattr(tensor_files, "LOADING_BYTES", 2**28)
-    items = b"".join(b"M" + struct.pack("<H", number) + b"K\x01" for number in range(20_000))
-    copies = b"h\x00h\x01\x85R" * 2_000  # Counter(the dictionary)
-    content = b"\x80\x02](ccollections\nCounter\nq\x00}(" + items + b"uq\x01" + copies + b"e."
-    path = tmp_path / "copies.pth"
-    torch.save({}, path, _use_new_zipfile_serialization=not legacy)
-    if legacy:
-        path.write_bytes(path.read_bytes().replace(pickle.dumps({}, 2), content, 1))
-    else:
-        repacked(path, tmp_path / "zip.pth", zipfile.ZIP_STORED, **{"data.pkl": content}).replace(path)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ValueError, match="needs far more memory than its size"):
-        read_tensors(path)
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-
-
 def repacked(source: Path, target: Path, method: int, **changes: bytes) -> Path:
     """A checkpoint with each record compressed by `method`; changes: new contents by the last part of the name."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", method) as new:
@@ -221,23 +197,3 @@ def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
     assert not sprung.exists()
     pickle.loads((tmp_path / "trap.pickle").read_bytes())  # noqa: S301 - the trap itself works
     assert sprung.exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"word2idx_dict": {"a": 0}, "idx2word_list": ["b"]}, "contradict each other"),
-        (["a"], "is no ExpansionNet v2 vocabulary"),
-        ({"word2idx_dict": {"a": 0.5}, "idx2word_list": ["a"]}, "it holds a float"),
-        ({"word2idx_dict": {"a": 0}, "idx2word_list": ["a"]}, "lacks PAD, SOS, EOS, UNK"),
-        ({"word2idx_dict": {"a": (1,)}, "idx2word_list": ["a"]}, "it holds a tuple"),
-        ({"word2idx_dict": {"\ud800": 0}, "idx2word_list": ["\ud800"]}, "is no text"),
-    ],
-)
-def test_vocabularies_that_are_none_are_refused(tmp_path: Path, content: Any, words: str) -> None:
-    (tmp_path / "v.pickle").write_bytes(pickle.dumps(content))
-    with pytest.raises(ValueError, match=words):
-        read_expansionnet_vocabulary(tmp_path / "v.pickle")
-    (tmp_path / "cut.pickle").write_bytes((GOLDEN / "tokens.pickle").read_bytes()[:100])
-    with pytest.raises(ValueError, match="is (refused|no readable pickle)"):
-        read_expansionnet_vocabulary(tmp_path / "cut.pickle")

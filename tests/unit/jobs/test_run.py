@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,12 +11,11 @@ from typing import Any, cast
 import pytest
 
 from raycap.jobs.journal_printer import JournalPrinter
-from raycap.jobs.run import RunDriver, run_log, shares_text, stage_groups
+from raycap.jobs.run import run_log, shares_text, stage_groups
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.storage.s3 import StorageError
 from tests.conftest import small_config
 
@@ -77,33 +75,6 @@ def test_the_plan_shows_how_workers_share_a_batch(
     values["stages"][0] |= {"batch_size": batch_size, "gradient_accumulation_steps": steps}
     config = parse_config(values)
     assert shares_text(config, config.stages[0]) == text
-
-
-def test_the_disk_needs_no_room_for_features_that_are_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    """48 training and 12 other images of 1/4 GiB each; training images are in two stores, the others in three."""
-    config = parse_config(small_config(tmp_path))
-    folder, driver = prepare(config), RunDriver.__new__(RunDriver)
-    sizes, gib = replace(folder.sizes, feature_width=2**17), 2**30
-    monkeypatch.setattr("raycap.jobs.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10 * gib))
-    metadata = replace(folder.metadata, num_tokens=2**10, sizes=sizes)
-    for stores in ("always", "never"):
-        features = config.features.model_copy(update={"store": stores})
-        content = {
-            "path": folder.path,
-            "home": None,
-            "config": config.model_copy(update={"features": features}),
-            "dataset": folder.dataset,
-            "result": lambda _: None,
-        }
-        driver.folder = cast(RunFolder, SimpleNamespace(metadata=metadata, **content))
-        if stores == "always":
-            with pytest.raises(UserError, match=r"features \(33\.0 GiB\).*, or features\.store to never"):
-                driver._check_disk()
-        else:
-            driver._check_disk()
-    assert log_lines[-1] == "check     disk: 10 GiB free, about 9.0 GiB needed"
 
 
 class Folder:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raycap.jobs.evaluate import EvaluatedModel, summarize_systems
-from raycap.jobs.run import command, run_seeds
+from raycap.jobs.run import command
 from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
 from raycap.jobs.submit import parse_arguments
 from raycap.pipeline.config.load import parse_config
@@ -99,19 +99,6 @@ def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str], monkeypatch: 
     assert written["ensemble"] == {"val": {"CIDEr-D": 0.95}}
     page = (place / "report.html").read_bytes().decode()
     assert "0.850 ± 0.071" in page and "seed 1" in page and "ensemble of 2" in page
-
-
-def test_seeds_run_in_order_on_data_that_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr("raycap.jobs.run.find_data", lambda *_: calls.append(("data", None)) or "data")
-    monkeypatch.setattr("raycap.jobs.run.run", lambda config, _, data: calls.append((data, config.seed)) or config.seed)
-    monkeypatch.setattr("raycap.jobs.run.summarize_runs", lambda configs, *rest: calls.append(("summary", rest)))
-    monkeypatch.setattr("raycap.jobs.run.evaluate_ensemble", lambda *_: "entries")
-    config = parse_config(small_config(tmp_path, seed=4))
-    run_seeds(config, 2, None, with_ensemble=True)
-    run_seeds(config, 1, None, with_ensemble=False)
-    assert calls[:4] == [("data", None), ("data", 4), ("data", 5), ("summary", ([4, 5], "entries"))]
-    assert calls[-1] == ("summary", ([4], {}))
 
 
 def result(per_image: np.ndarray, images: Sequence[int]) -> SplitScores:

@@ -31,8 +31,6 @@ from tests.support.searches import LR, finished, open_log, small_search
 COUNTER = itertools.count()
 LOST = str(ActorUnavailableError("the node does not answer", b"0" * 16))
 
-FOUR_MEMBERS = {"space": {LR: [1e-4, 1e-3, 1e-2, 1e-1]}, "algorithm": "pbt", "budget": {"trials": 4}}
-
 
 def adapter_of(tmp_path: Path, *, on_cluster: bool = True, **changes: Any) -> TuneAdapter:
     log = open_log(small_search(tmp_path, **changes), tmp_path / "search")
@@ -80,20 +78,6 @@ def test_budget_concurrent_limits_the_requests(tmp_path: Path) -> None:
     assert not requests(adapter), "one runs and one waits"
     end(adapter, names[0])
     assert len(requests(adapter)) == 1
-
-
-def test_trials_with_several_workers_ask_for_a_few_more_than_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They wait in processes of their own."""
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    resources = {"workers": 2, "cpus": 1}
-    adapter = adapter_of(tmp_path, budget={"trials": 20}, space={LR: {"low": 1e-4, "high": 1e-2}}, resources=resources)
-    names = requests(adapter)
-    assert len(names) == 2 + module.MAX_WAITING_FITS
-    for name in names:
-        assigned(adapter, name)
-    assert adapter.num_waiting == module.MAX_WAITING_FITS and not requests(adapter)
 
 
 def test_a_lost_node(tmp_path: Path) -> None:
@@ -170,19 +154,6 @@ def test_an_error_is_read_as_text(
     text = module._error_of(trial)
     assert module._is_node_lost(text) is is_lost and module._failure_reason(text).startswith(reason)
     assert trial.get_pickled_error() is None and not (tmp_path / "ran").exists()
-
-
-def test_members_that_wait_for_nodes_take_turns(tmp_path: Path) -> None:
-    """Four members on one node: after an interval the running member makes room for one that has not run."""
-    adapter = adapter_of(tmp_path, **FOUR_MEMBERS)
-    assert adapter.population is not None
-    names = requests(adapter)
-    assert len(names) == 4 and assigned(adapter, names[0])["number"] == 1
-    point = adapter.turns[names[0]].point
-    assert adapter.population.report(1, point, 1.0, 0.5, str(tmp_path / "copy")), "it makes room"
-    adapter.on_stop(names[0], 1.0)
-    assert assigned(adapter, names[1])["number"] == 2, "the member with the fewest epochs"
-    assert len(requests(adapter)) == 1, "member 1 waits again"
 
 
 def test_a_search_without_any_node_does_not_wait_in_silence(

@@ -26,7 +26,7 @@ N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
 _PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, to stay in a processor's cache
 _ROWS = 256  # at most this many captions are compared at a time
 Words = TypeVar("Words", Tensor, np.ndarray)
-_END = np.iinfo(np.int64).max  # the last element of each table of keys, so that each position that `_find` gives exists
+_END = 2**63 - 1  # the last element of each table of keys, so that each position that `_find` gives exists
 
 
 class CiderD:
