@@ -77,7 +77,7 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
     """The evaluation ends, and no process is started for SPICE. The same command computes it later."""
     monkeypatch.setenv(java.SPICE_MODELS_VARIABLE, str(tmp_path))
     monkeypatch.setattr(java, "java_command", lambda *_: ["java"])
-    monkeypatch.setattr(java, "java_process", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(java, "_with_java", lambda *_, **__: pytest.fail("a process was started"))
     scores = scored(tmp_path, "test")
     assert set(scores.unavailable) == {"SPICE"} and "make spice" in scores.unavailable["SPICE"]
     assert why_unavailable("SPICE") == scores.unavailable["SPICE"]
