@@ -348,7 +348,7 @@ def _ask(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
-    task = ray.remote(check_node).options(num_cpus=0, max_retries=0)
+    task = ray.remote(num_cpus=0, max_retries=0)(check_node)
     found, silent = dict[str, list[Finding]](), dict[str, str]()
     running = {
         name: task.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(
