@@ -28,7 +28,6 @@ def check(
     """Check whether a data set is fit to train on.
 
     The exit code is 1 when training on the data would be wrong. Every image is read by this machine.
-    If a sample of a large data set has far too many unusable images, the check ends there.
 
     Example: raycap check coco_subset --set data.root=/path/to/folder
     """
@@ -38,8 +37,7 @@ def check(
     check_storage(run_config)
     planned_data(run_config)
     result = check_data(run_config)
-    if "captions" in result.statistics:  # not if a sample ended the check
-        _print_statistics(result.statistics)
+    _print_statistics(result.statistics)
     findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]
     for finding in findings:
         _print(f"{finding.kind:<8} {finding.text}")

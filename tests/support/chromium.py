@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -140,10 +139,6 @@ class Page:
             if self.evaluate("window.clicked"):
                 return
         raise AssertionError(f"the click on {selector} did not arrive")
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @contextmanager

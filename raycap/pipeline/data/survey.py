@@ -27,7 +27,6 @@ from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted, shown
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 
@@ -246,14 +245,14 @@ class Survey:
     dataset: Dataset
 
 
-def survey(place: str, options: StorageOptions = StorageOptions()) -> Survey:
+def survey(place: str) -> Survey:
     """The data set in a folder, at a prefix on S3, or of one annotation file. Raises UserError if there is none."""
-    path = storage_path(place, options)
+    path = storage_path(place)
     path.require_answer()
     if not path.is_remote and not path.path.exists():
         raise UserError(f"{shown(place)} does not exist; give the folder of images and captions, or an annotation file")
     is_file = path.exists() and (path.is_remote or path.path.is_file())
-    root = StoragePath(path.uri.rpartition("/")[0] or "/", options) if is_file else path
+    root = StoragePath(path.uri.rpartition("/")[0] or "/") if is_file else path
     names = _names_below(root)
     chosen = [path.name] if is_file else names
     failure: UserError | None = None

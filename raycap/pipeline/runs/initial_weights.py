@@ -114,7 +114,7 @@ class WarmStart:
                 f"data.tokenizer is {vocabulary.tokenizer} and the words of init_from = {self.uri} were made by "
                 f"{bundled.tokenizer}; set the same"
             )
-        if bundled.subwords is not None:  # its pieces are enough for every caption
+        if bundled.subwords is not None:  # byte-level pieces can spell any caption
             return bundled
         new_words = [word for word in vocabulary.words if word not in bundled.ids]
         return Vocabulary((*bundled.words, *new_words), bundled.tokenizer)

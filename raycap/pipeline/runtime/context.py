@@ -124,7 +124,7 @@ def _choose_interface(address: str) -> None:
 
 
 def _note_sigterm(actor: object) -> None:
-    """Makes SIGTERM a notice, which does not end the process. actor: unused; Ray passes it."""
+    """On SIGTERM, sets a flag instead of ending the process. actor: unused; Ray passes it."""
 
     def note(*_: object) -> None:
         global _got_sigterm

@@ -47,6 +47,7 @@ from raycap.pipeline.training.loop import StageJob, train_stages
 
 # sends the run's folder, or a validation, to the search; raises SystemExit to stop the trial
 Report = Callable[[Values], None]
+HANDOVER_PATIENCE_S = 120  # for a checkpoint that is still being written
 LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
@@ -194,15 +195,15 @@ def _cached_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     return _CACHED_DATA[key]
 
 
-def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath, patience_s: float = 120.0) -> StoragePath:
+def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath) -> StoragePath:
     """Copies a stage's state into a new folder below `folder`: a step's checkpoint, the best weights and the journal.
 
-    Raises TimeoutError when the checkpoint is not complete within `patience_s` seconds.
+    Raises TimeoutError when the checkpoint is not complete within `HANDOVER_PATIENCE_S`.
     """
-    source, deadline = run.stage(stage), time.monotonic() + patience_s
+    source, deadline = run.stage(stage), time.monotonic() + HANDOVER_PATIENCE_S
     while not (source / f"step-{step}").is_dir():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {patience_s:.0f} s")
+            raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {HANDOVER_PATIENCE_S} s")
         time.sleep(0.02)
     # Training removes older best weights meanwhile, so only those that the checkpoint refers to are copied.
     best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]

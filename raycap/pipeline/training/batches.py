@@ -32,6 +32,7 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
+CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # last parts of seeds, which make them unlike those of `samples_at`
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
@@ -210,7 +211,7 @@ class Batches:
             return self.captions.images_of(samples), samples[:, None]
         first = self.captions.first[samples]
         count = self.captions.first[samples + 1] - first
-        generator = np.random.default_rng(seed_of(self.seed, step, 1))  # 1: unlike the seeds of `samples_at`
+        generator = np.random.default_rng(seed_of(self.seed, step, CAPTION_SEEDS))
         start = generator.integers(0, 2**31, len(samples))[:, None]
         return samples, first[:, None] + (start + np.arange(self.stage.captions_per_image)) % count[:, None]
 
@@ -249,8 +250,7 @@ def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
     seeds = np.empty(len(images), np.uint64)
     for epoch in np.unique(epochs):
         mask = epochs == epoch
-        # 2: unlike the seeds of `samples_at`
-        seeds[mask] = mix(images[mask].astype(np.uint64) ^ np.uint64(seed_of(seed, int(epoch), 2)))
+        seeds[mask] = mix(images[mask].astype(np.uint64) ^ np.uint64(seed_of(seed, int(epoch), VIEW_SEEDS)))
     return seeds
 
 

@@ -51,6 +51,17 @@ def test_test_images_in_training_are_an_error(tmp_path: Path) -> None:
     assert found["duplicates"] == {"across_splits": 1, "elsewhere": 0}
 
 
+def test_images_that_a_model_captioned_as_well_are_no_duplicates(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    (root / "images" / "1.png").write_bytes((root / "images" / "0.png").read_bytes())
+    lines = [{"image": str(root / f"images/{number}.png"), "caption": "a color"} for number in range(4)]
+    (root / "teacher.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sources = [{"annotations": "dataset.json"}, {"annotations": "teacher.jsonl", "split": "model", "rewarded": False}]
+    code, found = check(tmp_path, root, sources=sources, train_splits=["train", "model"])
+    assert code == 0 and found["duplicates"] == {"across_splits": 0, "elsewhere": 1}
+    assert "1 images repeat another image of their split" in texts(found, "warning")
+
+
 def test_missing_and_broken_images_count_against_the_tolerance(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 16, "val": 2, "test": 2})
     (root / "images" / "1.png").unlink()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.formats import webdataset
 from raycap.pipeline.data.formats.webdataset import TarMember, tar_members
 from raycap.pipeline.data.image_locations import read_image_file
 from raycap.pipeline.data.reading import read_annotations
@@ -56,8 +57,10 @@ BIG = 2**62
     ("data", "message"),
     [
         (header(b"a.jpg", b"77777777777"), "ends within 'a.jpg'"),
-        (header(b"a.jpg", b"\x80" + BIG.to_bytes(11, "big")), "not a whole tar archive"),
+        (header(b"a.jpg", b"\x80" + BIG.to_bytes(11, "big")), "ends within 'a.jpg'"),
         (header(b"x", b"77777777777", b"x"), r"a header of \d+ bytes; the limit is 1048576"),
+        (header(b"0.jpg", b"0") + header(b"a", b"\xff" * 10 + b"\xfe\x00", b"Z"), "a negative size"),
+        (header(b"a.jpg", b"10", b"S" + bytes(325) + b"\1"), "not a whole tar archive"),  # more of its map follows
         (header(b"a.jpg", b"10", b"S"), "sparse file 'a.jpg'"),
         (extended(size="9" * 18), "ends within 'a.jpg'"),
         (packed(("a.jpg", b"1"), ("a.jpg", b"2")), "has the file 'a.jpg' a second time"),
@@ -71,6 +74,14 @@ BIG = 2**62
 def test_hostile_archives_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(UserError, match=f"^a.tar .*{message}"):
         members(data)
+
+
+def test_members_of_every_kind_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "MAX_MEMBERS", 3)
+    folders = header(b"a", b"0", b"5") * 3
+    assert members(folders) == []
+    with pytest.raises(UserError, match="^a.tar has more than 3 members"):
+        members(folders + header(b"a", b"0", b"5"))
 
 
 def test_headers_in_a_sparse_terabyte_are_read_without_the_contents(tmp_path: Path) -> None:

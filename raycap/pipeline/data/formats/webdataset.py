@@ -16,6 +16,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
 
+MAX_MEMBERS = 10_000_000  # files, folders and all other members of an archive
 MAX_HEADER_BYTES = 2**20  # that hold a long name or other values
 MAX_TEXT_BYTES = 2**20  # of the captions or the JSON of an image
 _KEY = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # the key ends at the first dot after the last slash
@@ -44,19 +45,24 @@ class _Headers:
 def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     """The regular files in an archive, in its order. Folders, links and devices are left out.
 
-    title: the archive's name, with which errors begin. Raises UserError for damaged archives, sparse files, and a name
-    that occurs twice or is not UTF-8.
+    title: the archive's name, with which errors begin. Raises UserError for damaged archives, sparse files, more than
+    MAX_MEMBERS members, and a name that occurs twice or is not UTF-8.
     """
     size, names = file.seek(0, os.SEEK_END), set[str]()
     file.seek(0)
     try:
         with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
-            for member in archive:
+            for number, member in enumerate(iter(archive.next, None)):
+                archive.members.clear()  # tarfile would keep each member
+                if number >= MAX_MEMBERS:
+                    raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
+                if member.size < 0 or archive.offset < member.offset_data:  # the next header would be an earlier one
+                    raise tarfile.ReadError("a negative size")
                 if not member.isreg():
                     continue
                 if member.issparse():
                     raise UserError(f"{title} has the sparse file {quoted(member.name)}; pack it without --sparse")
-                if not 0 <= member.size <= size - member.offset_data:
+                if member.size > size - member.offset_data:
                     raise UserError(f"{title} ends within {quoted(member.name)}; copy it again")
                 if member.name in names:
                     raise UserError(f"{title} has the file {quoted(member.name)} a second time; pack it again")
@@ -65,7 +71,9 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
             file.seek(archive.offset)
             if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
                 raise tarfile.ReadError(f"it is damaged at byte {archive.offset}")
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+    except UserError:  # which is a ValueError
+        raise
+    except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         remedy = "unpack it to a plain tar if it is compressed; else copy or pack it again"
         raise UserError(f"{title} is not a whole tar archive: {one_line(error)}; {remedy}") from error
 

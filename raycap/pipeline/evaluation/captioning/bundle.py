@@ -272,7 +272,7 @@ def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapp
 
 
 def bundle_protocol(config: Mapping[str, object]) -> Protocol:
-    """The protocol in the content of a bundle's config.yaml; older versions recorded none.
+    """The protocol in the content of a bundle's config.yaml; the default one if it has none.
 
     Raises UserError for a protocol that this version does not have.
     """

@@ -253,8 +253,6 @@ TABLE = (
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)
 DEFAULT_METRICS = tuple(name for metric in TABLE if metric.by_default for name in metric.names)
-# those that need captions and references only; of all of them more is better
-TEXT_METRICS = tuple(name for metric in TABLE if metric.needs is None for name in metric.names)
 LESS_IS_BETTER = tuple(name for metric in TABLE if metric.less_is_better for name in metric.names)
 _TEST_ONLY = frozenset(name for metric in TABLE if metric.test_only for name in metric.names)
 JAVA_METRICS = tuple(name for metric in TABLE if metric.jar for name in metric.names)

@@ -26,7 +26,7 @@ from raycap.pipeline.runtime.names import one_line
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_GROUP_BYTES = 2**30  # of the images in a row group
+MAX_GROUP_BYTES = 2**29  # of the images in a row group, of which the child holds up to four copies
 _CHILD = Path(__file__).with_name("parquet_child.py")
 
 
