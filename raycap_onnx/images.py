@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
 from raycap_onnx.description import CaptionerError, Values, is_number, read_file
 
@@ -18,9 +19,11 @@ ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
 MAX_SIZE = 4096  # pixels of a side of the square
 MIN_STD = 1e-30  # a smaller one is 0 as float32
-# The formats and limits of image files, as in raycap. Resizing takes 16 bytes for each pixel of a side.
+# The formats of image files and the limits of their sizes, as in raycap. Resizing takes 16 bytes for each pixel of a
+# side, and Pillow needs twice as much memory per pixel of WebP.
 FILE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
-MAX_IMAGE_BYTES, MAX_PIXELS, MAX_IMAGE_SIDE = 256 * 2**20, 100_000_000, 2**20
+MAX_IMAGE_BYTES, MAX_PIXELS, MAX_IMAGE_SIDE, MAX_WEBP_SHARE = 256 * 2**20, 100_000_000, 2**20, 0.5
+TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
 MAX_ASPECT_RATIO = 16  # only a stripe in the middle of a longer image is scaled, if it is cropped afterwards
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # of Pillow, with more than 8 bits
 
@@ -88,8 +91,7 @@ def load_image(source: ImageSource) -> Image.Image:
         with warnings.catch_warnings():  # of damaged metadata, and of large images, which have a limit
             warnings.simplefilter("ignore")
             image = _open_image(source)
-            if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_IMAGE_SIDE:
-                raise CaptionerError(f"it has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS}")
+            _check_size(image)
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # a damaged file can raise nearly any type
@@ -112,6 +114,19 @@ def _open_image(source: ImageSource) -> Image.Image:
         return Image.fromarray(source)
     data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)
     return Image.open(io.BytesIO(data), formats=FILE_FORMATS)
+
+
+def _check_size(image: Image.Image) -> None:
+    """Raises CaptionerError for an image, or a tile of a TIFF file, with too many pixels or too long a side."""
+    sizes = [image.size]
+    if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
+        sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
+    limit = int(MAX_PIXELS * (MAX_WEBP_SHARE if image.format == "WEBP" else 1))
+    for width, height in sizes:
+        if width * height > limit or max(width, height) > MAX_IMAGE_SIDE:
+            raise CaptionerError(
+                f"it has {width} x {height} pixels; the limit is {limit}, and {MAX_IMAGE_SIDE} for a side"
+            )
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

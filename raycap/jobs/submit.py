@@ -77,17 +77,18 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
     # an id is part of a URL
     job_id = f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{begin}-{uuid.uuid4().hex[:6]}"
     title = " ".join([job.command, *arguments[:1]])
-    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder, _jobs_server(address) as client:
+    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
         pack(Path(folder), files)
-        client.submit_job(
-            submission_id=job_id,
-            entrypoint=entrypoint(job.command, arguments, job.secrets),
-            runtime_env={
-                "working_dir": folder,
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(job.variables),
-            },
-            metadata={"raycap.command": title, "raycap.commit": commit()},
-        )
+        with _jobs_server(address) as client:
+            client.submit_job(
+                submission_id=job_id,
+                entrypoint=entrypoint(job.command, arguments, job.secrets),
+                runtime_env={
+                    "working_dir": folder,
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(job.variables),
+                },
+                metadata={"raycap.command": title, "raycap.commit": commit()},
+            )
     logger.info(f"job       {job_id}: raycap {title}")
     logger.info(f"follow    ray job logs {job_id} --address {address} --follow")
     logger.info(f"stop      ray job stop {job_id} --address {address}")
@@ -102,7 +103,7 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
 def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
     """Ray's client of the jobs server, which sends the token that it finds.
 
-    In the context, a request that the server refuses raises UserError, and JobFailedError if it cannot be reached.
+    Inside the `with`, a refused request raises UserError, and an unreachable server raises JobFailedError.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
     for name in ADDRESS_VARIABLES:
@@ -160,15 +161,16 @@ def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
     for config in configs:
         paths += named_paths(config).items()
     paths += [("IMAGES", image) for image in values.get("images") or ()]
-    paths += [(f"--{name}", values.get(name)) for name in ("out", "explain", "features", "constraints")]
-    paths += [("--json", values.get("json_file"))]
+    paths += [(f"--{name}", values.get(name)) for name in ("features", "constraints")]
+    outputs = [("--out", values.get("out")), ("--explain", values.get("explain")), ("--json", values.get("json_file"))]
     paths += [("--data", data)] if data is not None and not is_shipped(data) else []
     for option, name in (("--model", "model"), ("--model", "models"), ("--compare", "compared")):
         named = values.get(name) or ()
         paths += [(option, bundle) for bundle in ([named] if isinstance(named, str | Path) else named)]
     extended = [] if data is None else referenced_files(data)
     files, packed = job_files(path, [*(str(value) for _, value in paths if value is not None), *extended])
-    for warning in dict.fromkeys(check_paths(paths, files)):
+    # a job's folder is removed with the job, and with it what a relative path writes there
+    for warning in dict.fromkeys([*check_paths(paths, files), *check_paths(outputs, ())]):
         logger.warning(warning)
     return configs[0].name if configs else job.command, files, packed
 

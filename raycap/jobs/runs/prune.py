@@ -135,6 +135,9 @@ def _is_old(run: Content, older_than_days: float) -> bool:
 def remove(storage: StoragePath, removal: Removal) -> bool:
     """Removes what a plan contains. Returns False if a process works on it now, or another one has removed it."""
     place = storage / removal.name
+    room, _, name = removal.name.partition("/")
+    if removal.kind == "run" and Content.of(room, name, place.walk()).days < LEAST_DAYS:  # resumed since the plan
+        return False
     with ExitStack() as stack:
         if removal.run and not storage.is_remote:
             folder = storage.path / removal.run

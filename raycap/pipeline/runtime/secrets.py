@@ -18,11 +18,13 @@ MASK = "***"
 REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|secret|token(?!iz)|credential|signature|(?:api|access|private|[_-])keys?(?![a-z])|accesskey"
+    r"passw|passphrase|secret|token(?!iz)|credential|signature|(?:api|access|private|[_-])keys?(?![a-z])"
+    r"|(?:access|account)key|^keys?\d*$|authorization|(?:db|user)pass(?![a-z])"
     r"|(?:^|[_-])(?:pass|pwd|pw|pat|sig|jwt|cookie|webhook|dsn)(?![a-z])",
     re.IGNORECASE,
 )
-_USERINFO = re.compile(r"""(?<=://)[^\s/"']*@""")
+# In a text, a password ends at a blank or a quote, and digits before a slash are a port.
+_USERINFO = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
 _PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 

@@ -112,8 +112,8 @@ class Server:
             value, most = getattr(form, name), getattr(self.limits, name)
             if value is not None and value > most:
                 raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
-        images = self._images(form)
         async with _deadline(self.limits.answer_s):
+            images = await asyncio.to_thread(self._images, form)  # a bucket may be slow
             model = self.models.choose(form.model)
             search = Search(form.beam_size, form.num_results, form.max_length, form.precision)
             made = await model.caption(images, search)
@@ -125,12 +125,12 @@ class Server:
     async def explain(self, request: Request) -> ExplainAnswer:
         """Explains the words of an image's caption."""
         form = await read_form(request, ExplainForm, self.limits)
-        images = self._images(form)
-        if len(images) != 1:
-            raise RefusedError(422, f"the request has {len(images)} images; send one to explain")
         if form.attribution and not self.settings.allow_attribution:
             raise RefusedError(422, "attribution is not enabled on this server; leave it out for attention alone")
         async with _deadline(self.limits.answer_s * (10 if form.attribution else 1)):
+            images = await asyncio.to_thread(self._images, form)
+            if len(images) != 1:
+                raise RefusedError(422, f"the request has {len(images)} images; send one to explain")
             model = self.models.choose(form.model)
             made = await model.explain(images[0], form.caption, form.head, form.attribution)
         found = cast("Explanation", made.result)

@@ -149,7 +149,7 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
                 body = await limited.body()
                 if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
                     raise RefusedError(413, f"the body has more than {MAX_JSON_VALUES} values; send fewer")
-                return form.model_validate_json(body)
+                return await asyncio.to_thread(form.model_validate_json, body)
             sizes = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
             async with limited.form(max_files=limits.images, **sizes) as parts:
                 values = [value for _, value in parts.multi_items() if not isinstance(value, str)]

@@ -232,8 +232,9 @@ def remove_copy(copy: Path, unused_for_s: float) -> None:
     with suppress(FileNotFoundError):  # another process removes it
         if not copy.is_dir() or time.time() - record.stat().st_mtime < unused_for_s:
             return
-        with try_file_lock(copy / ".lock") as is_free:
-            if not is_free:
+        record_lock = record.with_suffix(".lock")  # of a push or pull
+        with try_file_lock(copy / ".lock") as is_free, try_file_lock(record_lock) as is_idle:
+            if not (is_free and is_idle):
                 return
             removed = copy.rename(copy.with_name(f".{copy.name}.{uuid.uuid4().hex[:12]}.tmp"))
             record.unlink()

@@ -30,7 +30,8 @@ PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in par
 PARTS_AT_A_TIME = 4
 RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
 PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
-PAUSE_S = 0.5  # the longest pause after a cut body
+PAUSE_S = 0.5  # the longest pause after a cut body, and before a repeated conditional write
+DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
 
 
 class StorageError(OSError):
@@ -132,15 +133,21 @@ class S3Object:
         from botocore.exceptions import ClientError
 
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        refusals = {HTTPStatus.PRECONDITION_FAILED}  # the object was replaced
+        if tag is not None:
+            refusals.add(HTTPStatus.NOT_FOUND)  # the object was removed
+        deadline = time.monotonic() + 60 * self.options.retry_minutes
         with self._errors_translated():
-            try:
-                return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
-            except ClientError as error:
-                is_removed = tag is not None and _status(error) == HTTPStatus.NOT_FOUND
-                # the object was replaced, or another conditional write is under way
-                if not is_removed and _status(error) not in (HTTPStatus.PRECONDITION_FAILED, HTTPStatus.CONFLICT):
-                    raise
-                conflict = error
+            while True:
+                try:
+                    return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
+                except ClientError as error:
+                    if _status(error) in refusals:
+                        conflict = error
+                        break
+                    if _status(error) != HTTPStatus.CONFLICT or time.monotonic() > deadline:
+                        raise
+                time.sleep(random.uniform(0, PAUSE_S))  # another conditional write is under way
         with suppress(FileNotFoundError):
             content, new_tag = self.get()
             if content == data:
@@ -166,14 +173,18 @@ class S3Object:
 
         If the object is replaced meanwhile, the tag may be that of the version before.
         """
-        found = self.head()
-        if found.size <= 2 * PART_BYTES:
-            data, tag = self.get()
-            path.write_bytes(data)
-            return Entry(len(data), tag)
-        with self._errors_translated():
-            self._client.download_file(**self._location, Filename=str(path), Config=_transfer_config())
-        return found
+        from s3transfer.exceptions import S3DownloadFailedError
+
+        for _ in range(DOWNLOAD_ATTEMPTS):
+            found = self.head()
+            if found.size <= 2 * PART_BYTES:
+                data, tag = self.get()
+                path.write_bytes(data)
+                return Entry(len(data), tag)
+            with self._errors_translated(), suppress(S3DownloadFailedError):  # the tag changed between two parts
+                self._client.download_file(**self._location, Filename=str(path), Config=_transfer_config())
+                return found
+        raise StorageError(f"{self.uri} changes while it is read; is another run writing it?")
 
     def head(self) -> Entry:
         """The object's size and tag."""

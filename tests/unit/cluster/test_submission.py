@@ -156,14 +156,17 @@ def test_what_is_no_address_of_a_dashboard_is_refused(address: str) -> None:
 
 
 def test_the_command_line_is_checked_before_anything_is_sent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS / "demo.yaml"
     values = parse_arguments("run", [str(config), "--set", "seed=1", "--set", "name=x"])
     assert values["set_"] == ["seed=1", "name=x"] and values["config"] == config
     nocaps, local = CONFIGS / "data" / "nocaps_val.yaml", tmp_path / "data.yaml"
     local.write_text("data: {root: images}")
+    monkeypatch.chdir(tmp_path)
+    Path("there.jsonl").touch()  # the file of an earlier call is not sent, because the job would write beside it
     for words, named in (
+        (["caption", "s3://b/*.jpg", *REMOTE, "--out", "there.jsonl"], "--out = there.jsonl"),
         (["score", str(config)], "cannot be submitted"),
         (["evaluate", str(config), "--splt", "test"], "--splt"),
         (["run", str(config), "--set", "seeed=1"], "seeed"),

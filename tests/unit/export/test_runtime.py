@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -166,9 +167,15 @@ def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(raycap_onnx.images, "MAX_PIXELS", 100)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 14, 3), np.uint8))
     noise.save(large := io.BytesIO(), "PNG")
+    noise.resize((8, 8)).save(webp := io.BytesIO(), "WEBP")
+    tags = {256: 8, 257: 8, 258: 8, 259: 8, 262: 1, 277: 1, 322: 40_000, 323: 40_000, 324: 0, 325: 64}
+    tiled = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    tiled += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()) + bytes(68)
     noise.resize((8, 8)).save(jpeg := io.BytesIO(), "JPEG")
     cases = {
         "14 x 9 pixels; the limit is 100": large.getvalue(),
+        "8 x 8 pixels; the limit is 50": webp.getvalue(),
+        "40000 x 40000 pixels; the limit is 100": tiled,
         "not an image in a known format": b"x",
         "cannot be decoded": jpeg.getvalue()[:200],
     }

@@ -45,6 +45,9 @@ def test_a_password_of_the_configuration_is_removed_in_each_form(password: str) 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
+        ("postgresql://u:a/b@c@host/db 's3://b/c:d/e@2x'", "postgresql://host/db 's3://b/c:d/e@2x'"),
+        ("https://h/?key=AIza-long;AccountKey=abcd==", "https://h/?key=***;AccountKey=***"),
+        ("keyboard=mechanical tokens_per_word=2", "keyboard=mechanical tokens_per_word=2"),
         ("see http://u:pw@host:5000/api and sqlite:////a@b/c.db", "see http://host:5000/api and sqlite:////a@b/c.db"),
         ("'https://ghp_token@host/x' refused", "'https://host/x' refused"),
         ("http://127.0.0.1:9000/bucket/photo@2x.png", "http://127.0.0.1:9000/bucket/photo@2x.png"),
@@ -84,9 +87,13 @@ def test_a_word_is_not_masked_within_another_word() -> None:
 
 SECRETS = (
     "GITHUB_PAT MYSQL_PWD AZURE_STORAGE_KEY PASSPHRASE SIGNING_KEY AWS_SESSION_TOKEN PGPASSWORD HF_TOKEN OPENAI_APIKEY "
-    "AWS_ACCESS_KEY_ID SSH_KEY_PASSPHRASE JWT DEPLOY_KEY2 AWSAccessKeyId privateKey accessToken SESSION_COOKIE"
+    "AWS_ACCESS_KEY_ID SSH_KEY_PASSPHRASE JWT DEPLOY_KEY2 AWSAccessKeyId privateKey accessToken SESSION_COOKIE "
+    "KEY key DBPASS DB_USERPASS ACCOUNTKEY AccountKey AUTHORIZATION"
 )
-NO_SECRETS = "TOKENIZERS_PARALLELISM NCCL_DEBUG PATH PWD HOME KEYBOARD COMPASS BYPASS_CACHE code session GITHUB_PATH"
+NO_SECRETS = (
+    "TOKENIZERS_PARALLELISM NCCL_DEBUG PATH PWD HOME KEYBOARD COMPASS BYPASS_CACHE code session GITHUB_PATH "
+    "tokenizer model.key"
+)
 
 
 def test_names_of_secrets() -> None:

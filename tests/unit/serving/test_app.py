@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from starlette.testclient import TestClient
 
 import raycap
+from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.serving.app import AppSettings
 from raycap.pipeline.serving.limits import FAILED, Limits, RefusedError
 from tests.support.bundles import make_bundle, with_confidence, write_images
@@ -329,6 +331,27 @@ def test_uris_are_read_below_the_allowed_prefixes_only(
         answers.add((answer.status_code, answer.text))
     assert answers == {(422, '{"error":"uris.0 is not a readable image of this server"}')}
     assert "it is not below uri_roots" in caplog.text
+
+
+def test_a_slow_bucket_stops_no_other_answer(
+    captioners: LocalCaptioners, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, is_over = threading.Event(), threading.Event()
+
+    def read(_: UriRoots, uri: str) -> bytes:
+        is_read.set()
+        is_over.wait(30)
+        return Path(uri).read_bytes()
+
+    monkeypatch.setattr(UriRoots, "read", read)
+    of_app = AppSettings(Limits(answer_s=1), uris=(str(Path(names[0]).parent),))
+    with local_client({"main": captioners}, of_app) as client, ThreadPoolExecutor() as pool:
+        captioned = pool.submit(client.post, "/caption", json={"uris": [names[0]]})
+        assert is_read.wait(20)
+        health = client.get("/healthz")
+        answer = captioned.result()
+        is_over.set()
+    assert health.status_code == 200 and answer.status_code == 503
 
 
 def test_counters(client: TestClient, names: list[str]) -> None:

@@ -69,9 +69,11 @@ def test_a_cut_body_is_read_again(s3_object: Any) -> None:
     assert len(client.answers) == 1
 
 
-def test_a_conditional_write_beside_another_one_is_a_conflict(s3_object: Any) -> None:
-    where, _ = s3_object(refusal(409), refusal(404))
-    with pytest.raises(ConflictError):
+def test_a_conditional_write_waits_for_another_one_under_way(s3_object: Any) -> None:
+    where, _ = s3_object(refusal(409), refusal(409), {"ETag": "new"})
+    assert where.put_if(b"one", None) == "new"
+    where, _ = s3_object(*[refusal(409)] * ATTEMPTS)
+    with pytest.raises(StorageError, match="s3://data/x: storage failed"):
         where.put_if(b"one", None)
 
 
