@@ -203,7 +203,8 @@ def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath) -> Sto
     source, deadline = run.stage(stage), time.monotonic() + HANDOVER_PATIENCE_S
     while not (source / f"step-{step}").is_dir():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the checkpoint {source / f'step-{step}'} was not written within {HANDOVER_PATIENCE_S} s")
+            checkpoint = source / f"step-{step}"
+            raise TimeoutError(f"the checkpoint {checkpoint} was not written within {HANDOVER_PATIENCE_S} s")
         time.sleep(0.02)
     # Training removes older best weights meanwhile, so only those that the checkpoint refers to are copied.
     best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]
