@@ -53,7 +53,7 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     try:
         with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
             for number, member in enumerate(iter(archive.next, None)):
-                archive.members.clear()  # tarfile would keep each member
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep each member
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
                 if member.size < 0 or archive.offset < member.offset_data:  # the next header would be an earlier one
