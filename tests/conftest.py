@@ -102,11 +102,23 @@ def clusters_can_start() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One local Ray for all tests of this process that need one."""
+    start_ray()
+    yield
+    stop_ray()
+
+
+def start_ray() -> None:
+    """Starts the Ray of `ray_session`, unless it runs."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
-    yield
+    settings: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 200 * 2**20}
+    ray.init(**settings, log_to_driver=False, ignore_reinit_error=True)
+
+
+def stop_ray() -> None:
+    import ray
+
     ray.shutdown()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from raycap.jobs.cli import main
+from tests.conftest import start_ray, stop_ray
 from tests.support.retrain_world import World
 from tests.support.s3_server import reads
 
@@ -23,13 +24,21 @@ class Small(World):
         return settings | {"stages": settings["stages"][:2], "workers": workers}
 
 
+@pytest.fixture
+def own_ray() -> Iterator[None]:
+    """A Ray whose workers have the credentials of S3; those of the session's Ray may lack them."""
+    stop_ray()
+    yield
+    stop_ray()
+    start_ray()
+
+
 @pytest.mark.ray
 def test_a_retraining_lists_the_data_once_and_reads_each_new_image_once(
-    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: str, own_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images are read to check, extract, train and compare them, and to show them on both pages."""
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
-    ray.shutdown()  # the workers of a Ray that an earlier test has started lack the credentials
     world = Small(tmp_path, s3)
     prefix = world.data.uri.removeprefix("s3://data/")
 
