@@ -1,10 +1,8 @@
-"""CIDEr-D over integer n-gram keys, in batches, on a CPU or a GPU, and the index of the reference captions.
+"""CIDEr-D over integer n-gram keys, in batches, on a CPU or a GPU.
 
 CIDEr-D is defined in section 6 of Vedantam et al. 2015 (n = 1..4, sigma = 6, times 10); the values equal those of
-coco-caption's Python scorer. Words are ids, and an n-gram is one int64 key that is unique over all n. Every sum has a
-fixed order, so equal inputs give equal bits on one machine.
-
-Of English captions of 10 words the index has about 0.7 kB per caption, mostly for each n-gram of each image.
+coco-caption's Python scorer. Words are ids, and an n-gram is one int64 key that is unique over all n. The index of the
+references is a set of tensors. Every sum has a fixed order, so equal inputs give equal bits on one machine.
 
 Shapes: I images, C reference captions, V distinct n-grams of the references, P distinct (image, n-gram) pairs,
 M (reference, n-gram) entries, R scored captions, T words.
@@ -12,10 +10,9 @@ M (reference, n-gram) entries, R scored captions, T words.
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,41 +22,48 @@ SIGMA = 6.0
 N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
 _PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, to stay in a processor's cache
 _ROWS = 256  # at most this many captions are compared at a time
-Words = TypeVar("Words", Tensor, np.ndarray)
-_END = 2**63 - 1  # the last element of each table of keys, so that each position that `_find` gives exists
+_FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
 
 
 class CiderD:
     """Scores captions (word ids) of images against their references, with document frequencies over the images.
 
-    `build_index` creates it. An image is identified by its position among the references. A pair is one (image,
-    n-gram); an entry is one n-gram of one reference. log_documents: the logarithm of the number of documents.
-    tensors, by name:
+    `training.rewards.cider_index.build_index` creates it. An image is identified by its position among the references.
+    A pair is one (image, n-gram); an entry is one n-gram of one reference. Pairs are sorted by image and n-gram, and
+    entries by pair and reference. bigrams: the keys of the references' 2-grams. ngrams: the keys of their V n-grams.
+    log_documents: the logarithm of the number of documents. tensors, by name:
 
         reference_offset (I + 1,)    number of the first reference caption of each image; at the end C
         length (C,) float64          number of bigrams of each caption: CIDEr-D's length
         norm (C * 4,) float64        norm of the weights of each caption's n-grams of length n, at caption * 4 + n - 1
-        bigram                       the keys of the references' 2-grams, ascending; at the end _END
-        ngram (V + 1,)               the keys of the references' n-grams, likewise
-        idf (V + 1,) float64         inverse document frequency of each n-gram
-        pair (P + 1,)                image * V + number of the n-gram, ascending; at the end _END
+        idf (V + 1,) float64         inverse document frequency of each n-gram; the last makes a position readable
+        pair_offset (I + 1,)         number of the first pair of each image; at the end P
+        pair_ngram (P + 1,)          number of the n-gram of each pair; the last one only makes that position readable
+        pair_bucket (P + 1,)         first pair of each bucket, see `_find_pairs`; at the end P
         pair_start (P + 1,)          position of each pair's first entry; at the end M
-        entry_reference (M,)         number of the reference among those of its image; entries are sorted by pair, then
-                                     by reference
+        entry_reference (M,)         number of the reference among those of its image
         entry_times (M,)             how often the reference contains the n-gram
+
+    Integers without a type above have the smallest one that suffices.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], log_documents: float) -> None:
-        self._tensors, self.log_documents = dict(tensors), log_documents
+    def __init__(
+        self, tensors: Mapping[str, Tensor], bigrams: HashTable, ngrams: HashTable, log_documents: float
+    ) -> None:
+        self._tensors, self._bigrams, self._ngrams = dict(tensors), bigrams, ngrams
+        self.log_documents = log_documents
 
     @property
     def num_bytes(self) -> int:
         """The size of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        tables = self._bigrams, self._ngrams
+        tensors = [*self._tensors.values(), *(tensor for table in tables for tensor in (table.keys, table.start))]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str) -> CiderD:
         """The same index on a device."""
-        return CiderD({name: tensor.to(device) for name, tensor in self._tensors.items()}, self.log_documents)
+        tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        return CiderD(tensors, self._bigrams.to(device), self._ngrams.to(device), self.log_documents)
 
     def score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """CIDEr-D of each caption on its usual scale from 0 to 10, float64 (R,).
@@ -70,17 +74,19 @@ class CiderD:
         together, in parts of bounded memory.
         """
         scores = lengths.new_zeros(len(lengths), dtype=torch.float64)
-        for part, width in _by_length(lengths):
+        for part, width in by_length(lengths):
             scores[part] = self._score(captions[part, :width], lengths[part], images[part])
         return scores
 
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """The scores (R,) of one part of the captions; the arguments are those of `score`."""
         index = self._tensors
-        grams = _count_ngrams(captions, lengths, index["bigram"])
-        ngram, in_references = _find(index["ngram"], grams.key)
-        idf = torch.where(in_references, take(index["idf"], ngram), self.log_documents)  # that of document frequency 1
-        weight = grams.times * idf
+        grams = count_ngrams(captions, lengths, self._bigrams)
+        ngram, in_references = self._ngrams.find(grams.key)
+        # log_documents is the idf of document frequency 1. An n-gram that was not found has no valid position, so
+        # position 0 is read instead.
+        idf = take(index["idf"], ngram.where(in_references, 0))
+        weight = grams.times * torch.where(in_references, idf, self.log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
         squares[grams.caption, grams.column] = weight.square()
         norm = squares.view(len(captions), -1, N_MAX).sum(1).sqrt()  # (R, n)
@@ -88,9 +94,8 @@ class CiderD:
         # Match each n-gram of a caption with every reference of its image that contains it. Match i consists of the
         # n-gram matched_gram[i] of `grams` and the entry matched_entry[i] of the index.
         gram = in_references.nonzero().squeeze(1)
-        image = take(images, take(grams.caption, gram))
-        pair, in_image = _find(index["pair"], image * (len(index["ngram"]) - 1) + take(ngram, gram))
-        gram, pair = gram[in_image], pair[in_image]
+        pair, matches = self._find_pairs(take(images, take(grams.caption, gram)), take(ngram, gram))
+        gram, pair = gram[matches], pair[matches]
         starts = take(index["pair_start"], pair).long()
         counts = take(index["pair_start"], pair + 1).long() - starts
         matched_gram = gram.repeat_interleave(counts)
@@ -112,6 +117,20 @@ class CiderD:
         num_references = take(index["reference_offset"], images + 1).long() - first_reference
         return matched / N_MAX / num_references.clamp(min=1) * 10.0
 
+    def _find_pairs(self, images: Tensor, ngram: Tensor) -> tuple[Tensor, Tensor]:
+        """The pair of each n-gram (n,) and its image (n,), and whether there is one.
+
+        The n pairs of an image have n buckets, that of an n-gram being number * n // V. An n-gram's number comes from a
+        hash, so a bucket has about one pair, and the buckets have the order of the pairs.
+        """
+        index = self._tensors
+        offset = take(index["pair_offset"], images).long()
+        pairs = take(index["pair_offset"], images + 1).long() - offset
+        bucket = offset + ngram * pairs // max(len(self._ngrams), 1)
+        position = take(index["pair_bucket"], bucket).long()
+        end = take(index["pair_bucket"], bucket + (pairs > 0)).long()  # an image without n-grams has no bucket
+        return find_in_buckets(index["pair_ngram"], ngram, position, end)
+
 
 class Grams(NamedTuple):
     """Distinct n-grams of captions, sorted by caption."""
@@ -122,7 +141,7 @@ class Grams(NamedTuple):
     times: Tensor  # float64, how often the caption contains the n-gram
 
 
-def _count_ngrams(words: Tensor, lengths: Tensor, bigrams: Tensor) -> Grams:
+def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
     """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams."""
     width = words.shape[1]
     inside = torch.arange(width, device=words.device) < lengths[:, None]
@@ -147,12 +166,12 @@ def _count_ngrams(words: Tensor, lengths: Tensor, bigrams: Tensor) -> Grams:
     return Grams(*(take(part, by_caption) for part in (caption, column, keys, times.double())))
 
 
-def _bigram_keys(first: Words, second: Words) -> Words:
-    """Keys of 2-grams as `_ngram_keys` defines them, from their first and second words."""
+def bigram_keys(first: Any, second: Any) -> Any:
+    """Keys of 2-grams as `_ngram_keys` defines them, from arrays or tensors with their first and second words."""
     return (first << 30 | second) << 2 | 1
 
 
-def _ngram_keys(words: Tensor, bigrams: Tensor) -> list[Tensor]:
+def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
     """Keys of the n-grams at every position, exact for up to 2^30 words: one tensor (R, T - n + 1) for each n.
 
     The two lowest bits of a key are n - 1. The bits above them depend on n: the word (n = 1), both words (2), the
@@ -160,8 +179,8 @@ def _ngram_keys(words: Tensor, bigrams: Tensor) -> list[Tensor]:
     a 2-gram is its position in `bigrams`. A 3-gram or 4-gram with a 2-gram that is not in `bigrams` has the key -1:
     no reference contains it.
     """
-    pairs = _bigram_keys(words[:, :-1], words[:, 1:])
-    number, in_table = (part.view_as(pairs) for part in _find(bigrams, pairs.flatten()))
+    pairs = bigram_keys(words[:, :-1], words[:, 1:])
+    number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
     number = number.where(in_table, -1)
     first, last = number[:, :-1], words[:, 2:]
     three = ((first << 30 | last) << 2 | 2).where(first >= 0, -1)
@@ -170,13 +189,69 @@ def _ngram_keys(words: Tensor, bigrams: Tensor) -> list[Tensor]:
     return [words << 2, pairs, three, four]
 
 
-def _find(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (n,) of values (n,) in ascending keys that end with _END, and whether each is among them.
+@dataclass(frozen=True)
+class HashTable:
+    """Distinct int64 keys in the order of their `hashes`; a key's position in `keys` is its number.
 
-    The position of a value that is not among them has no meaning.
+    A bucket has about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
     """
-    position = torch.searchsorted(keys, values)
-    return position, take(keys, position) == values
+
+    keys: Tensor  # (size + 1,); the last one is no key, but makes the position after the last key readable
+    start: Tensor  # (buckets + 1,); position of each bucket's first key, and the end of the last bucket
+
+    @classmethod
+    def of(cls, keys: np.ndarray) -> HashTable:
+        """The table of these keys, which are distinct and in the order of their hashes."""
+        bits = max(1, len(keys).bit_length())
+        buckets = (hashes(keys) >> np.uint64(64 - bits)).astype(np.int64)
+        start = np.searchsorted(buckets, np.arange((1 << bits) + 1)).astype(index_type(len(keys)))
+        return cls(torch.from_numpy(np.append(keys, 0)), torch.from_numpy(start))
+
+    def to(self, device: torch.device | str) -> HashTable:
+        """The same table on a device."""
+        return HashTable(self.keys.to(device), self.start.to(device))
+
+    def __len__(self) -> int:
+        return len(self.keys) - 1
+
+    def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions (n,) of values (n,), and whether the table has each value; if not, its position has no meaning."""
+        num_buckets = len(self.start) - 1  # a power of two
+        buckets = _buckets(values, num_buckets.bit_length() - 1)
+        position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
+        return find_in_buckets(self.keys, values, position, end)
+
+
+def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in `keys` of values (n,), each within its bucket, and whether the bucket has it.
+
+    position, end (n,) int64: the begin and the end of the bucket of each value. `position` is changed. `keys` has at
+    least one more key than the buckets.
+    """
+    present = (take(keys, position) == values) & (position < end)
+    pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
+    while len(pending):
+        following = take(position, pending) + 1
+        position[pending] = following
+        present[pending] = hit = take(keys, following) == take(values, pending)
+        pending = pending[~hit & (following + 1 < take(end, pending))]
+    return position, present
+
+
+def hashes(keys: np.ndarray) -> np.ndarray:
+    """Distinct numbers (n,) uint64 for distinct keys (n,). Their highest bits are the bucket in a `HashTable`.
+
+    So keys in the order of their hashes are in the order of buckets, however many buckets there are.
+    """
+    return (keys * np.int64(_FIBONACCI)).view(np.uint64)
+
+
+def _buckets(keys: Tensor, bits: int) -> Tensor:
+    """The bucket of each key, a number of this many bits: the high bits of a product, which depend on the whole key.
+
+    The mask removes the copies of the sign bit that `>>` shifts in.
+    """
+    return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
@@ -184,7 +259,12 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index)
 
 
-def _by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
+def index_type(limit: int) -> Any:
+    """int32 if it can hold values up to `limit`, else int64. Smaller arrays make look-ups faster."""
+    return np.int32 if limit < 1 << 31 else np.int64
+
+
+def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Splits a batch into parts of similar length, which need little padding and bounded memory.
 
     Yields (row numbers, longest length) of each part, the longest captions first.
@@ -197,72 +277,18 @@ def _by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
         order = order[:-rows]
 
 
-def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> CiderD:
-    """The index of each image's reference captions, given as word-id sequences (ids below 2^30). Iterates once.
+class Ragged:
+    """Captions of different lengths: all their words in one array (W,) int64, and the length of each (C,) int64."""
 
-    caption_documents: compute document frequencies over captions instead of images, as the meshed-memory transformer's
-    reward does.
-    """
-    words, lengths, counts = _captions(references)
-    follows = np.ones(len(words), bool)  # whether the next word belongs to the same caption
-    follows[np.cumsum(lengths[lengths > 0]) - 1] = False
-    first = np.flatnonzero(follows)
-    bigrams = torch.from_numpy(np.append(np.unique(_bigram_keys(words[first], words[first + 1])), _END))
-    slot, key, times = _entries(words, lengths, bigrams)
-    keys, ngram = np.unique(key, return_inverse=True)
-    log_documents = math.log(max(len(lengths) if caption_documents else len(counts), 1))
+    def __init__(self, words: np.ndarray, lengths: np.ndarray) -> None:
+        self.words, self.lengths = words, lengths
 
-    image_of_caption = np.repeat(np.arange(len(counts)), counts)
-    pair_of_entry = image_of_caption[slot // N_MAX] * len(keys) + ngram
-    order = np.argsort(pair_of_entry, kind="stable")
-    pair, start = np.unique(pair_of_entry[order], return_index=True)
-    frequency = np.bincount(ngram if caption_documents else pair % max(len(keys), 1), minlength=len(keys))
-    idf = log_documents - np.log(np.maximum(frequency, 1))
-    first_caption = np.cumsum(counts) - counts
-    reference = np.arange(len(lengths)) - first_caption[image_of_caption]  # of each caption, counted from its image's
-    arrays = {
-        "bigram": bigrams.numpy(),
-        "reference_offset": np.append(first_caption, len(lengths)),
-        "length": np.maximum(lengths - 1.0, 0.0),
-        "norm": np.sqrt(np.bincount(slot, (idf[ngram] * times) ** 2, minlength=len(lengths) * N_MAX)),
-        "ngram": np.append(keys, _END),
-        "idf": np.append(idf, 0.0),
-        "pair": np.append(pair, _END),
-        "pair_start": np.append(start, len(order)),
-        "entry_reference": _small(reference)[slot // N_MAX][order],
-        "entry_times": _small(times)[order],
-    }
-    return CiderD({name: torch.from_numpy(values) for name, values in arrays.items()}, log_documents)
-
-
-def _captions(references: Iterable[Sequence[Sequence[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All words of the captions, the length of each caption (C,), and the number of captions of each image (I,)."""
-    words, lengths, counts = array("i"), array("i"), array("i")
-    for image in references:
-        for caption in image:
-            words.extend(caption)
-            lengths.append(len(caption))
-        counts.append(len(image))
-    return np.array(words, np.int64), np.array(lengths, np.int64), np.array(counts, np.int64)
-
-
-def _entries(words: np.ndarray, lengths: np.ndarray, bigrams: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct n-grams (M,) of captions, by caption, n and position: caption * 4 + n - 1; key; number of times."""
-    parts = [(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32))]
-    starts = np.cumsum(lengths) - lengths
-    for numbers, width in _by_length(torch.from_numpy(lengths)):
-        rows = numbers.numpy()
-        # After the end of a caption these positions read other captions' words, which serve as padding.
-        positions = np.minimum(starts[rows, None] + np.arange(width), max(len(words) - 1, 0))
-        padded = torch.from_numpy(words[positions] if width else positions)
-        grams = _count_ngrams(padded, torch.from_numpy(lengths[rows]), bigrams)
-        slot = (take(numbers, grams.caption) * N_MAX + grams.column % N_MAX).int()
-        parts.append((slot.numpy(), grams.key.numpy(), grams.times.int().numpy()))
-    slots, keys, times = (np.concatenate(part) for part in zip(*parts, strict=True))
-    order = np.argsort(slots, kind="stable")
-    return slots[order], keys[order], times[order]
-
-
-def _small(values: np.ndarray) -> np.ndarray:
-    """The same numbers, as bytes if all fit."""
-    return values.astype(np.uint8 if values.max(initial=0) < 256 else np.int32)
+    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        for numbers, width in by_length(torch.from_numpy(self.lengths)):
+            rows = numbers.numpy()
+            # After the end of a caption these positions read other captions' words, which serve as padding.
+            positions = starts[rows, None] + np.arange(width)
+            words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
+            yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])

@@ -19,7 +19,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards.cider import build_index
+from raycap.pipeline.training.rewards.cider_index import build_index
 
 _BATCH = 1024  # images whose captions are Python lists at a time
 
@@ -85,7 +85,7 @@ class CiderDReward:
     eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
     at the length limit scores lower.
     caption_documents: the document frequencies count captions instead of images.
-    device: of the captions to score, and of the index. `training.rewards.cider` states its size.
+    device: of the captions to score, and of the index. `training.rewards.cider_index` states its size.
     ground_truth: the mean CIDEr-D of the first caption of an image against its other captions, with EOS and without it,
     over the first 1000 images with several captions; None if no image has several (see `check_reward`).
     """
