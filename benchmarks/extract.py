@@ -107,7 +107,7 @@ def _plain_loop_rate(extractor: Extractor, table: pa.Table) -> float:
 
 def _ray_data_rate(table: pa.Table, folder: Path, extractor: Extractor) -> float:
     """Images per second through Ray Data, from the first finished shard to the last."""
-    for _ in compute([table], len(table), storage_path(folder), extractor):
+    for _ in compute(table, storage_path(folder), extractor):
         pass
     assert len(FeatureStore(folder)) == len(table), "Ray Data lost images"
     ends = sorted(path.stat().st_mtime_ns for path in (folder / "manifest").iterdir())
