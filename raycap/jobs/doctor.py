@@ -220,7 +220,7 @@ def torch_pair() -> str:
 
 
 def gpus(wanted: float, *, is_needed: bool) -> Finding:
-    """Whether torch can use as many GPUs as a run wants, or as Ray offers on a node."""
+    """Checks that torch can use as many GPUs as the run needs, or as Ray offers on this node."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -163,6 +163,7 @@ class FeatureStore:
         # of each image: the number of its shard in `shards`, its row there, and its number of regions or -1
         self._shard, self._row = shards.indices.to_numpy(), rows["row"].to_numpy()
         self._length: np.ndarray = pc.fill_null(rows["length"], -1).to_numpy()
+        self._has_regions = bool((self._length >= 0).any())  # asked once here, as batches call `regions_at`
         local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
         self._maps = ShardMaps(self.folder / "shards", self.shards, local)
 
@@ -194,7 +195,7 @@ class FeatureStore:
 
         Both are None for grids. The boxes are also None when the detector's file had none.
         """
-        if not (self._length >= 0).any():
+        if not self._has_regions:
             return None, None
         lengths = self._length[positions].astype(np.int64)
         if not any(self.shards[shard].boxes_sha256 for shard in np.unique(self._shard[positions])):
