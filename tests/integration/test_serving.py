@@ -169,7 +169,7 @@ def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch:
     with pytest.raises(ValueError, match="row 0: image is larger than 33554432 bytes"):
         registered.model.predict({"image": [bytes(2**25 + 1)]})
     size = registered.images[0].stat().st_size
-    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.image_locations.MAX_BYTES"):
+    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.images.MAX_BYTES"):
         monkeypatch.setattr(f"raycap.pipeline.{limit}", size - 1)
     data = registered.images[0].read_bytes()
     for image in (data, base64.b64encode(data + bytes(4)).decode()):

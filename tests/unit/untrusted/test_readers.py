@@ -36,7 +36,6 @@ ALLOWED = [
     "pipeline/evaluation/scores/encoders.py",
     "pipeline/evaluation/scores/java.py",
     "pipeline/features/regions.py",
-    "pipeline/features/shards.py",
     "pipeline/features/store.py",
     "pipeline/runs/journal.py",
     "pipeline/storage/atomic.py",
