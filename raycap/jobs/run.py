@@ -34,8 +34,7 @@ from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
-from raycap.pipeline.evaluation.results import Scores
-from raycap.pipeline.evaluation.results_folder import write_captions
+from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision
