@@ -23,12 +23,12 @@ from raycap.jobs.cli import main
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.cluster import stalls
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
-from raycap.pipeline.features import interruptions
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
@@ -113,7 +113,7 @@ def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
     uris = [f"s3://data/images/{key}" for key in images.column("key")]
     table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
     extractor = replace(make_extractor(tmp_path, max_images_for_tasks=0), options=unreachable)
-    monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
+    monkeypatch.setattr(stalls, "MAX_STORAGE_RETRIES", 0)
     with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
         extract(Dataset(table), tmp_path / "features", extractor, not_watched)
     assert "\n" not in str(raised.value)
