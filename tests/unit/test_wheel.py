@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -67,14 +66,3 @@ def test_a_download_without_links_runs(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.startswith(str(source)) and "\nname: demo\n" in done.stdout
-
-
-@pytest.mark.proof
-def test_a_wheel_can_be_built_from_the_source_archive(source: Path, names: set[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        assert not [member.name for member in opened if member.issym() or member.islnk()]
-        opened.extractall(tmp_path, filter="data")
-    assert names_in(build_wheel(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path / "wheel")) == names
