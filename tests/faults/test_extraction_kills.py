@@ -18,6 +18,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from raycap.jobs.cli import main
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -126,10 +127,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(images: Path) -> dict[str, bytes]:
+def undisturbed(images: Path, ray_session: None) -> dict[str, bytes]:
     folder = images.parent / "undisturbed"
     extraction = Extraction(folder, str(images), {"uri": str(folder / "store")})
-    extraction.finish()
+    assert main(["extract", str(extraction.config), "--verify"]) == 0
     return content(extraction.store())
 
 
