@@ -69,9 +69,9 @@ def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def meteor(deadline_s: float = DEADLINE_S) -> Score:
     """METEOR's score; checks that the other metrics have values and that the deadline held."""
     start = time.monotonic()
-    scores = score_captions(
-        REFERENCES, PREDICTIONS, metrics=["BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"], java_deadline_s=deadline_s
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(java_module, "METEOR_DEADLINE_S", (deadline_s, 0))
+        scores = score_captions(REFERENCES, PREDICTIONS, metrics=["BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"])
     assert time.monotonic() - start < deadline_s + SLACK_S
     for name in ("BLEU-4", "ROUGE-L", "CIDEr-D"):
         assert scores.by_name[name].value is not None and scores.by_name[name].unavailable is None
@@ -137,7 +137,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spice(deadline_s: float = DEADLINE_S):
     start = time.monotonic()
-    scores = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"], java_deadline_s=deadline_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(java_module, "SPICE_DEADLINE_S", (deadline_s, 0))
+        scores = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"])
     assert time.monotonic() - start < deadline_s + SLACK_S
     return scores.by_name["SPICE"], scores.extras.get("spice_categories")
 
@@ -190,7 +192,8 @@ def test_the_process_of_raycap_score_ends(java, tmp_path: Path, program: str | N
     (tmp_path / "res.json").write_text(json.dumps(results))
     script = (
         "from pathlib import Path; from raycap.jobs.score import score; "
-        "score(Path('refs.json'), Path('res.json'), java_deadline_s=2)"
+        "from raycap.pipeline.evaluation.scores import java; java.METEOR_DEADLINE_S = (2, 0); "
+        "score(Path('refs.json'), Path('res.json'))"
     )
     environment = os.environ | {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(Path(__file__).parents[2])}
     start = time.monotonic()
