@@ -24,7 +24,6 @@ from typing import Any
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Entry, journal_bytes, read_journal
 from raycap.pipeline.runs.run_bundle import local_bundle
@@ -48,6 +47,12 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 30  # The end of a run waits this long for a pending call. HTTP requests end earlier (CALL_TIMEOUT_S).
 LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
+METRICS_PER_REQUEST = 500  # the server accepts 1000
+SENT_FILE = "log/tracked.json"
+SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
+NOT_METRICS = ("step", "time", "total")
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
 
 
 class Tracker:
@@ -162,12 +167,6 @@ def register_run(folder: RunFolder, config: RunConfig) -> str | None:
     return registered
 
 
-METRICS_PER_REQUEST = 500  # the server accepts 1000
-SENT_FILE = "log/tracked.json"
-FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of this kind has
-NOT_METRICS = ("step", "time", "total")
-
-
 class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
@@ -196,19 +195,9 @@ class SentRecord:
 
 
 def stored_records(folder: RunFolder) -> Values:
-    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
-
-    A damaged file is named in the log and counts as empty, so that the tracker gets the run again under a new id.
-    """
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}."""
     path = folder.path / SENT_FILE
-    try:
-        records = read_json(path) if path.is_file() else {}
-        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
-            raise DamagedError(f"{path} is damaged: it holds no records")
-        return records
-    except DamagedError as error:
-        logger.warning(f"damaged   {error}; the tracker gets the run again")
-        return {}
+    return read_json(path) if path.is_file() else {}
 
 
 def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | None = None) -> None:
@@ -223,7 +212,11 @@ def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | Non
     for entry in read_journal(folder.journal):
         stages.setdefault(entry["stage"], []).append(entry)
     if values["parent"] is None:
-        record.set("parent", _get_or_create_parent(client, folder, config))
+        metadata = folder.metadata
+        match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
+        tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
+        tags["raycap.data_fingerprint"] = metadata.data_fingerprint
+        record.set("parent", get_or_create_run(client, experiment_of(client, config), match, tags))
     if not values.get("described"):
         log_params(client, values["parent"], config.stored_values())
         client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
@@ -263,16 +256,7 @@ def tag_run(folder: RunFolder, config: RunConfig, client: Any, name: str, value:
         client.set_tag(parent, name, value)
 
 
-def _get_or_create_parent(client: object, folder: RunFolder, config: RunConfig) -> str:
-    """The id of MLflow's run for a raycap run, which is created if it does not exist."""
-    metadata = folder.metadata
-    match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
-    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
-    tags["raycap.data_fingerprint"] = metadata.data_fingerprint
-    return get_or_create_run(client, experiment_of(client, config), match, tags)
-
-
-def _get_or_create_child(client: object, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+def _get_or_create_child(client: Any, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
     """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
     section = config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
@@ -314,7 +298,7 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
 
     for entry in entries:
         kind, step = entry["kind"], entry["step"]
-        if kind not in FIRST_METRIC or step <= sent.get(f"{stage}/{kind}", -1):
+        if kind not in SENT_KINDS or step <= sent.get(f"{stage}/{kind}", -1):
             continue
         prefix = "validation_" if kind == "validation" else ""
         new = [
@@ -328,10 +312,6 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
         steps[f"{stage}/{kind}"] = step
     if metrics:
         send()
-
-
-SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
-TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
 
 
 def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:
@@ -349,6 +329,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
     tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
     packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
+    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
     # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
     with (
         contextlib.redirect_stderr(io.StringIO()),
@@ -364,7 +345,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
             input_example=_example(),
-            model_config=_settings(config),
+            model_config=search | {"uri_roots": []},  # MLflow lets a server change the settings that are named here
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, name, tags=tags)
@@ -383,12 +364,6 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
             yield
     finally:
         mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
-
-
-def _settings(config: RunConfig) -> Values:
-    """The settings of the pyfunc model. MLflow lets a server change those that are named here."""
-    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
-    return search | {"uri_roots": []}
 
 
 def _signature() -> Any:
