@@ -16,8 +16,13 @@ from raycap.pipeline.config.sections import ScoreInputsSection
 from raycap.pipeline.data.caption_files import ImageId, read_file_names, read_n_best, read_predictions, read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.reports.tables import format_scores
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
-from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, MetricScores, score_captions
+from raycap.pipeline.evaluation.scores.metrics import (
+    DEFAULT_METRICS,
+    METRICS,
+    MetricScores,
+    ScoreInputs,
+    score_captions,
+)
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
@@ -85,7 +90,7 @@ def score(
         metrics=metrics or DEFAULT_METRICS,
         java_deadline_s=java_deadline_s,
         language=language,
-        inputs=score_inputs(section, language, several=several, uris=uris),
+        inputs=ScoreInputs.read(section, language, several=several, uris=uris),
     )
     print(format_scores(scores))
     if json_file is not None:

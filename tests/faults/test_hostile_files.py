@@ -30,9 +30,8 @@ from raycap.jobs.named_files import open_bundle
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.caption_files import read_predictions, read_references
-from raycap.pipeline.data.image_locations import read_image_file
 from raycap.pipeline.data.image_sources import MAX_PIXELS
-from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError

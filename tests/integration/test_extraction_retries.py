@@ -14,11 +14,12 @@ import pytest
 
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
+from raycap.pipeline.cluster import stalls
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import read_dataset
-from raycap.pipeline.features import extraction, interruptions
+from raycap.pipeline.features import extraction
 from raycap.pipeline.features.extraction import Extractor, ShardWriter, extract
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.path import StoragePath
@@ -83,7 +84,7 @@ def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
     unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", retry_minutes=0)
     uris = [f"s3://data/images/{key}" for key in images.column("key")]
     table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
-    monkeypatch.setattr(interruptions, "MAX_STORAGE_RETRIES", 0)
+    monkeypatch.setattr(stalls, "MAX_STORAGE_RETRIES", 0)
     with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
         extract(Dataset(table), tmp_path / "features", replace(extractor, options=unreachable), not_watched)
     assert "\n" not in str(raised.value)

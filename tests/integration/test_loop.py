@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
-from raycap.pipeline.evaluation.captions import RankedCaption
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, open_folder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.run_bundle import bundle_run

@@ -47,9 +47,9 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     """A model of a run that has not trained yet, registered in a database of its own."""
     folder, _ = prepare_run(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
     bundle = bundle_run(folder)
-    sync(folder, folder.config, tracking_client(folder.config))
-    assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
-    assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
+    sync(folder, tracking_client(folder.config))
+    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
+    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
     images = [Path(uri) for uri in folder.dataset.column("uri")[:2]]
     roots = [str(images[0].parent), "s3://data/photos"]
     model = PyfuncModel(CaptionService(load_bundle(bundle), beam_size=2, max_length=12), roots)
@@ -169,7 +169,7 @@ def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch:
     with pytest.raises(ValueError, match="row 0: image is larger than 33554432 bytes"):
         registered.model.predict({"image": [bytes(2**25 + 1)]})
     size = registered.images[0].stat().st_size
-    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.image_locations.MAX_BYTES"):
+    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.images.MAX_BYTES"):
         monkeypatch.setattr(f"raycap.pipeline.{limit}", size - 1)
     data = registered.images[0].read_bytes()
     for image in (data, base64.b64encode(data + bytes(4)).decode()):

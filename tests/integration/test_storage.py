@@ -14,8 +14,7 @@ import torch
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.image_locations import UNREADABLE
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore, write_shard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,9 @@ def test_stopped_in_the_middle_everything_is_there_once(
     log_lines: list[str],
 ) -> None:
     folder, store = prepare_run(tmp_path, tracking={"enabled": True, "uri": server.url})
-    config = folder.config.model_copy(update={"tracking": _tracking(server)})
+    folder = replace(folder, config=folder.config.model_copy(update={"tracking": _tracking(server)}))
     log_lines.clear()
-    tracker = Tracker(folder, config, every_s=0.1)
+    tracker = Tracker(folder, every_s=0.1)
 
     def kill(stage: StageRun) -> None:
         wait_for(lambda: sent_steps(folder, "xe_finetune/train") >= 2, "nothing was sent")
@@ -168,8 +169,8 @@ def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, store = prepare_run(tmp_path, seed=1)
-    config = folder.config.model_copy(update={"tracking": _tracking(server)})
-    tracker = Tracker(folder, config, every_s=0.1)
+    folder = replace(folder, config=folder.config.model_copy(update={"tracking": _tracking(server)}))
+    tracker = Tracker(folder, every_s=0.1)
 
     def fail(stage: StageRun) -> None:
         raise Killed
@@ -191,10 +192,10 @@ def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path,
     """No server: its port accepts and is silent. One call's deadline, not one for each call."""
     folder, _ = prepare_run(tmp_path, seed=3)
     server = MlflowServer(tmp_path / "mlflow")
-    config = folder.config.model_copy(update={"tracking": _tracking(server)})
+    folder = replace(folder, config=folder.config.model_copy(update={"tracking": _tracking(server)}))
     Journal(folder.journal, "xe_frozen", 0).write("train", 1, {"loss": 1.0})
     log_lines.clear()
-    tracker = Tracker(folder, config, every_s=0.1)
+    tracker = Tracker(folder, every_s=0.1)
     with server.silent():
         tracker.start()
         wait_for(lambda: log_lines, "the tracker never gave up")

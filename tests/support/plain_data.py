@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside
-from raycap.pipeline.data.image_locations import ImageLocation, reason_of
+from raycap.pipeline.data.images import ImageLocation, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 

@@ -27,9 +27,8 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
-from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption, SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, retrain
 from raycap.pipeline.runs.identity import config_identity

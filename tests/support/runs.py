@@ -19,8 +19,7 @@ from raycap.models.encoders.transform import augmented
 from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.data.images import decode_image, read_image_file
 from raycap.pipeline.features.extraction import Extractor, with_views
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.features.store import feature_key, write_shard

@@ -25,8 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import UNREADABLE, ImageLocation, forget_row_groups, is_part, reason_of
-from raycap.pipeline.data.images import hash_batch
+from raycap.pipeline.data.images import UNREADABLE, ImageLocation, forget_row_groups, hash_batch, is_part, reason_of
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageOptions, is_remote

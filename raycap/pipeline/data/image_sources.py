@@ -16,8 +16,7 @@ import numpy as np
 from PIL import Image
 
 from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, matches
-from raycap.pipeline.data.image_locations import UNREADABLE, read_image_file, reason_of
-from raycap.pipeline.data.images import BadImage, convert_image, decode_image
+from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, relative_name
 from raycap.pipeline.runtime.secrets import without_secrets

@@ -26,14 +26,13 @@ import pyarrow.compute as pc
 from raycap.models.config import BackboneConfig, Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import content_key_of
+from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads, numbered
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import UNREADABLE
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.features.store import (

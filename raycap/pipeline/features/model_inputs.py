@@ -26,8 +26,14 @@ from raycap.models.encoders.views import Augmentation, Views, seed_of_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import MAX_BYTES, ImageLocation, has_remote_image, read_image_file
-from raycap.pipeline.data.images import decode_image, pixels_of
+from raycap.pipeline.data.images import (
+    MAX_BYTES,
+    ImageLocation,
+    decode_image,
+    has_remote_image,
+    pixels_of,
+    read_image_file,
+)
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.cache import ImageCache, image_cache
 from raycap.pipeline.storage.path import StoragePath

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from raycap.models.config import BackboneConfig, Values
+from raycap.pipeline.cluster.stalls import one_sentence
 from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
-from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError

@@ -18,8 +18,7 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
-from raycap.pipeline.data.image_locations import ImageLocation, is_remote_image
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.images import ImageLocation, decode_batch, is_remote_image
 from raycap.pipeline.data.reading import read_annotations, read_dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath

@@ -16,7 +16,7 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.formats import source as module
 from raycap.pipeline.data.formats.source import Source
 from raycap.pipeline.data.formats.table import table_entries
-from raycap.pipeline.data.image_locations import has_remote_image, is_remote_image
+from raycap.pipeline.data.images import has_remote_image, is_remote_image
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import storage_path

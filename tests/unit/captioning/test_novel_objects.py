@@ -27,8 +27,7 @@ from raycap.pipeline.evaluation.captioning.constraints import (
     write_constraints,
 )
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
-from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
+from raycap.pipeline.evaluation.results import ConstraintCounts, ImageCaption, RankedCaption, SplitScores
 from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half

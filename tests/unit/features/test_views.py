@@ -14,8 +14,7 @@ from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data import images as images_module
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import decode_batch, decode_image
+from raycap.pipeline.data.images import decode_batch, decode_image, read_image_file
 from raycap.pipeline.features.extraction import plan_extraction, with_views
 from raycap.pipeline.features.model_inputs import AugmentedImages, Images
 from raycap.pipeline.features.store import QUARANTINE, FeatureStore, write_quarantine

@@ -18,7 +18,8 @@ import pytest
 from raycap.jobs.score import score
 from raycap.pipeline.data.caption_files import read_predictions, read_references
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores import ngrams, ptb
+from raycap.pipeline.evaluation.scores import ngrams
+from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import BLEU, score_captions
 from raycap.pipeline.evaluation.scores.words import caption_stats
 

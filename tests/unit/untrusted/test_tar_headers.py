@@ -14,7 +14,7 @@ import pytest
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.formats import webdataset
 from raycap.pipeline.data.formats.webdataset import TarMember, tar_members
-from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import read_image_file
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath

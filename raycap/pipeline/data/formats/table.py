@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
 from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
-from raycap.pipeline.data.image_locations import ImageLocation
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import parse_json

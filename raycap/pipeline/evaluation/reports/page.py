@@ -18,8 +18,7 @@ import numpy as np
 from PIL import Image
 
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
