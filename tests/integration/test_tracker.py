@@ -165,6 +165,7 @@ def _tracking(server: MlflowServer) -> Any:
     return TrackingSection(uri=server.url)
 
 
+@pytest.mark.proof
 def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
