@@ -1,4 +1,4 @@
-"""Decisions of a retraining: promoted, kept, nothing new, bad data, rolled back. The champion stays intact in all cases."""
+"""Decisions of a retraining: promoted, kept, nothing new, bad data, rolled back. The champion is never damaged."""
 
 from __future__ import annotations
 
