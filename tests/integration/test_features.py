@@ -175,42 +175,6 @@ def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: 
     assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
 
 
-@pytest.mark.proof
-@pytest.mark.ray
-def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_session: None) -> None:
-    """505 rows; gray files give what their RGB conversions give; nothing is computed twice."""
-    images = shared / "data" / "coco_subset" / "images"
-    gray = ["COCO_val2014_000000007888.jpg", "COCO_val2014_000000431848.jpg"]
-    config = small_config(tmp_path / "storage", data={"root": str(images.parent), "min_count": 1})
-    config["features"] = {"rows_per_shard": 256, "batch_size": 16, "max_images_for_tasks": 0}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    assert len(FeatureStore(folder)) == 505
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert main(["extract", str(tmp_path / "run.yaml"), "--verify"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "nothing was written again"
-
-    converted = tmp_path / "converted"
-    converted.mkdir()
-    rows = []
-    for number, name in enumerate([*gray, gray[0], gray[1]]):
-        with Image.open(images / name) as image:
-            assert image.mode == "L"
-            image.convert("RGB").save(converted / f"{number}.png")
-        split = ("train", "train", "val", "test")[number]
-        rows.append({"image": f"{number}.png", "captions": ["gray"], "split": split})
-    (converted / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config["data"] |= {"root": str(converted), "annotations": "t.jsonl"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
-    store = FeatureStore(folder)
-    keys = [hashlib.sha256((images / name).read_bytes()).hexdigest() for name in gray]
-    keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
-    features = gather(store, keys)
-    assert features.std() > 0 and np.array_equal(features[:2], features[2:])
-
-
 @pytest.mark.ray
 @pytest.mark.parametrize("most", [pytest.param(0, marks=pytest.mark.proof), 100], ids=["actors", "tasks"])
 def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session: None, most: int) -> None:

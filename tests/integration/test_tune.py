@@ -124,20 +124,3 @@ def test_members_of_a_population_take_over_weights(
         epoch, donor = record["took_over"][-1]
         assert f"trial {record['number']}  continues with the weights of trial {donor}" in output
         assert donor != record["number"] and 1 <= epoch < 5
-
-
-def test_invalid_input_exits_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for changes, found in (
-        ({"resources": {"cpus": 1000}}, "a trial asks for 1 workers x 1000 cpus = 1000, and this machine has"),
-        ({"space": {"model.num_heads": [2, 3]}}, "the choice 3 is refused"),
-        ({"space": {"model.d_modle": [1]}}, "unknown key model.d_modle"),
-        ({"objectives": {"CIDEr": "max"}}, "no trial reports 'CIDEr'"),
-        ({"backbone": {"weights": "/nowhere.pth"}}, "/nowhere.pth is no file"),
-    ):
-        assert main(["tune", str(write_search(tmp_path, **changes))]) == 2
-        message = capsys.readouterr().err.strip()
-        assert message.startswith("raycap: ") and "\n" not in message and found in message
-    assert main(["tune", str(write_search(tmp_path)), "--seeds", "3"]) == 2
-    assert "budget.trials = 4 does not divide by 3 seeds; take 3" in capsys.readouterr().err
-    assert not (tmp_path / "storage" / "searches").exists() and not (tmp_path / "storage" / "runs").exists()
-    assert main(["tune", str(tmp_path / "nothing.yaml")]) == 2
