@@ -124,21 +124,6 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
     assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(gather(store, keys), features)
 
 
-def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.MAX_LOOSE", 1)
-    keys, features = filled(tmp_path)
-    write_index(storage_path(tmp_path))
-    assert (tmp_path / "index.parquet").exists()
-    write_shard(tmp_path, ["new"], features[:1])
-    assert contains(FeatureStore(tmp_path), "new"), "manifests outside of the index are read"
-    next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
-    store = FeatureStore(tmp_path)
-    assert not contains(store, keys[0]) and contains(store, keys[4]), (
-        "the index's rows without a manifest count as missing"
-    )
-    assert np.array_equal(gather(store, keys[4:]), features[4:])
-
-
 def test_a_shard_that_is_computed_again_with_other_bits_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

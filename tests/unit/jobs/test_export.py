@@ -40,20 +40,6 @@ def test_a_missing_package_is_one_sentence(
     )
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    for words, message in (
-        ([str(tmp_path / "none"), "-o", str(tmp_path / "out")], "no such folder"),
-        ([str(tmp_path), "-o", str(tmp_path / "file")], "is a file; give a folder"),
-        ([str(tmp_path), "-o", str(tmp_path / "out")], "is not a model bundle"),
-        ([str(tmp_path), "-o", str(tmp_path / "out"), "--opset", "5"], "Invalid value for '--opset'"),
-        ([str(tmp_path), "-o", str(tmp_path / "out"), "--precision", "int8"], "Invalid value for '--precision'"),
-    ):
-        assert main(["export", *words]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Makes a package look as if it were not installed."""
     find: Any = importlib.util.find_spec

@@ -109,19 +109,6 @@ def test_rows_step_by_step_are_the_matrix(stacking: str) -> None:
             exact(row, whole[m][:, t, : t + 1])
 
 
-def test_extreme_conditionals_have_finite_gradients() -> None:
-    for stacking in STACKINGS:
-        for scale in (0.0, 300.0):
-            torch.manual_seed(0)
-            maps = [ClusterMaps(4, 2, stacking) for _ in range(2)]
-            x = (scale * torch.randn(1, 3, 4, 4)).requires_grad_()
-            state: tuple[Tensor, ...] = ()
-            for layer in maps:
-                matrix, state = layer(x, state)
-            matrix.sum().backward()
-            assert bool(matrix.isfinite().all()) and x.grad is not None and bool(x.grad.isfinite().all())
-
-
 @torch.no_grad()
 @given(st.integers(1, 7), st.integers(1, 7), st.sampled_from([2, 3, 4]))
 @settings(max_examples=20, deadline=None)
@@ -142,16 +129,6 @@ def test_sampling_down_and_up(rows: int, columns: int, rate: int) -> None:
         for b in range(rows * columns):
             group = [n // columns // rate * across + n % columns // rate for n in (a, b)]
             exact(large[:, a, b], small[:, group[0], group[1]])
-
-
-@torch.no_grad()
-def test_pooling_leaves_padding_out() -> None:
-    x = torch.randn(1, 7, 3, dtype=FLOAT64)
-    x[:, 4:] = torch.nan
-    pooled = Layout(1, 7, 3, torch.arange(7)[None] < 4).pool(x)
-    exact(pooled[0, 0, 0], x[0, :3].mean(0))
-    exact(pooled[0, 0, 1], x[0, 3])
-    assert bool((pooled[0, 0, 2] == 0).all())
 
 
 def literal_arrangement(boxes: Tensor, rows: int, columns: int) -> list[int | None]:
@@ -189,19 +166,3 @@ def test_regions_are_arranged_by_their_boxes(seed: int, count: int, rows: int) -
     assert torch.equal(found.row_by_row().undo(found.row_by_row().apply(x), count), x)
     without = arrange_regions(boxes, None, rows)
     assert int(without.valid_mask.sum()) == 3 * count
-
-
-@torch.no_grad()
-def test_dummies_never_enter_between_real_regions() -> None:
-    torch.manual_seed(0)
-    for count in range(1, 14):
-        boxes, lengths = torch.rand(2, 13, 4), torch.tensor([count, 13])
-        arrangement = arrange_regions(boxes, lengths, 3)
-        cells = arrangement.apply(torch.randn(2, 13, 4, dtype=FLOAT64))
-        poisoned = cells.masked_fill(~arrangement.valid_mask[:, :, None], torch.nan)
-        maps = layers(2, 4, 2)
-        clean = computed([cells.view(2, 3, 5, 4)] * 2, maps)[-1]
-        found = computed([poisoned.view(2, 3, 5, 4)] * 2, maps)[-1]
-        for image in range(2):
-            real = arrangement.valid_mask[image]
-            assert torch.equal(found[image][real][:, real], clean[image][real][:, real])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raycap.models.base import Features
 from raycap.models.clustformer import ClusteredAttention, ClustFormer
-from raycap.models.config import ClustFormerConfig, ModelSizes
+from raycap.models.config import ClustFormerConfig
 from raycap.models.decoding.search import beam_search
 from raycap.models.dropout import Dropout, set_dropout
 from raycap.models.explain.attribution import cross_attention
@@ -245,18 +245,6 @@ def test_one_dimension_leaves_padding_out() -> None:
     exact(model(Features(features, lengths), tokens), expected)
 
 
-@pytest.mark.parametrize("clusters", ["1d", "none"])
-def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
-    model = small_clustformer(3, inputs="regions", encoder_clusters=clusters, sampling=1).train()
-    features = features_for(2)
-    boxes = torch.rand(2, features.shape[1], 4, generator=torch.Generator().manual_seed(1), dtype=features.dtype)
-    tokens = torch.tensor([[2, 4, 5]] * 2)
-    logits = model(Features(features, torch.tensor([4, 0]), boxes), tokens)
-    logits[:1].sum().backward()
-    assert torch.isfinite(logits).all()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("decoder", ["causal", "mask_token"])
 def test_beam_search_and_attention_maps(decoder: str) -> None:
@@ -328,13 +316,3 @@ def test_beam_search_with_a_mask_token_is_that_of_every_prefix_encoded_again(see
         best = max(captions, key=score)
         assert found.tokens[image, 0, : len(best)].tolist() == list(best)
         assert float(found.scores[image, 0]) == pytest.approx(score(best), rel=1e-5)
-
-
-def test_the_extra_parameters_are_those_of_the_maps() -> None:
-    sizes = ModelSizes(1536, 9487, 20, sos=0, eos=1, pad=2)
-    with torch.device("meta"):
-        full = build_model(ClustFormerConfig(), sizes)
-        base = build_model(ClustFormerConfig(encoder_clusters="none", decoder_clusters="none"), sizes)
-        fixed = build_model(ClustFormerConfig(window=2), sizes)
-    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (full, base, fixed)]
-    assert counts[0] - counts[1] == 18_450 and counts[1] == counts[2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features
-from raycap.models.config import ClustFormerConfig, Decoding, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeSlots
 from raycap.models.decoding.search import (
     Captions,
@@ -225,29 +225,6 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
         chosen = draw_by_inversion(logits.softmax(-1), uniform).masked_fill((tokens == 1).any(1), 2)
         tokens = torch.cat((tokens, chosen[:, None]), 1)
     assert torch.equal(tokens.view(4, 3, -1), first.tokens)
-
-
-def test_a_word_of_probability_zero_is_never_drawn() -> None:
-    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
-    uniform = torch.tensor([0.0, 0.5, 0.999999999999, 0.25], dtype=torch.float64)
-    assert draw_by_inversion(probabilities, uniform).tolist() == [1, 3, 3, 1]
-
-
-def test_what_cannot_be_decoded_is_refused() -> None:
-    model = tiny(0)
-    memory = model.encode(Features(features_for(2)))
-    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
-        beam_search(model, memory, beam_size=2, max_length=5, num_results=3)
-    with pytest.raises(ValueError, match="longer than the positional table of 8 rows"):
-        greedy(model, memory, max_length=10)
-    with pytest.raises(ValueError, match="max_length is 1"):
-        greedy(model, memory, max_length=1)
-    with pytest.raises(ValueError, match="temperature is 0"):
-        Decoding(sampling=True, temperature=0)
-    with pytest.raises(ValueError, match="2 models and 1 memories"):
-        greedy([model, model], [memory], max_length=5)
-    with pytest.raises(ValueError, match="must share one vocabulary"):
-        greedy([model, tiny(1, vocabulary=5)], [memory, memory], max_length=5)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -226,18 +226,3 @@ def test_bfloat16_stays_close(dynamic: int | None, within: float) -> None:
     error = (half.float() - full).abs().amax(-1) / full.abs().amax(-1)
     assert error.median() < 1e-2
     assert (error < 3e-2).double().mean() >= within
-
-
-def test_inputs_that_do_not_fit_are_refused() -> None:
-    model = small_model(0)
-    memory = model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64)))
-    with pytest.raises(ValueError, match=r"expected \(images, tokens, 7\)"):
-        model.encode(Features(torch.randn(2, 5, 8, dtype=torch.float64)))
-    with pytest.raises(ValueError, match=r"lengths have shape \(3,\)"):
-        model.encode(Features(torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([1, 2, 3])))
-    with pytest.raises(ValueError, match="13 input tokens is longer than the positional table of 12"):
-        model.decode(memory, torch.zeros(2, 13, dtype=torch.int64))
-    with pytest.raises(ValueError, match="3 captions do not divide by 2 images"):
-        model.decode(memory, torch.zeros(3, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="id of EOS is 11"):
-        ModelSizes(7, 11, 12, sos=0, eos=11, pad=2)

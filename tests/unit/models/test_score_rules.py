@@ -252,28 +252,3 @@ def test_draws_of_an_image_depend_on_its_seed_only() -> None:
     both, one = image_draws([3, 4], 2, 5), image_draws([4], 2, 5)
     assert torch.equal(both[2:], one) and not torch.equal(both[:2], one)
     assert bool((both >= 0).all()) and bool((both < 1).all())
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"min_length": 1}, "min_length is 1; it must be 2 or more"),
-        ({"no_repeat_ngram": 0}, "no_repeat_ngram is 0; it must be 1 or more"),
-        ({"beam_groups": 0}, "beam_groups is 0"),
-        ({"beam_groups": 2, "diversity": -1.0}, "diversity is -1.0; it must be 0 or more"),
-        ({"beam_groups": 2, "diversity": math.nan}, "diversity is nan"),
-        ({"diversity": 0.3}, "diversity is for groups of beams, and evaluation.decoding.beam_groups is 1"),
-        ({"sampling": True, "temperature": 0.0}, "temperature is 0.0; it must be above 0"),
-        ({"sampling": True, "temperature": math.inf}, "temperature is inf"),
-        ({"sampling": True, "top_k": 0}, "top_k is 0; it must be 1 or more"),
-        ({"sampling": True, "top_p": 1.5}, "top_p is 1.5; it must be above 0 and at most 1"),
-        ({"sampling": True, "top_p": math.nan}, "top_p is nan"),
-        ({"sampling": True, "seed": -1}, "seed is -1"),
-        ({"sampling": True, "beam_groups": 2}, "beam_groups is 2; set one of them only"),
-        ({"top_k": 5}, "top_k is for drawn captions, and evaluation.decoding.sampling is false"),
-        ({"temperature": 0.5}, "temperature is for drawn captions"),
-    ],
-)
-def test_settings_without_sense_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Decoding(**values)

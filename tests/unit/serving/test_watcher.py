@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import raycap
-from raycap.jobs.cli import main
 from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
@@ -31,7 +27,6 @@ from raycap.pipeline.serving.served_models import (
     Metrics,
     Search,
     ServedModel,
-    StaleTransform,
     transform_key,
 )
 from tests.support.bundles import make_bundle, with_confidence, write_images
@@ -125,17 +120,6 @@ def test_a_batch_that_needs_too_much_memory_is_divided(
     assert [each.status for each in refused if isinstance(each, RefusedError)] == [500] * 5
 
 
-def test_pixels_of_another_transform_are_resized_again(bundles: list[Path], tmp_path: Path) -> None:
-    host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
-    (answer,) = host.caption([ImageJob(np.zeros((8, 8, 3), np.uint8), "another")])
-    assert answer == StaleTransform(host.current.service.transform)
-    model = ServedModel("main", LocalCaptioners(host), Metrics())
-    model._transform = type(host.current.service.transform)(image_size=16)  # of the model before
-    (made,) = asyncio.run(model.caption(files_of(name), Search()))
-    assert isinstance(made.result, raycap.ImageCaption)
-    assert made.result.caption == raycap.load(bundles[0], device="cpu").caption([name])[0].caption
-
-
 def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: list[Path], tmp_path: Path) -> None:
     """The model is replaced after the first image of the request; all images are captioned again."""
     old, new = host_of(bundles[0]), host_of(bundles[1])
@@ -199,27 +183,3 @@ def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.Monkey
         monkeypatch.setenv("RAYCAP_SERVE_TOKEN", token)
         with pytest.raises(UserError, match="must have 16 or more visible ASCII characters"):
             server_token("127.0.0.1", False)
-
-
-def test_mistakes_are_said_before_ray_is_started(
-    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
-    importlib.import_module("raycap.jobs.serve.deployments")  # pytest shows the warnings of Ray Serve's first import
-    monkeypatch.setattr("raycap.jobs.serve.command.connect", None)
-    model = str(bundles[0])
-    with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        port = str(busy.getsockname()[1])
-        for options, words in (
-            (["--model", "nothing"], "--model nothing: no such folder"),
-            (["--model", model, "--model", model], "two models have the name small"),
-            (["--model", model, "--host", "0.0.0.0"], "needs a token in RAYCAP_SERVE_TOKEN"),
-            (["--model", model, "--port", port], f"--port {port}: Address already in use"),
-            (["--model", model, "--address", "nonsense"], "--address nonsense (or RAY_ADDRESS) is no address"),
-            (["--model", "champion:demo", "--storage", str(tmp_path)], "has no champion of demo"),
-        ):
-            assert main(["serve", *options]) == 2, options
-            said = capsys.readouterr().err.splitlines()
-            assert len(said) == 1 and words in said[0], (options, said)

@@ -150,13 +150,6 @@ def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
     assert taken(where, 0.3).token == 6
 
 
-def test_a_lease_much_longer_than_the_caller_s_is_not_taken(folder: StoragePath) -> None:
-    """Its holder may be alive and renew it seldom."""
-    where = folder / "lease.json"
-    held = taken(where, 30)
-    assert take_lease(where, 0.01) == held._record
-
-
 def test_a_living_holder_keeps_its_lease_though_its_clock_is_behind(
     folder: StoragePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
