@@ -203,7 +203,10 @@ def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session:
     extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
     expected = take_snapshot(dataset, tmp_path / "threads.parquet")[0]
     two_passes, _ = extract(expected, tmp_path / "two", extractor, not_watched)
-    hash_files = hashing_extraction(tmp_path / "one", extractor, not_watched)
+
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        return hashing_extraction(uris, tmp_path / "one", extractor, not_watched)
+
     found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet", hash_files=hash_files)
     assert found.table.equals(expected.table) and not unreadable
     assert pq.read_table(tmp_path / "manifest.parquet").equals(pq.read_table(tmp_path / "threads.parquet"))

@@ -242,7 +242,7 @@ class ShardMaps:
         def find(number: int) -> str:
             info = self.infos[number]
             if is_read:
-                return self._local_damage(info)
+                return self.damage(info)
             name = f"{info.shard}.npy"
             found = sizes.get(name)
             return "" if found == info.bytes else f"{self.folder / name} has {found or 0} bytes of {info.bytes}"
@@ -250,17 +250,25 @@ class ShardMaps:
         with ThreadPoolExecutor(NUM_COPIES) as pool:  # reading and hashing release the interpreter's lock
             return {number: text for number, text in zip(numbers, pool.map(find, numbers), strict=True) if text}
 
-    def _local_damage(self, info: ShardInfo) -> str:
-        """A sentence about the damage of a local shard; "" for a whole one."""
+    def damage(self, info: ShardInfo, *, again: bool = False) -> str:
+        """A sentence about the damage of a shard; "" for a whole one.
+
+        Its digests are compared; those of a local shard only once per machine, unless `again` is true.
+        """
         digests = {f"{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
             digests[f"{info.shard}.boxes.npy"] = info.boxes_sha256
         for name, digest in digests.items():
+            file = self.folder / name
             try:
-                if not has_digest((self.folder / name).path, digest):
-                    return f"{self.folder / name} does not have the digest in its manifest"
+                if again or file.is_remote:
+                    is_whole = hashlib.sha256(file.read_bytes()).hexdigest() == digest
+                else:
+                    is_whole = has_digest(file.path, digest)
             except FileNotFoundError:
-                return f"{self.folder / name} is missing"
+                return f"{file} is missing"
+            if not is_whole:
+                return f"{file} does not have the digest in its manifest"
         return ""
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -325,7 +333,7 @@ class ShardMaps:
             return self._copied(number) if self._fits[number] else None
         path = self.folder / f"{info.shard}.npy"
         if number not in self._whole:
-            if damage := self._local_damage(info):
+            if damage := self.damage(info):
                 raise self._reject(info, damage)
             self._whole.add(number)
         return path.path
@@ -416,35 +424,17 @@ class FeatureStore:
     def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
         """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
 
-        Unlike `verify` it reads a local shard only once per machine.
+        Unlike `verify`, it reads a local shard only once per machine.
         """
         numbers = np.unique(self._shard[np.asarray(pc.is_in(self.keys, value_set=content_keys))])
         return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
 
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
-        rows = np.bincount(self._shard, minlength=len(self.shards))
-        with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
-            return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
-
-    def _find_damage(self, info: ShardInfo, rows: int) -> str:
-        """A sentence about the damage of one shard; "" for an intact shard. rows: its rows in the manifest."""
-        remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
-        files = {f"shards/{info.shard}.npy": info.sha256}
-        if info.boxes_sha256:
-            files[f"shards/{info.shard}.boxes.npy"] = info.boxes_sha256
-        for relative, digest in files.items():
-            try:
-                data = (self.folder / relative).read_bytes()
-            except FileNotFoundError:
-                return f"{relative} is missing; {remedy}"
-            if hashlib.sha256(data).hexdigest() != digest:
-                return f"{relative} does not have the digest in its manifest; {remedy}"
-            array = np.load(io.BytesIO(data), allow_pickle=False)
-            # A sum in float64 cannot overflow, so that it is finite only if every value is. It needs no second array.
-            if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
-                return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
-        return ""
+        remedy = f"delete its file in {self.folder / 'manifest'} and {self.folder / INDEX}, and extract again"
+        with ThreadPoolExecutor(NUM_COPIES) as pool:  # hashing and reading release the interpreter's lock
+            damages = list(pool.map(lambda info: self._maps.damage(info, again=True), self.shards))
+        return [f"{damage}; {remedy}" for damage in damages if damage]
 
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
@@ -452,36 +442,30 @@ def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureS
     return FeatureStore(folder, cache_bytes=settings.cache_bytes)
 
 
-def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
-    """Removes files that local writers left when they died; returns how many.
+def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
+    """Removes shards without a manifest and temporary files, which local writers left when they died.
 
-    A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
-    On S3 nothing is removed, because S3 has no partial objects and a repeated task overwrites its shard.
+    A file younger than `min_age_s` remains, because its manifest may not be written yet.
     """
-    root = storage_path(folder)
-    if root.is_remote:
-        return 0
-    with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
-    shards = (root.path / "shards").glob("*")
-    orphans = [path for path in shards if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest]
-    orphans += [path for folder in ("manifest", "") for path in (root.path / folder).glob(".*.tmp")]
-    old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]
-    for path in old:
-        path.unlink(missing_ok=True)
-    return len(old)
+    if folder.is_remote:  # where no part of a file exists, and a repeated task overwrites its shard
+        return
+    manifests = {path.stem for path in (folder.path / "manifest").glob("*.parquet")}
+    orphans = [path for path in (folder.path / "shards").glob("*") if path.name.split(".")[0] not in manifests]
+    for path in (*orphans, *folder.path.glob(".*.tmp"), *folder.path.glob("manifest/.*.tmp")):
+        if path.stat().st_mtime < time.time() - min_age_s:
+            path.unlink(missing_ok=True)
 
 
-def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.ChunkedArray) -> None:
+def remove_damaged(folder: StoragePath, content_keys: pa.Array | pa.ChunkedArray) -> None:
     """Removes the manifests of damaged shards with features of these images, so that they are computed again."""
-    root = storage_path(folder)
-    for shard, damage in FeatureStore(root).damaged(content_keys).items():
+    for shard, damage in FeatureStore(folder).damaged(content_keys).items():
         logger.warning(f"damaged   {damage}; its features are computed again")
-        remove_manifest(root, shard)
+        remove_manifest(folder, shard)
 
 
-def mark_complete(folder: StoragePath | Path, description: Values, rows: int) -> None:
+def mark_complete(folder: StoragePath, description: Values, rows: int) -> None:
     """Writes the marker file with the number of rows and the description, unless it has this content already."""
-    marker = storage_path(folder) / "COMPLETE"
+    marker = folder / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:
         marker.write_bytes(text)

@@ -53,8 +53,9 @@ def test_a_shard_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
     killed.unlink()
     (tmp_path / "shards" / "half.tmp").write_bytes(b"half")
     assert len(FeatureStore(tmp_path)) == 1
-    assert remove_orphans(tmp_path) == 0, "young files may belong to a running writer"
-    assert remove_orphans(tmp_path, min_age_s=-1) == 2
+    remove_orphans(storage_path(tmp_path))
+    assert len(list(tmp_path.glob("shards/*"))) == 3, "young files may belong to a running writer"
+    remove_orphans(storage_path(tmp_path), min_age_s=-1)
     assert len(FeatureStore(tmp_path)) == 1 and len(list(tmp_path.glob("shards/*"))) == 1
 
 
@@ -147,7 +148,7 @@ def test_a_shard_that_is_computed_again_with_other_bits_is_whole(
     keys, features = filled(tmp_path)
     write_index(storage_path(tmp_path))
     flip_any(tmp_path / "shards" / f"{shard_name(keys[:4])}.npy")
-    remove_damaged(tmp_path, pa.array(keys))
+    remove_damaged(storage_path(tmp_path), pa.array(keys))
     write_shard(tmp_path, keys[:4], features[4:8])
     write_index(storage_path(tmp_path))
     assert not FeatureStore(tmp_path).damaged(pa.array(keys))
@@ -231,7 +232,7 @@ def test_a_damaged_shard_is_named_and_computed_again(tmp_path: Path, damage: Any
         path, store = sorted((folder / "shards").iterdir())[0], FeatureStore(folder)
         damage(path)
         if act is not None:
-            act(folder, pa.array(keys))
+            act(storage_path(folder), pa.array(keys))
             (line,) = log_lines
             assert line.startswith(f"damaged   {path} ") and line.endswith("; its features are computed again")
         else:

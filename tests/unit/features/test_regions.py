@@ -217,7 +217,7 @@ def test_the_features_must_be_whole_and_in_the_file_itself(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     cases = {
         group: "1_features is no data set",
-        loop: "1_features is a link to /1_features",
+        loop: "1_features is a link to /2_features",
         external_link: "1_features is a link to x; the file must contain the values itself",
         hidden_external_link: "1_features is a link to /g/x",
         external_storage: "1_features has its values in another file",
