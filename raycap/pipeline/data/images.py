@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -46,7 +45,7 @@ from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.cache import cached_image, image_cache
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.s3 import REMOTE, StorageError, StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 PARTS = ("tar:", "parquet:")  # the begins of locations within a file
@@ -166,17 +165,14 @@ class RowGroups:
                 self.columns.popitem(last=False)
             return self.columns[key]
 
-    def clear(self) -> None:
-        with self.lock:
-            self.columns.clear()
-
 
 _GROUPS = RowGroups(256 * 2**20)
 
 
 def forget_row_groups() -> None:
     """Empties this process's cache of row groups, because files may have been replaced."""
-    _GROUPS.clear()
+    with _GROUPS.lock:
+        _GROUPS.columns.clear()
 
 
 def is_part(uri: str) -> bool:
@@ -187,15 +183,6 @@ def is_part(uri: str) -> bool:
 def is_remote_image(uri: str) -> bool:
     """Whether the file of an image, given by its text in the column `uri`, is on S3."""
     return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
-
-
-def has_remote_image(uris: pa.ChunkedArray) -> bool:
-    """Whether `is_remote_image` is true of one of the texts, which are not made Python objects."""
-    is_remote_file = pc.starts_with(uris, REMOTE)
-    is_within = pc.or_(*(pc.starts_with(uris, begin) for begin in PARTS))
-    # nothing before the path or URI of the file contains a second colon
-    is_remote_part = pc.match_substring_regex(uris.filter(is_within), rf"^\w+:[^:]*:{REMOTE}")
-    return bool(pc.any(is_remote_file).as_py() or pc.any(is_remote_part).as_py())
 
 
 def read_image_file(path: StoragePath, key: str | None = None) -> bytes:

@@ -29,7 +29,7 @@ from raycap.pipeline.data.images import (
     MAX_BYTES,
     ImageLocation,
     decode_image,
-    has_remote_image,
+    is_remote_image,
     pixels_of,
     read_image_file,
 )
@@ -118,7 +118,7 @@ class Images:
             columns = [source.locate(pc.binary_join_element_wise(keys, suffix, "")) for suffix in suffixes]
             self.positions = np.stack(columns, axis=1)  # (images, views), in the store
         else:
-            if has_remote_image(dataset.table["uri"]):
+            if any(map(is_remote_image, dataset.column("uri"))):
                 threads = max(threads, NUM_REMOTE_THREADS)
             self.pool = ThreadPoolExecutor(max(1, threads))
 

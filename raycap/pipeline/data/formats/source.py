@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -320,19 +319,13 @@ def _prefix(folder: str) -> str:
 
 
 class Rows:
-    """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
-
-    The last images, at most BUFFERED_ROWS, are Python objects.
-    """
+    """The images of annotation files, and `problems`: sentences about single captions."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._buffer: list[tuple[int, str, str, list[str], list[str]]] = []  # the columns of IMAGES
-        self._images, self._num_stored = list[pa.RecordBatch](), 0
-        self._late: dict[int, list[str]] = {}  # captions of rows that are no longer in the buffer
-
-    def __len__(self) -> int:
-        return self._num_stored + len(self._buffer)
+        self._stored = list[pa.RecordBatch]()
+        self.count = 0
 
     def add(
         self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
@@ -347,6 +340,7 @@ class Rows:
         if "\0" in uri or SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
         self._buffer.append((image_id, split, uri, captions, list(tokens)))
+        self.count += 1
         if len(self._buffer) == BUFFERED_ROWS:
             self._store()
 
@@ -354,26 +348,13 @@ class Rows:
         """Moves the buffer to Arrow arrays."""
         columns = zip(*self._buffer, strict=True) if self._buffer else [()] * len(IMAGES)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, IMAGES, strict=True)]
-        self._images.append(pa.RecordBatch.from_arrays(arrays, schema=IMAGES))
-        self._num_stored += len(self._buffer)
+        self._stored.append(pa.RecordBatch.from_arrays(arrays, schema=IMAGES))
         self._buffer = []
-
-    def add_captions(self, row: int, captions: list[str]) -> None:
-        """Adds captions to those of an image that was added before as the row with this number."""
-        if row >= self._num_stored:
-            self._buffer[row - self._num_stored][3].extend(captions)
-        else:
-            self._late.setdefault(row, []).extend(captions)
 
     def table(self, *, with_tokens: bool) -> pa.Table:
         """The images as a table of IMAGES, without the column tokens unless it is asked for."""
         self._store()
-        table = pa.Table.from_batches(self._images)
-        if self._late:
-            lists = table["captions"].to_pylist()
-            for row, captions in self._late.items():
-                lists[row] += captions
-            table = table.set_column(IMAGES.get_field_index("captions"), "captions", pa.array(lists, LISTS))
+        table = pa.Table.from_batches(self._stored)
         return table if with_tokens else table.drop_columns(["tokens"])
 
 
@@ -394,10 +375,7 @@ def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:
     texts = []
     for value in values:
         if not isinstance(value, str):
-            # a million equal sentences about one image share their memory
-            rows.problems.append(
-                sys.intern(f"{location} is malformed: a caption is not text but {type(value).__name__}")
-            )
+            rows.problems.append(f"{location} is malformed: a caption is not text but {type(value).__name__}")
         elif SURROGATE.search(value):
             rows.problems.append(f"{location} is malformed: a caption is not text in any encoding")
         else:

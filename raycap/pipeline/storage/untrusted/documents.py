@@ -8,12 +8,13 @@ lists, YAML aliases or gzip can fill the memory.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json import JSONDecoder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -94,6 +95,35 @@ def open_regular_file(path: Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+class RangedFile(io.RawIOBase):
+    """A file of `size` bytes without a buffer, of which a function reads ranges, each given by start and length."""
+
+    def __init__(self, size: int, read_range: Callable[[int, int], bytes]) -> None:
+        self.size, self.read_range, self.place = size, read_range, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence])
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), self.size - self.place)
+        if length <= 0:
+            return 0
+        data = self.read_range(self.place, length)
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
 
 
 def _refuse_constant(constant: str) -> None:
