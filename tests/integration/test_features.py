@@ -26,6 +26,7 @@ from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
+from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -86,9 +87,11 @@ def test_features_of_usable_images_and_reasons_for_others(
     (path, *_) = sorted((folder / "shards").path.glob("*.npy"))
     whole = path.read_bytes()
     flip_any(path)
-    with on_message(lines.append):
-        extract(dataset, tmp_path / "features", extractor, not_watched)
-    assert any(line.startswith(f"damaged   {path} ") for line in lines)
+    (damage,) = FeatureStore(folder).verify()
+    assert damage.startswith(f"{path} ")
+    with pytest.raises(DamagedError):
+        gather(FeatureStore(folder), [key for key in keys if key not in unusable])
+    extract(dataset, tmp_path / "features", extractor, not_watched)
     assert path.read_bytes() == whole and FeatureStore(folder).verify() == []
 
 
@@ -146,42 +149,6 @@ def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: 
     assert main([*command, "--set", "data.max_bad_fraction=0.03", "--set", "data.max_pixels=50000"]) == 0
     listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
     assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
-
-
-@pytest.mark.proof
-@pytest.mark.ray
-def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_session: None) -> None:
-    """505 rows; gray files give what their RGB conversions give; nothing is computed twice."""
-    images = shared / "data" / "coco_subset" / "images"
-    gray = ["COCO_val2014_000000007888.jpg", "COCO_val2014_000000431848.jpg"]
-    config = small_config(tmp_path / "storage", data={"root": str(images.parent), "min_count": 1})
-    config["features"] = {"rows_per_shard": 256, "batch_size": 16, "max_images_for_tasks": 0}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    assert len(FeatureStore(folder)) == 505
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert main(["extract", str(tmp_path / "run.yaml"), "--verify"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "nothing was written again"
-
-    converted = tmp_path / "converted"
-    converted.mkdir()
-    rows = []
-    for number, name in enumerate([*gray, gray[0], gray[1]]):
-        with Image.open(images / name) as image:
-            assert image.mode == "L"
-            image.convert("RGB").save(converted / f"{number}.png")
-        split = ("train", "train", "val", "test")[number]
-        rows.append({"image": f"{number}.png", "captions": ["gray"], "split": split})
-    (converted / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config["data"] |= {"root": str(converted), "annotations": "t.jsonl"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
-    store = FeatureStore(folder)
-    keys = [hashlib.sha256((images / name).read_bytes()).hexdigest() for name in gray]
-    keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
-    features = gather(store, keys)
-    assert features.std() > 0 and np.array_equal(features[:2], features[2:])
 
 
 @pytest.mark.ray

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import UNREADABLE, ImageLocation, forget_row_groups, hash_batch, is_part, reason_of
+from raycap.pipeline.data.images import PARTS, UNREADABLE, ImageLocation, forget_row_groups, hash_batch, reason_of
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageError, StorageOptions, is_remote
@@ -86,7 +86,7 @@ def take_snapshot(
     """
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
-    files = [ImageLocation.parse(uri).file.uri if is_part(uri) else uri for uri in uris.to_pylist()]
+    files = [ImageLocation.parse(uri).file.uri if uri.startswith(PARTS) else uri for uri in uris.to_pylist()]
     entries, reasons = _find_entries(
         dict.fromkeys(files), options, ENTRIES.empty_table() if listing is None else listing
     )

@@ -90,7 +90,7 @@ class ImageLocation:
 
     @classmethod
     def parse(cls, uri: str, options: StorageOptions = StorageOptions()) -> ImageLocation:
-        """The location that a text of the column `uri` states. Raises ValueError for a text that no location has."""
+        """The location in a text of the column `uri`. Raises ValueError for any other text."""
         if not uri.startswith(PARTS):
             return cls(StoragePath(uri, options))
         match = _TAR.fullmatch(uri) or _PARQUET.fullmatch(uri)
@@ -104,7 +104,7 @@ class ImageLocation:
 
     @property
     def uri(self) -> str:
-        """The text from which `parse` makes an equal location."""
+        """The text of which `parse` makes an equal location."""
         if self.part is None:
             return self.file.uri
         kind = "parquet" if isinstance(self.part, RowPlace) else "tar"
@@ -173,11 +173,6 @@ def forget_row_groups() -> None:
     """Empties this process's cache of row groups, because files may have been replaced."""
     with _GROUPS.lock:
         _GROUPS.columns.clear()
-
-
-def is_part(uri: str) -> bool:
-    """Whether a text of the column `uri` is a location within a file."""
-    return uri.startswith(PARTS)
 
 
 def is_remote_image(uri: str) -> bool:
@@ -313,11 +308,10 @@ def hash_batch(
     cache_bytes: int | None = None,
     threads: int = 1,
 ) -> Values:
-    """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
+    """Adds key and reason to a batch with the column uri: each file's sha256, or why it cannot be read.
 
-    One of them is "". Images on S3 are cached on this machine, so that those who know their keys need not read them
-    again. cache_bytes: the cache's size (`features.cache_gib`); None for the default. threads: that read local files.
-    Raises StorageError while the storage is out of order, because the images are not at fault.
+    The other one is "". Images on S3 are cached on this machine. cache_bytes: the cache's size (`features.cache_gib`);
+    None for the default. threads: the number that reads local files. Raises StorageError for an outage.
     """
     cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
 
@@ -341,11 +335,11 @@ def hash_batch(
 def measure_batch(
     batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
 ) -> Values:
-    """Adds size and reason to a batch with the columns key and uri: (B, 2) int32 sizes, and why there are none.
+    """Adds size and reason to a batch with the columns key and uri, whose images are decoded as a whole.
 
-    A size is a width and a height. Every image is decoded as a whole. One that cannot be used has the size (0, 0), and
-    others the reason "". key: the content key, or None if it is not known. threads: that decode local files. Raises
-    StorageError while the storage is out of order.
+    size: (B, 2) int32, width and height; (0, 0) for an image that cannot be used. reason: why it cannot be used, or "".
+    key: the content key, or None if it is not known. threads: the number that decodes local files. Raises StorageError
+    for an outage.
     """
 
     def measure(uri: str, key: str | None) -> tuple[tuple[int, int], str]:
@@ -375,13 +369,12 @@ def decode_batch(
     options: StorageOptions = StorageOptions(),
     augmentation: Augmentation = Augmentation(),
 ) -> Values:
-    """Decodes a batch with the columns key and uri. The result has the same columns, pixels and reason.
+    """Adds pixels and reason to a batch with the columns key and uri.
 
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
     used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
     file's sha256, or "" for a file that cannot be read. A key of `encoders.views.Views` gives a random version of the
-    image, by `augmentation`. Consecutive rows of one image are read and decoded once. Raises StorageError while the
-    storage is out of order, because the images are not at fault.
+    image, by `augmentation`. Consecutive rows of one image are decoded once. Raises StorageError for an outage.
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)

@@ -43,7 +43,6 @@ from raycap.pipeline.features.store import (
     feature_key,
     has_shard,
     mark_complete,
-    remove_damaged,
     remove_orphans,
     write_index,
     write_quarantine,
@@ -229,14 +228,13 @@ def extract(
 ) -> tuple[StoragePath, dict[str, str]]:
     """Computes the features that the store lacks, for every image of the data set, whose keys may be those of views.
 
-    Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
+    Identical images are computed once. Returns the store's folder and {content key:
     reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable`, {URI:
     reason} of images without a content key. `start_ray` is only called when an image is missing.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
-    remove_damaged(folder, dataset.table["key"])
     total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
     unit = "images and views" if extractor.settings.views else "images"

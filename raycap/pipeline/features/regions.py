@@ -33,7 +33,6 @@ from raycap.pipeline.features.store import (
     FeatureStore,
     feature_key,
     mark_complete,
-    remove_damaged,
     remove_orphans,
     write_index,
     write_quarantine,
@@ -91,7 +90,6 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     folder = config.storage_place / "features" / feature_key(description)
     remove_orphans(folder)
     keys = dataset.table["key"]
-    remove_damaged(folder, keys)
     missing = dataset.table.filter(pa.array(~FeatureStore(folder).contains(keys))).select(["key", "image_id"])
     num_there = len(dataset) - len(missing)
     logger.info(f"features  {folder.name}: {num_there} of {len(dataset)} images there, {len(missing)} to import")

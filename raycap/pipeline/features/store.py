@@ -10,8 +10,8 @@
 Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
 A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
 The folder is local or on S3. Remote shards are copied to a local cache of limited size. A shard is compared with its
-digest at its first use on a machine. The manifest of a damaged shard is removed, so that an extraction computes its
-features again.
+digest at its first use on a machine. The manifest of a damaged shard is removed, so that the next extraction computes
+its features again.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ MANIFEST = pa.schema(
         ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
     ]
 )
-MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
 INDEX = "index.parquet"  # the file of a store with the manifests of many shards
-_HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
+_HEADER_BYTES = 256  # more than the header of an .npy file with an array of three dimensions
 MAX_LOOSE = 16  # manifests that the index may lack after an extraction
 _NUM_READS = 32  # manifests that are read at the same time
 
@@ -170,11 +169,16 @@ class _Shard:
     """One open shard. A local shard has a memory map; of a remote shard, `map` is None and rows are read in ranges."""
 
     def __init__(self, path: StoragePath, local: Path | None) -> None:
-        self.path, self.map = path, None if local is None else _map_file(local)
-        header = path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES]
-        self.shape, self.dtype, self.start = _read_header(header)
+        self.path, self.map = path, None
+        if local is not None:
+            with local.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.map.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
+        header = io.BytesIO(path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES])
+        np.lib.format.read_magic(header)
+        self.shape, _, self.dtype = np.lib.format.read_array_header_1_0(header)
         # `start` is the offset of the first row and `stride` the size of a row, in bytes
-        self.stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        self.start, self.stride = header.tell(), int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def prefetch(self, row: int) -> None:
         """Advises the kernel that a row will be read."""
@@ -193,26 +197,6 @@ class _Shard:
         return flat.reshape(self.shape[1:])
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    """A memory map of a whole file."""
-    with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    content.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
-    return content
-
-
-def _read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, dtype and offset of the data of an .npy file, from its first bytes. Raises ValueError for other bytes."""
-    stream = io.BytesIO(data)
-    version = np.lib.format.read_magic(stream)
-    if version != (1, 0):
-        raise ValueError(f"unknown .npy version {version}")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    if fortran or dtype.hasobject:
-        raise ValueError("shards are C-ordered arrays of plain numbers")
-    return shape, dtype, stream.tell()
-
-
 class ShardMaps:
     """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
 
@@ -229,31 +213,10 @@ class ShardMaps:
         self._boxes: dict[int, np.ndarray] = {}
         self._whole: set[int] = set()  # the local shards that were compared with their digests
 
-    def damages(self, numbers: Sequence[int]) -> dict[int, str]:
-        """{number: a sentence} for the damaged ones of these shards.
-
-        Local files are compared with their digests (`pipeline.storage.digests`), if they have at most MAX_READ_BYTES
-        together. Otherwise only the existence and the size are compared: a process that uses a shard compares the
-        digest of a local one at its first use, and of a remote one when it downloads it.
-        """
-        is_read = not self.folder.is_remote and sum(self.infos[number].bytes for number in numbers) <= MAX_READ_BYTES
-        sizes = {} if is_read else {name: entry.size for name, entry in self.folder.list().items()}
-
-        def find(number: int) -> str:
-            info = self.infos[number]
-            if is_read:
-                return self.damage(info)
-            name = f"{info.shard}.npy"
-            found = sizes.get(name)
-            return "" if found == info.bytes else f"{self.folder / name} has {found or 0} bytes of {info.bytes}"
-
-        with ThreadPoolExecutor(NUM_COPIES) as pool:  # reading and hashing release the interpreter's lock
-            return {number: text for number, text in zip(numbers, pool.map(find, numbers), strict=True) if text}
-
     def damage(self, info: ShardInfo, *, again: bool = False) -> str:
         """A sentence about the damage of a shard; "" for a whole one.
 
-        Its digests are compared; those of a local shard only once per machine, unless `again` is true.
+        Its files are compared with their digests, a local one only once per machine unless `again` is true.
         """
         digests = {f"{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
@@ -317,26 +280,20 @@ class ShardMaps:
                     self._open.popitem(last=False)  # unmapped once no array refers to it
             return self._open[number]
 
-    def _copied(self, number: int) -> Path | None:
-        """The copy of a remote shard in the cache; None if it has no room for it."""
-        assert self.cache is not None
-        info = self.infos[number]
-        try:
-            return self.cache.get(self.folder / f"{info.shard}.npy", info.bytes, info.sha256)
-        except (FileNotFoundError, ChangedError) as error:
-            raise self._reject(info, str(error)) from error
-
     def _local_file(self, number: int) -> Path | None:
         """The local file of a shard; None for a remote one that is not in the cache."""
         info = self.infos[number]
-        if self.cache is not None:
-            return self._copied(number) if self._fits[number] else None
         path = self.folder / f"{info.shard}.npy"
-        if number not in self._whole:
-            if damage := self.damage(info):
-                raise self._reject(info, damage)
-            self._whole.add(number)
-        return path.path
+        if self.cache is None:
+            if number not in self._whole:
+                if damage := self.damage(info):
+                    raise self._reject(info, damage)
+                self._whole.add(number)
+            return path.path
+        try:
+            return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+        except (FileNotFoundError, ChangedError) as error:
+            raise self._reject(info, str(error)) from error
 
     def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
         """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
@@ -421,14 +378,6 @@ class FeatureStore:
             return lengths, None
         return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
 
-    def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
-        """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
-
-        Unlike `verify`, it reads a local shard only once per machine.
-        """
-        numbers = np.unique(self._shard[np.asarray(pc.is_in(self.keys, value_set=content_keys))])
-        return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
-
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
         remedy = f"delete its file in {self.folder / 'manifest'} and {self.folder / INDEX}, and extract again"
@@ -454,13 +403,6 @@ def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
     for path in (*orphans, *folder.path.glob(".*.tmp"), *folder.path.glob("manifest/.*.tmp")):
         if path.stat().st_mtime < time.time() - min_age_s:
             path.unlink(missing_ok=True)
-
-
-def remove_damaged(folder: StoragePath, content_keys: pa.Array | pa.ChunkedArray) -> None:
-    """Removes the manifests of damaged shards with features of these images, so that they are computed again."""
-    for shard, damage in FeatureStore(folder).damaged(content_keys).items():
-        logger.warning(f"damaged   {damage}; its features are computed again")
-        remove_manifest(folder, shard)
 
 
 def mark_complete(folder: StoragePath, description: Values, rows: int) -> None:

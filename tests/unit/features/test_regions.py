@@ -109,19 +109,6 @@ def test_a_model_that_arranges_regions_is_refused_without_boxes(
     assert main(["extract", str(config), "--set", "model.encoder_clusters=none"]) == 0
 
 
-def test_boxes_of_some_images_only(tmp_path: Path) -> None:
-    """For models that leave boxes alone a file may have them for some images: the others' are zeros."""
-    regions, config = make(tmp_path)
-    with h5py.File(tmp_path / "regions.hdf5", "a") as file:
-        for image_id in (5, 6, 7, 8, 9):
-            del file[f"{image_id}_boxes"]
-    assert main(["extract", str(config)]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    store = FeatureStore(folder)
-    _, boxes = store.regions_at(positions(store, [f"id-{number}" for number in regions]))
-    assert boxes is not None and boxes[0].any() and not boxes[4:9].any() and boxes[9].any()
-
-
 def test_a_run_is_named_by_its_regions(tmp_path: Path) -> None:
     """Another file, another maximum: another run; the same bytes elsewhere are the same one."""
     _, path = make(tmp_path)

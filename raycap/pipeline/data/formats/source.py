@@ -1,9 +1,7 @@
 """A source of images, and the rows that every reader of a form makes of it.
 
-A source has an annotation file or a pattern that names several, such as `shard-{000..009}.tar`; it decides where the
-images are, and how they get ids and splits. A reader does not change captions, not even empty ones. It collects the
-problems of single captions: training stops at the first problem, and `raycap check` reports all of them. A file that
-does not have its format raises UserError.
+A reader does not change captions, not even empty ones. It collects the problems of single captions: training stops at
+the first problem, and `raycap check` reports all of them. A file that does not have its format raises UserError.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
-ID_BITS = 63
 # The names of the columns that `data.columns` does not name: the first that an entry has.
 COLUMNS = {
     "image": ("image", "file_name"),
@@ -81,10 +78,9 @@ class Splits:
 def id_of_name(name: str) -> int:
     """An image's id: the first 63 bits of the sha256 of its name in the data set.
 
-    It does not depend on other images. Two of n images have equal ids with probability n^2 / 2^64: 5e-8 for a million
-    images and 5e-4 for a hundred million. Reading a data set refuses repeated ids.
+    Two of a million images have equal ids with probability 5e-8. Reading a data set refuses repeated ids.
     """
-    return int.from_bytes(_digest(name)[:8], "big") >> (64 - ID_BITS)
+    return int.from_bytes(_digest(name)[:8], "big") >> 1
 
 
 def _digest(name: str) -> bytes:
@@ -137,7 +133,7 @@ def read_file(path: StoragePath) -> bytes:
 
 @contextmanager
 def opened(path: StoragePath) -> Iterator[BinaryIO]:
-    """An annotation file of any size, which is read in parts. Raises UserError."""
+    """An annotation file that is read in parts. Raises UserError."""
     with errors_named(path), path.open() as file:
         yield file
 
@@ -157,13 +153,13 @@ def is_image(name: str) -> bool:
 def find_files(root: StoragePath, pattern: str) -> list[str]:
     """The files below a folder that a pattern names, sorted where it has wildcards. Raises UserError without any.
 
-    {000..009} stands for these numbers, {a,b} for each of the words, and *, ?, [...] and ** for what they mean in a
-    shell. A name without these characters, or of a file that exists, stands for itself.
+    {000..009} are these numbers, {a,b} each of the words, and *, ?, [...] and ** what they are in a shell. A name
+    without these characters, or of a file that exists, is that of one file.
     """
     if not (glob.has_magic(pattern) or _BRACES.search(pattern)) or (root / pattern).exists():
         return [pattern]
-    names = list(itertools.islice(_expanded(pattern), MAX_FILES + 1))
-    found = [name for each in names for name in (_matching(root, each) if glob.has_magic(each) else [each])]
+    patterns = list(itertools.islice(_expanded(pattern), MAX_FILES + 1))
+    found = [name for each in patterns for name in (matching(root, each) if glob.has_magic(each) else [each])]
     if not 0 < len(found) <= MAX_FILES:
         problem = f"names more than {MAX_FILES} files" if found else "matches no file"
         raise UserError(f"data.annotations: {shown(pattern)} {problem} below {root}; correct the pattern")
@@ -183,7 +179,7 @@ def _expanded(pattern: str) -> Iterator[str]:
             yield f"{pattern[: match.start()]}{value}{rest}"
 
 
-def _matching(root: StoragePath, pattern: str) -> list[str]:
+def matching(root: StoragePath, pattern: str) -> list[str]:
     """The files below a folder that match a pattern with wildcards, sorted."""
     if not root.is_remote:
         names = glob.glob(pattern, root_dir=root.path, recursive=True)  # noqa: PTH207 (Path.glob refuses some patterns)
@@ -228,7 +224,7 @@ class Source:
 
     @cached_property
     def image_prefix(self) -> str:
-        """What precedes the name of an image file in the data set."""
+        """What precedes the name of an image file in its name in the data set."""
         return _prefix(self.images_name)
 
     @cached_property
@@ -254,9 +250,9 @@ class Source:
 
         listed: names by which lists of splits may contain the image. Raises UserError for values of a wrong type.
         """
-        identifier = self.value(entry, "id", location)
-        image_id = None if identifier in (None, "") else _whole_number(identifier)
+        identifier, image_id = self.value(entry, "id", location), None
         if identifier not in (None, ""):
+            image_id = _whole_number(identifier)
             if image_id is None and (self.columns.id is not None or not isinstance(identifier, str)):
                 remedy = "set data.columns.id to a column that is; without a column id, ids are hashes of file names"
                 raise UserError(f"{location}: id {quoted(identifier)} is not a whole number; {remedy}")

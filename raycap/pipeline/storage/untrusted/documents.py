@@ -160,18 +160,11 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
     """The value of a YAML document of plain values: mappings, lists, text, numbers, booleans, dates and null."""
     import yaml
 
-    constructed = list[yaml.Node]()
-
-    class Loader(yaml.SafeLoader):
-        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-            constructed[:] = [node]
-            return super().construct_object(node, deep)
-
     try:
         text = text.decode() if isinstance(text, bytes) else text
         if len(text) > MAX_YAML_CHARACTERS:
             raise UserError(f"{name} has {len(text)} characters of YAML; the limit is {MAX_YAML_CHARACTERS}")
-        loader = Loader(text)
+        loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -186,17 +179,10 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{name} is not valid YAML: {_yaml_problem(error)}") from error
-    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # of a tag's constructor
-        raise UserError(f"{name} is not valid YAML: {_value_problem(error, constructed)}") from error
-
-
-def _value_problem(error: Exception, constructed: Sequence[yaml.Node]) -> str:
-    """What is wrong with a value, and where. It quotes nothing of it. constructed: the node of the value, if known."""
-    if not constructed:
-        return one_line(error)
-    is_date = constructed[0].tag.endswith(":timestamp") and isinstance(error, ValueError | OverflowError)
-    problem = one_line(error) if is_date else "a value does not fit its tag (!!bool, !!int, ...)"
-    return f"{problem} in {_place(constructed[0].start_mark)}"
+    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # whose text quotes the value
+        raise UserError(
+            f"{name} is not valid YAML: a value is no date, or does not fit its tag (!!int, ...)"
+        ) from error
 
 
 def _yaml_problem(error: Exception) -> str:
