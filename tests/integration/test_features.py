@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
-from PIL import Image
 
-from raycap.jobs.cli import main
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
@@ -31,9 +26,9 @@ from raycap.pipeline.features.extraction import Extractor, extract, hashing_extr
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import save_weights
-from tests.conftest import small_config, write_karpathy
+from tests.conftest import write_karpathy
 from tests.support.damage import flip_any
-from tests.support.features import contains, gather
+from tests.support.features import gather
 from tests.support.logs import on_message
 
 
@@ -93,62 +88,6 @@ def test_features_of_usable_images_and_reasons_for_others(
         gather(FeatureStore(folder), [key for key in keys if key not in unusable])
     extract(dataset, tmp_path / "features", extractor, not_watched)
     assert path.read_bytes() == whole and FeatureStore(folder).verify() == []
-
-
-def write_unusual_images(folder: Path) -> dict[str, str]:
-    """One file of each kind: {name: reason}, with an empty reason for files that can be converted."""
-    gray, color = Image.effect_noise((40, 30), 50), Image.effect_noise((40, 30), 50).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    color.convert("CMYK").save(folder / "cmyk.jpg")
-    color.quantize(16).save(folder / "palette.png")
-    color.convert("RGBA").save(folder / "alpha.png")
-    Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50).save(folder / "deep.png")
-    gray.save(folder / "gray.jpg")
-    color.rotate(90).save(folder / "turned.jpg", exif=exif)
-    color.save(folder / "whole.jpg")
-    (folder / "truncated.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:-200])
-    (folder / "empty.jpg").write_bytes(b"")
-    (folder / "text.jpg").write_text("no image")
-    Image.new("RGB", (200, 200)).save(folder / "large.png")
-    usable = dict.fromkeys(
-        ("cmyk.jpg", "palette.png", "alpha.png", "deep.png", "gray.jpg", "turned.jpg", "whole.jpg"), ""
-    )
-    unusable = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
-    return {**usable, **unusable, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
-
-
-@pytest.mark.ray
-def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: None) -> None:
-    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
-    kinds = write_unusual_images(root / "images")
-    data = json.loads((root / "dataset.json").read_text())
-    sentences = [{"raw": "unusual"}]
-    for number, name in enumerate(kinds):
-        data["images"].append({"filename": f"images/{name}", "imgid": number, "split": "train", "sentences": sentences})
-    (root / "dataset.json").write_text(json.dumps(data))
-    config = small_config(tmp_path / "storage", data={"root": str(root), "min_count": 1, "max_pixels": 20000})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-
-    command = ["extract", str(tmp_path / "run.yaml"), "--verify"]
-    assert main([*command, "--set", "data.max_bad_fraction=0.02"]) == 1, "5 of 212 are more than 2 %"
-    assert main([*command, "--set", "data.max_bad_fraction=0.03"]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    reasons = {Path(row["uri"]).name: row["reason"] for row in listed}
-    unusable = {name: reason for name, reason in kinds.items() if reason}
-    assert reasons.keys() == unusable.keys()
-    assert all(reason in reasons[name] for name, reason in unusable.items()), reasons
-    store = FeatureStore(folder)
-    for path in (root / "images").iterdir():
-        key = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert contains(store, key) == (path.name not in unusable), path.name
-
-    # A larger limit accepts the large image; a repaired file leaves the list.
-    (root / "images" / "empty.jpg").write_bytes((root / "images" / "whole.jpg").read_bytes())
-    assert main([*command, "--set", "data.max_bad_fraction=0.03", "--set", "data.max_pixels=50000"]) == 0
-    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
 
 
 @pytest.mark.ray

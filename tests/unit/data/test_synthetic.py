@@ -79,15 +79,6 @@ def test_relation_words_match_the_pictures() -> None:
     assert checked > 1000
 
 
-def test_main_object_is_the_larger_one_in_the_picture() -> None:
-    for scene, _ in SCENES[:400]:
-        if scene.second is None:
-            continue
-        pixels = np.asarray(synthetic.draw_scene(scene, 64))
-        (rows, columns), (rows2, columns2) = _where(pixels, scene.main.color), _where(pixels, scene.second.color)
-        assert np.ptp(rows) > 1.15 * np.ptp(rows2) and np.ptp(columns) > 1.15 * np.ptp(columns2)
-
-
 def test_folder_is_deterministic_and_in_karpathy_layout(tmp_path: Path) -> None:
     config = SceneConfig(num_images=30, image_size=48, seed=3)
     write_dataset(tmp_path / "a", config)

@@ -180,6 +180,14 @@ def test_a_plan_is_that_of_lists(tmp_path: Path, count: int) -> None:
     )
 
 
+def test_an_image_that_was_too_large_is_tried_with_another_limit(tmp_path: Path) -> None:
+    place, key = storage_path(tmp_path), content_key(0)
+    dataset = Dataset(pa.table([[0], ["train"], ["0.jpg"], [["a"]], [key]], schema=SCHEMA))
+    write_quarantine(place, dataset, {key: "200 x 200 pixels, more than 20000"}, {})
+    assert plan_extraction(dataset, place, 20_000).unusable.keys() == {key}
+    assert len(plan_extraction(dataset, place, 50_000).missing) == 1
+
+
 def test_verify_reads_everything_back(tmp_path: Path) -> None:
     filled(tmp_path)
     assert FeatureStore(tmp_path).verify() == []

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_DOCUMENT_BYTES = 2**30
-MAX_UNSIZED_BYTES = 2**20  # of a file whose size is given as 0: an empty one, or one of /proc
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
 MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
 MAX_YAML_NODES = 100_000  # with each alias counted as a copy
@@ -46,22 +45,13 @@ def read_document(path: Path) -> bytes:
 def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """The content of a regular file, which a link may lead to.
 
-    Raises OSError for a folder, pipe, socket or device, without waiting for a writer; for a file of more than
-    `max_bytes` bytes, whose content takes no memory; and for a file that grows meanwhile.
+    Raises OSError for a folder, pipe, socket or device, without waiting for a writer, and for a file of more than
+    `max_bytes` bytes, whose content takes no memory.
     """
     with open_regular_file(path) as file:
-        if max_bytes is None:
-            return file.read()
-        size = os.fstat(file.fileno()).st_size
-        limit = max_bytes if size else min(max_bytes, MAX_UNSIZED_BYTES)
-        if size <= limit:
-            expected = size or limit
-            data = file.read(expected + 1)  # memory for all of it is taken at once
-            if len(data) <= expected:
-                return data
-            if size:
-                raise OSError(errno.EBUSY, "changed while it was read", str(path))
-    raise OSError(errno.EMSGSIZE, f"larger than {limit} bytes", str(path))
+        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
+        return file.read()
 
 
 def is_file(path: Path) -> bool:
