@@ -12,7 +12,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
+from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.context import LocalContext

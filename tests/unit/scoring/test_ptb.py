@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.evaluation.scores import ptb
+from raycap.pipeline.evaluation.scores import words as ptb
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
 

@@ -20,11 +20,7 @@ from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.constraints import (
-    read_constraints,
-    read_detections,
-    read_hierarchy,
-)
+from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.storage.untrusted import documents
 
 DEEP = "[" * 100_000
@@ -113,6 +109,16 @@ def test_small_files_that_become_large_are_refused(tmp_path: Path, monkeypatch: 
         annotations(tmp_path, "a.json.gz", gzip.compress(b"[" + b" " * 10**6 + b"]"))
 
 
+def test_hostile_constraints_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    line = '{"image_id": 1, "constraints": ["cat"]}'
+    for old, new in (("1", "1e999"), ('["cat"]', DEEP), ('"cat"', NESTED), ('["cat"]', '"cat"'), ("cat", "\\ud800")):
+        path.write_text(line.replace(old, new))
+        with pytest.raises(UserError, match=f"^constraints {path}: line 1") as caught:
+            read_constraints(path)
+        assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     "text",
     [DEEP, NESTED, f'{{"words": [{NESTED}]}}', '{"words": ["\\ud800"]}', '{"words": ["a", "a"]}', '{"words": [1]}',
@@ -150,7 +156,7 @@ def test_hostile_word_vectors_are_named(tmp_path: Path, content: bytes, reason: 
 def test_no_reader_waits_for_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    readers = (read_detections, read_hierarchy, read_constraints, lambda path: read_word_vectors(path, ["cat"], 3))
+    readers = (read_constraints, lambda path: read_word_vectors(path, ["cat"], 3))
     for read in readers:
         with pytest.raises(UserError, match="not a regular file"):
             read(pipe)

@@ -32,7 +32,7 @@ ALLOWED = [
     "pipeline/evaluation/captioning/ray_data.py",
     "pipeline/evaluation/captioning/upstream.py",
     "pipeline/evaluation/comparison/published.py",
-    "pipeline/evaluation/results_folder.py",
+    "pipeline/evaluation/results.py",
     "pipeline/evaluation/scores/encoders.py",
     "pipeline/evaluation/scores/java.py",
     "pipeline/features/regions.py",

@@ -19,7 +19,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
-from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.processor import device_for, prepare_processor

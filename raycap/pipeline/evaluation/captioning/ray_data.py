@@ -25,7 +25,7 @@ from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.s3 import is_remote
 
