@@ -208,7 +208,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     keys = [f"{number:064d}" for number in range(len(features))]
     store = tmp_path / "store"
     write_shard(store, keys, features)
-    mark_complete(store, {}, len(keys))
+    mark_complete(storage_path(store), {}, len(keys))
     columns = [range(len(keys)), ["test"] * len(keys), keys, [["x"]] * len(keys), keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
     config = load_config(configuration(tmp_path)).model_copy(

@@ -166,7 +166,7 @@ def captions_by_hand(run: RunFolder, weights: Path, store: str) -> dict[int, str
     features = open_store(storage_path(store), run.config.features)
     captions = {}
     for row, image in enumerate(images.column("image_id")):
-        inputs = on_device(Images(images, features, None, 10**6, 1).load(np.array([row])), torch.device("cpu"))
+        inputs = on_device(Images(images, features, 10**6, 1).load(np.array([row])), torch.device("cpu"))
         settings = run.config.evaluation
         with torch.inference_mode():
             memory = model.encode(inputs)
