@@ -244,7 +244,7 @@ def test_a_damaged_champion_is_refused(world: World) -> None:
     assert state.champion is not None
     (world.storage / state.champion.bundle / "model.safetensors").write_bytes(b"{}")
     (sentence,) = errors_of(world.store)
-    assert "model.safetensors does not have the digest" in sentence
+    assert "model.safetensors has changed" in sentence
     world.add("train", 20, range(3, 8))
     with pytest.raises(OSError, match=r"a champion's bundle is damaged: .*model\.safetensors"):
         world.call()
