@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.serving.host import load_address
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bund
 from raycap.jobs.options import Address
 from raycap.models.config import PLAIN, Values
 from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
 from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
@@ -27,7 +27,6 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
-from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
 from raycap.pipeline.runtime.processor import prepare_processor

@@ -27,10 +27,9 @@ from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
 from raycap.pipeline.evaluation.evaluate import Options, common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
-from raycap.pipeline.evaluation.reports.report import report_images, score_table
+from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.evaluation.results_folder import ResultsFolder
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runtime.log import Decorations

@@ -39,7 +39,6 @@ from raycap.pipeline.evaluation.captioning.bundle import (
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel, caption_on_cluster
-from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.comparison.protocol import (
     SEARCH_KEYS,
     Protocol,
@@ -51,10 +50,10 @@ from raycap.pipeline.evaluation.comparison.protocol import (
 )
 from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.confidence import find_fit, fit_split, judged_quality
-from raycap.pipeline.evaluation.results import ConstraintCounts, Scores, SplitScores
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.results import ConstraintCounts, ImageCaption, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import (
     MetricScores,
+    ScoreInputs,
     metrics_of_split,
     score_captions,
     why_unavailable,
@@ -250,7 +249,7 @@ def caption_scores(
         return None
     data, language = settings.data, language or settings.data.language
     options = settings.storage.options
-    inputs = score_inputs(
+    inputs = ScoreInputs.read(
         settings.evaluation.inputs, language, data, several=several, uris=images.uris(), options=options
     )
     return score_captions(

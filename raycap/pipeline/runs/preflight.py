@@ -21,7 +21,7 @@ from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.scores.metrics import ScoreInputs
 from raycap.pipeline.features.regions import open_regions, region_file
 from raycap.pipeline.runs.prepare import check_constraints, max_positions
 from raycap.pipeline.storage.atomic import require_writable
@@ -105,7 +105,7 @@ def check_score_inputs(config: RunConfig) -> None:
     """The part of `check_files` for the files of `evaluation.inputs`."""
     for key, file in config.evaluation.inputs.files().items():
         _require_file(key, file)
-    score_inputs(config.evaluation.inputs, config.data.language)
+    ScoreInputs.read(config.evaluation.inputs, config.data.language)
 
 
 def check_bundle(key: str, uri: str, config: RunConfig) -> None:

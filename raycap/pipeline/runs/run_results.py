@@ -11,10 +11,9 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.caption_files import N_BEST, read_predictions
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.reports.page import Report, ReportStage
-from raycap.pipeline.evaluation.results_folder import read_captions
+from raycap.pipeline.evaluation.results import ImageCaption, read_captions
 from raycap.pipeline.features.extraction import describe_features
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import read_journal

@@ -16,7 +16,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.address import ModelAddress, parse_address, weights_digest

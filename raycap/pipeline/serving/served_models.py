@@ -17,7 +17,7 @@ from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatError
-from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.serving.limits import RefusedError
 

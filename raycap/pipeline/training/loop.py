@@ -29,8 +29,8 @@ from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.evaluation.captioning.search import caption_images
-from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store import open_store

@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from raycap.models.config import ModelSizes
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
 from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.features.precision import NOT_A_SIZE as NOT_A_BACKBONE_SIZE
 from raycap.pipeline.features.precision import decided_precision
 from raycap.pipeline.runtime.processor import device_for, measure_precisions, prepare_processor
