@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeSlots
 from raycap.models.decoding.search import (
@@ -24,7 +25,6 @@ from raycap.models.decoding.search import (
     sample,
 )
 from raycap.models.expansionnet import DynamicExpansion
-from raycap.models.registry import build_model
 from tests.support.models import (
     MIXERS,
     SIZES,

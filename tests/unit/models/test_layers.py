@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig
 from raycap.models.layers import MASKED_SCORE, attend, cached_for_steps
 
 
@@ -23,3 +26,18 @@ def test_attention_of_few_queries_is_torchs(precision: torch.dtype, queries: int
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[precision]
     for pair in ((key, value), kept):
         torch.testing.assert_close(attend(query, *pair, bias).double(), exact, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "key"),
+    [
+        (ExpansionNetConfig, {"num_heads": 7}, "model.num_heads"),
+        (ExpansionNetConfig, {"encoder_dynamic_expansion": 4}, "model.encoder_dynamic_expansion"),
+        (MeshedMemoryConfig, {"connection": "one_to_one", "num_encoder_layers": 2}, "model.connection"),
+        (ClustFormerConfig, {"inputs": "regions"}, "model.sampling"),
+        (ClustFormerConfig, {"clustered_decoder_layers": (2, 2)}, "model.clustered_decoder_layers"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(config: Any, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        config(**changes)

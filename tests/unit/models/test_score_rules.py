@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import build_model
 from raycap.models.config import MODEL_CONFIGS, Decoding, ModelSizes
 from raycap.models.decoding.constraints import build_automaton, constrained_beam_search
 from raycap.models.decoding.search import (
@@ -26,7 +27,6 @@ from raycap.models.decoding.search import (
     nucleus,
     sample,
 )
-from raycap.models.registry import build_model
 from tests.support.models import SIZES, features_for, log_probabilities, texts, tiny
 from tests.support.models import one_thread as one_thread
 
@@ -252,3 +252,17 @@ def test_draws_of_an_image_depend_on_its_seed_only() -> None:
     both, one = image_draws([3, 4], 2, 5), image_draws([4], 2, 5)
     assert torch.equal(both[2:], one) and not torch.equal(both[:2], one)
     assert bool((both >= 0).all()) and bool((both < 1).all())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"diversity": 0.3}, "diversity is for groups of beams, and evaluation.decoding.beam_groups is 1"),
+        ({"sampling": True, "beam_groups": 2}, "beam_groups is 2; set one of them only"),
+        ({"top_k": 5}, "top_k is for drawn captions, and evaluation.decoding.sampling is false"),
+        ({"temperature": 0.5}, "temperature is for drawn captions"),
+    ],
+)
+def test_settings_without_sense_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Decoding(**values)

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from raycap.models.captioner import Captioner
+from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.preflight import require_possible
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config
@@ -52,6 +55,24 @@ def test_patterns_match_as_a_plain_matcher_says(captioner: Captioner) -> None:
                 frozen(captioner, pattern)
         else:
             assert frozen(captioner, pattern) == expected, pattern
+
+
+@pytest.mark.parametrize(
+    ("stage", "patterns", "found"),
+    [
+        (1, ["model.encodr"], r"'model.encodr', which matches no parameter; names are .*model.encoder"),
+        (0, ["backbone"], r"stages.xe_frozen: freeze names 'backbone', which matches no parameter"),
+        (0, ["model"], r"stages.xe_frozen: freeze names model, and nothing is left to train; name fewer"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_refused_before_anything_starts(
+    tmp_path: Path, stage: int, patterns: list[str], found: str
+) -> None:
+    values = small_config(tmp_path)
+    values["stages"][stage]["freeze"] = patterns
+    with pytest.raises(UserError, match=found) as error:
+        require_possible(parse_config(values))
+    assert "\n" not in str(error.value)
 
 
 def test_a_frozen_part_of_the_backbone_stays_as_it_is(tmp_path: Path) -> None:
