@@ -102,25 +102,3 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
         assert over == (record["state"] == "finished")
         assert record["reports"][-1][0] == (4 if over else 1)
     assert "stopped at epoch" in capsys.readouterr().out
-
-
-@pytest.mark.proof
-@pytest.mark.ray
-def test_members_of_a_population_take_over_weights(
-    tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two rates change nothing and two destroy the weights; members with the latter continue from the former."""
-    space = {LR: {"choices": [1e-9, 1e-8, 1e-1, 3e-2]}}
-    changes: dict[str, Any] = {"pbt": {"every_epochs": 1, "quantile": 0.5}, "budget": {"trials": 4}}
-    path = write_search(tmp_path, space=space, algorithm="pbt", trial=TRIAL | {"epochs": 5}, seed=1, **changes)
-    assert main(["tune", str(path)]) == 0
-    output, records = capsys.readouterr().out, records_of(tmp_path / "storage")
-    assert [record["state"] for record in records] == ["finished"] * 4, [record["reason"] for record in records]
-    assert all([epoch for epoch, _ in record["reports"]] == [1, 2, 3, 4, 5] for record in records)
-    assert len({Path(record["run"]).name for record in records}) == 4
-    changed = [record for record in records if record["took_over"]]
-    assert changed, "a member with destroyed weights takes over others"
-    for record in changed:
-        epoch, donor = record["took_over"][-1]
-        assert f"trial {record['number']}  continues with the weights of trial {donor}" in output
-        assert donor != record["number"] and 1 <= epoch < 5

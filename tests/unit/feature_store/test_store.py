@@ -212,14 +212,3 @@ def test_a_damaged_shard_is_named_and_computed_again(tmp_path: Path, damage: Any
     assert len(FeatureStore(tmp_path)) == 8 and not has_shard(tmp_path, keys)
     filled(tmp_path)
     assert np.array_equal(gather(FeatureStore(tmp_path), keys), features)
-
-
-def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
-    boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
-    write_shard(tmp_path, ["a", "b"], np.zeros((2, 5, 3), np.float32), lengths=[3, 5], boxes=boxes)
-    (path,) = tmp_path.glob("shards/*.boxes.npy")
-    store = FeatureStore(tmp_path)
-    flip_any(path)
-    with pytest.raises(DamagedError, match=str(path)):
-        store.regions_at(positions(store, ["a"]))
-    assert len(FeatureStore(tmp_path)) == 0
