@@ -121,14 +121,14 @@ def test_images_are_fetched_once_and_checked_by_digest(
     found = read_dataset(DataSection(root="s3://data/epochs"), "s3://data/epochs", options)
     dataset = take_snapshot(found, tmp_path / "there.parquet", options)[0].split("train")
     here = read_dataset(DataSection(root=str(local)), local).split("train")
-    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6)).tokens
+    expected = Images(here, ImageTransform(16), 10**6, 1).load(np.arange(6)).tokens
 
     reads: list[str] = []
     original = StoragePath.read_bytes
     monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: (reads.append(self.name), original(self))[1])
     for limit, left in ((2**30, 6), (0, 0)):
         cache = ImageCache(tmp_path / str(limit), limit)
-        images = Images(dataset, None, ImageTransform(16), 10**6, 1, options, cache)
+        images = Images(dataset, ImageTransform(16), 10**6, 1, options, cache)
         for _ in range(2):
             assert torch.equal(images.load(np.arange(6)).tokens, expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left

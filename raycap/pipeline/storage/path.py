@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from raycap.pipeline.runtime.names import expanded_path
 from raycap.pipeline.storage.atomic import file_lock, write_bytes
 from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
-from raycap.pipeline.storage.untrusted.documents import open_regular_file, read_regular_file
+from raycap.pipeline.storage.untrusted.documents import RangedFile, open_regular_file, read_regular_file
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
@@ -84,7 +84,7 @@ class StoragePath:
         """
         if not self.is_remote:
             return open_regular_file(self.path)
-        return cast("BinaryIO", io.BufferedReader(_RemoteFile(self), REMOTE_BUFFER_BYTES))
+        return cast("BinaryIO", io.BufferedReader(RangedFile(self.stat().size, self.read_range), REMOTE_BUFFER_BYTES))
 
     def read_tagged(self) -> tuple[bytes, str]:
         """The content of a small file and the tag of this content, for `write_if`.
@@ -175,36 +175,6 @@ class StoragePath:
     @property
     def _object(self) -> S3Object:
         return S3Object(self.uri, self.options)
-
-
-class _RemoteFile(io.RawIOBase):
-    """An object on S3 as a file without a buffer."""
-
-    def __init__(self, source: StoragePath) -> None:
-        self.source, self.size, self.place = source, source.stat().size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
-        self.place = max(0, start + offset)
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        length = min(len(buffer), self.size - self.place)
-        if length <= 0:
-            return 0
-        data = self.source.read_range(self.place, length)
-        buffer[: len(data)] = data
-        self.place += len(data)
-        return len(data)
 
 
 def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:

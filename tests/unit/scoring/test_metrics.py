@@ -63,6 +63,7 @@ def test_equal_to_pycocoevalcap(images: int, seed: int) -> None:
         np.testing.assert_allclose(ours.by_name[name].per_image, each, rtol=0, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.proof
 def test_published_scores() -> None:
     folder = SHARED / "data" / "coco_captions"
     if not folder.is_dir():

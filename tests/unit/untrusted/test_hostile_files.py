@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raycap.jobs.cli import main
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import read_annotations
@@ -110,43 +109,6 @@ def test_small_files_that_become_large_are_refused(tmp_path: Path, monkeypatch: 
         annotations(tmp_path, "a.json.gz", gzip.compress(b"[" + b" " * 10**6 + b"]"))
 
 
-# raycap score -----------------------------------------------------------------------------------------------------
-
-REFERENCES = '{"images": [], "annotations": [{"image_id": 1, "caption": "a b c"}, {"image_id": 2, "caption": "d e"}]}'
-RESULTS = '[{"image_id": 1, "caption": "a b c"}, {"image_id": 2, "caption": "d e"}]'
-
-
-def score(folder: Path, references: str | bytes, results: str | bytes, *more: str) -> int:
-    for name, content in (("references", references), ("results", results)):
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    files = ["--references", str(folder / "references"), "--predictions", str(folder / "results")]
-    return main(["score", *files, "--metric", "BLEU-4", *more])
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
-        ("2", DEEP, "nested too deeply"),
-        ("2", NESTED, "that is a number or text"),
-        ("2", "1e999", "that is a number or text"),
-        ("2", "9" * 5_000, "is not valid JSON"),
-        ('"d e"', r'"\ud800"', "surrogates not allowed"),
-        ('"d e"', "NaN", "NaN is not a JSON number"),
-        ('"d e"', NESTED, "that is text"),
-        ('"d e"', '"' + "a " * 10_000 + '"', "the limit is 10000"),
-    ],
-)
-def test_hostile_captions_end_raycap_score_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, reason: str
-) -> None:
-    hostile = (REFERENCES.replace(old, new), RESULTS), (REFERENCES, RESULTS.replace(old, new))
-    for (references, results), name in zip(hostile, ("references", "results"), strict=True):
-        assert score(tmp_path, references, results) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"raycap: {tmp_path / name}") and reason in said
-        assert said.count("\n") == 1 and len(said) < 1000
-
-
 def test_hostile_constraints_are_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     line = '{"image_id": 1, "constraints": ["cat"]}'
@@ -155,9 +117,6 @@ def test_hostile_constraints_are_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"^constraints {path}: line 1") as caught:
             read_constraints(path)
         assert len(str(caught.value)) < 1000
-
-
-# vocabularies and word vectors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
