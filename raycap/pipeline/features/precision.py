@@ -167,9 +167,9 @@ def measure_search(config: RunConfig) -> PrecisionTimes:
     import torch
 
     from raycap.models.base import Features
+    from raycap.models.captioner import build_model
     from raycap.models.decoding.search import beam_search
     from raycap.models.encoders.backbone import Backbone
-    from raycap.models.registry import build_model
 
     prepare_processor(config.workers.threads_per_worker)
     device: Any = device_for(config.workers.gpus_per_worker)

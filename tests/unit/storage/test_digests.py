@@ -58,10 +58,7 @@ def test_a_sparse_file_is_damaged_and_not_read(folder: Path) -> None:
         write_digests(folder)
 
 
-NEWER, NO_TEXT = b'{"format": 2, "files": {}}', b'{"format": 1, "files": {"a.bin": 1}}'
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a.bin": "1"}', NEWER, NO_TEXT])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1, "files": {"a.bin": 1}}'])
 def test_damaged_digests_are_damage(folder: Path, content: bytes) -> None:
     (folder / DIGESTS).write_bytes(content)
     with pytest.raises(DamagedError, match=str(folder)):
