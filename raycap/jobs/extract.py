@@ -25,7 +25,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.regions import changed_images
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
 from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.digests import file_digest, has_digest
 from raycap.pipeline.storage.path import StoragePath
@@ -127,8 +127,6 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     path = scratch / stored.name if stored.is_remote else stored.path
     digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
     if not _fetch_whole(stored, path, digest_file):
-        from raycap.pipeline.runs.initial_weights import initial_backbone
-
         save_weights(initial_backbone(config), path)
         if stored.is_remote:
             stored.upload(path)
