@@ -24,7 +24,7 @@ from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.features import gather
-from tests.support.s3_server import CREDENTIALS, s3_server
+from tests.support.s3_server import s3_server
 
 NUM_IMAGES, ROWS = 96, 4
 
@@ -63,7 +63,7 @@ class Extraction:
         self.features = self.storage / "features"
 
     def start(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, **CREDENTIALS, "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-u", "-m", "raycap", "extract", str(self.config), "--verify"]
         with self.log.open("w") as log:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)

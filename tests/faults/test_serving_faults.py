@@ -23,7 +23,7 @@ from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, write_images
 from tests.support.ray_cluster import ADDRESS, HEAD, Cluster, free_port, processes, ray_cluster
-from tests.support.s3_server import CREDENTIALS, plan_outage
+from tests.support.s3_server import plan_outage
 from tests.support.serving import captions_by_digest, crown
 from tests.support.serving_load import Clients, as_table
 
@@ -96,8 +96,7 @@ class Service:
 
 @pytest.fixture
 def service(s3: str, tmp_path: Path) -> Iterator[Service]:
-    variables = CREDENTIALS | {"PYTHONPATH": str(ROOT)}
-    with ray_cluster(cpus=1, variables=variables) as cluster:
+    with ray_cluster(variables={"PYTHONPATH": str(ROOT)}) as cluster:
         for _ in range(2):  # each has room for all replicas
             cluster.join_node(cpus=5)
         yield Service(cluster, s3, tmp_path)

@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -22,18 +23,32 @@ from raycap.jobs.cli import main
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.cluster import stalls
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.storage.s3 import StorageOptions
-from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
+from raycap.pipeline.storage.weights import load_weights, save_weights
 from tests.conftest import small_config, write_karpathy
 from tests.support.damage import flip_any
 from tests.support.features import contains, gather
 from tests.support.logs import on_message
+
+SWIN = BackboneConfig(
+    "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
+)
+
+
+def make_extractor(folder: Path, **settings: Any) -> Extractor:
+    """An extractor with random weights, in float32."""
+    torch.manual_seed(0)
+    save_weights(Backbone(SWIN), folder / "backbone.safetensors")
+    values = {"compute_dtype": "float32", "stored_dtype": "float32", "rows_per_shard": 8} | settings
+    return Extractor(SWIN, folder / "backbone.safetensors", FeatureSection(**values), 10**6)
 
 
 def not_watched() -> AbstractContextManager[Callable[[], object]]:
@@ -50,14 +65,9 @@ def test_features_of_usable_images_and_reasons_for_others(
     (root / "images" / "5.png").write_bytes(b"not a picture")
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
     dataset, _ = take_snapshot(read_dataset(DataSection(root=str(root)), root), tmp_path / "manifest.parquet")
-    config = BackboneConfig(
-        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
-    )
-    torch.manual_seed(0)
-    backbone = Backbone(config).eval()
-    save_weights(backbone, tmp_path / "backbone.safetensors")
-    settings = FeatureSection(compute_dtype="float32", stored_dtype="float32", rows_per_shard=8)
-    extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
+    extractor = make_extractor(tmp_path)
+    backbone = Backbone(SWIN).eval()
+    load_weights(backbone, extractor.weights)
     lines: list[str] = []
     with on_message(lines.append):
         folder, unusable = extract(dataset, tmp_path / "features", extractor, not_watched)
@@ -90,6 +100,23 @@ def test_features_of_usable_images_and_reasons_for_others(
         extract(dataset, tmp_path / "features", extractor, not_watched)
     assert any(line.startswith(f"damaged   {path} ") for line in lines)
     assert path.read_bytes() == whole and FeatureStore(folder).verify() == []
+
+
+@pytest.mark.ray
+def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image goes to the quarantine, because the images are not at fault."""
+    root = write_karpathy(tmp_path / "set", {"train": 10, "val": 1, "test": 1})
+    images, _ = take_snapshot(read_dataset(DataSection(root=str(root)), root), tmp_path / "manifest.parquet")
+    unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", retry_minutes=0)
+    uris = [f"s3://data/images/{key}" for key in images.column("key")]
+    table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
+    extractor = replace(make_extractor(tmp_path, max_images_for_tasks=0), options=unreachable)
+    monkeypatch.setattr(stalls, "MAX_STORAGE_RETRIES", 0)
+    with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
+        extract(Dataset(table), tmp_path / "features", extractor, not_watched)
+    assert "\n" not in str(raised.value)
 
 
 def write_unusual_images(folder: Path) -> dict[str, str]:
@@ -192,15 +219,7 @@ def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session:
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
     dataset = read_dataset(DataSection(root=str(root)), root)
-    config = BackboneConfig(
-        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
-    )
-    torch.manual_seed(0)
-    save_weights(Backbone(config), tmp_path / "backbone.safetensors")
-    settings = FeatureSection(
-        compute_dtype="float32", stored_dtype="float32", rows_per_shard=8, max_images_for_tasks=most
-    )
-    extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
+    extractor = make_extractor(tmp_path, max_images_for_tasks=most)
     expected = take_snapshot(dataset, tmp_path / "threads.parquet")[0]
     two_passes, _ = extract(expected, tmp_path / "two", extractor, not_watched)
     hash_files = hashing_extraction(tmp_path / "one", extractor, not_watched)

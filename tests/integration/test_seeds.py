@@ -33,6 +33,7 @@ def runs_of(storage: Path) -> dict[int, Path]:
     return {yaml.safe_load((folder / "config.yaml").read_text())["seed"]: folder for folder in folders}
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_each_seed_has_a_run_and_complete_ones_are_skipped(
     tmp_path: Path, ray_session: None, capfd: pytest.CaptureFixture[str]

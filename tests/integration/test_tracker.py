@@ -18,7 +18,7 @@ from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking import mlflow_client, run_tracker
-from raycap.pipeline.tracking.run_tracker import FIRST_METRIC, NOT_METRICS, SENT_FILE, Tracker
+from raycap.pipeline.tracking.run_tracker import NOT_METRICS, SENT_FILE, SENT_KINDS, Tracker
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.support.mlflow_server import MlflowServer, mlflow_server
 from tests.support.runs import STAGES, Killed, prepare_run
@@ -81,7 +81,7 @@ def check_history(server: MlflowServer, folder: RunFolder) -> None:
 
     client = MlflowClient(server.url)
     _, children = runs_on(server, folder.run_id)
-    entries = [entry for entry in read_journal(folder.journal) if entry["kind"] in FIRST_METRIC]
+    entries = [entry for entry in read_journal(folder.journal) if entry["kind"] in SENT_KINDS]
     assert sorted(run.info.run_name for run in children) == sorted({entry["stage"] for entry in entries})
     for run in children:
         expected: dict[str, list[tuple[int, float]]] = {}
@@ -165,6 +165,7 @@ def _tracking(server: MlflowServer) -> Any:
     return TrackingSection(uri=server.url)
 
 
+@pytest.mark.proof
 def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_when_every_trial_fails_the_exit_code_is_1(
     assert record["state"] == "failed" and record["attempts"] == 2
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_failed_trial_leaves_nothing_to_the_next(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
     assert "stopped at epoch" in capsys.readouterr().out
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_members_of_a_population_take_over_weights(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]

@@ -94,7 +94,7 @@ class FakeStorage:
             decision = store.write_file(f"decisions/000001-t{lease.token:06d}.json", b"{}", lease)
             update = {
                 "number": 1,
-                "decided": (lease.token,),
+                "decided": lease.token,
                 "champion": record,
                 "decision": decision,
             }

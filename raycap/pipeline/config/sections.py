@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
@@ -15,7 +15,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    field_validator,
     model_validator,
 )
 
@@ -25,12 +24,8 @@ from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.secrets import split_userinfo
 from raycap.pipeline.storage.lease import MAX_LEASE_S
 from raycap.pipeline.storage.s3 import RETRY_MINUTES, StorageOptions
-
-# A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
-_MAY_HOLD_PASSWORD = re.compile(r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@", re.DOTALL)
 
 
 def _check_file_name(name: str) -> str:
@@ -99,28 +94,10 @@ Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the rows of `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
-FurtherMetrics = Annotated[
-    tuple[
-        Literal[
-            "CIDEr-R",
-            "CHAIR-i",
-            "CHAIR-s",
-            "Div-1",
-            "Div-2",
-            "mBLEU-4",
-            "self-CIDEr",
-            "CLIPScore",
-            "RefCLIPScore",
-            "PAC-S",
-            "RefPAC-S",
-            "BERTScore",
-            "BERTScore-P",
-            "BERTScore-R",
-        ],
-        ...,
-    ],
-    Field(max_length=100),
-]
+ObjectMetric = Literal["CHAIR-i", "CHAIR-s"]
+DiversityMetric = Literal["Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
+FurtherMetric = Literal["CIDEr-R", ObjectMetric, DiversityMetric, EncoderMetric]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
 RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
 TEXT_ENCODER_FILES = ("model.safetensors", "config.json", "tokenizer.json")
@@ -215,16 +192,6 @@ class SceneConfig:
     language: Literal["en", "zh"] = "en"
     """Of the captions; the pictures do not depend on it."""
 
-    def values(self) -> Values:
-        """What identifies the data set: its keys, without the language of English captions.
-
-        Data sets that were written before there were other languages therefore have the same values.
-        """
-        values = asdict(self)
-        if self.language == ENGLISH:
-            del values["language"]
-        return values
-
     def __post_init__(self) -> None:
         if self.num_images < len(SPLIT_CYCLE):
             raise UserError(
@@ -295,29 +262,27 @@ class DataSection(Section):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
             )
-        if self.synthetic is not None:
-            self._check_synthetic(self.synthetic)
+        if self.synthetic is None:
+            return
+        for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        if self.synthetic.language != self.language:
+            raise ValueError(
+                f"data.synthetic.language = {self.synthetic.language} and data.language = {self.language} differ; set "
+                "the same"
+            )
+        if self.synthetic.image_size**2 > self.max_pixels:
+            raise ValueError(
+                f"data.synthetic.image_size = {self.synthetic.image_size} gives images of more than data.max_pixels = "
+                f"{self.max_pixels}; raise data.max_pixels"
+            )
 
     @property
     def rewarded_splits(self) -> tuple[str, ...]:
         """The training splits with people's captions: without those of sources with `rewarded: false`."""
         taught = {source.split for source in self.sources if not source.rewarded}
         return tuple(name for name in self.train_splits if name not in taught)
-
-    def _check_synthetic(self, scenes: SceneConfig) -> None:
-        """Raises ValueError for keys that do not go with the synthetic data set."""
-        for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
-        if scenes.language != self.language:
-            raise ValueError(
-                f"data.synthetic.language = {scenes.language} and data.language = {self.language} differ; set the same"
-            )
-        if scenes.image_size**2 > self.max_pixels:
-            raise ValueError(
-                f"data.synthetic.image_size = {scenes.image_size} gives images of more than data.max_pixels = "
-                f"{self.max_pixels}; raise data.max_pixels"
-            )
 
 
 # The CPUs of an actor that extracts features and of a task that decodes images for it. They differ, because Ray Data
@@ -689,7 +654,7 @@ class EvaluationSection(Section):
     constraints: Annotated[Text | None, Identity.FILE] = None
     """A file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format).
     """
-    metrics: FurtherMetrics = ()
+    metrics: Annotated[tuple[FurtherMetric, ...], Field(max_length=100)] = ()
     """Metrics that are computed besides the default ones."""
     inputs: ScoreInputsSection = ScoreInputsSection()
 
@@ -755,23 +720,11 @@ class TrackingSection(Section):
     """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
-    uri: Text | None = Field(default=None, repr=False)
+    uri: Annotated[Text, AfterValidator(str.strip)] | None = Field(default=None, repr=False)
     """None: a SQLite file in the storage."""
     experiment: Name = "raycap"
     registered_name: Name | None = None
     """None: the run's name."""
-
-    @field_validator("uri")
-    @classmethod
-    def _check_uri(cls, uri: str | None) -> str | None:
-        """Removes blanks around the address. Refuses one in which a password may not be recognized."""
-        uri = None if uri is None else uri.strip()
-        if uri and not split_userinfo(uri)[0] and _MAY_HOLD_PASSWORD.match(uri):
-            raise ValueError(
-                "tracking.uri contains an @, and it is unclear whether a password precedes it; write "
-                "SCHEME://USER:PASSWORD@HOST with %40 and %2F inside the password, or ./ before a path"
-            )
-        return uri
 
 
 class RetrainSection(Section):

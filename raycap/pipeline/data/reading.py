@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,7 +106,7 @@ def planned_data(config: RunConfig) -> Dataset | None:
 
 def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
     """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
-    digest = hashlib.sha256(json.dumps(scenes.values(), sort_keys=True).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
     name = f"data/synthetic-{digest}"
     return config.working_path / name, config.home(name)
 

@@ -18,7 +18,7 @@ MASK = "***"
 REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|secret|token(?!iz)|credential|signature|(?:api|access|private|[_-])keys?(?![a-z])"
+    r"passw|passphrase|secret|token(?!iz|s_per)|credential|signature|(?:api|access|private|[_-])keys?(?![a-z])"
     r"|(?:access|account)key|^keys?\d*$|authorization|(?:db|user)pass(?![a-z])"
     r"|(?:^|[_-])(?:pass|pwd|pw|pat|sig|jwt|cookie|webhook|dsn)(?![a-z])",
     re.IGNORECASE,

@@ -31,7 +31,6 @@ from raycap.pipeline.config.sections import (
     Section,
     Seed,
     StorageSection,
-    long_storage,
 )
 from raycap.pipeline.config.shipped import referenced_file
 from raycap.pipeline.config.variables import remember_secrets
@@ -179,11 +178,6 @@ class SearchConfig(Section):
     """The sampler's seed."""
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
     """The paper to compare with."""
-
-    @field_validator("storage", mode="before")
-    @classmethod
-    def _accept_short_storage(cls, value: object) -> Any:
-        return long_storage(value)
 
     @field_validator("scheduler", mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
 from raycap.pipeline.storage.atomic import atomic_path, file_lock
-from raycap.pipeline.storage.s3 import StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,12 @@ def tracking_client(config: RunConfig) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):
-        _reach_artifacts(config.storage.options)
+    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then reads and writes this storage itself
+        options = config.storage.options
+        if options.endpoint_url is not None:
+            os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
+        if options.region is not None:
+            os.environ.setdefault("AWS_DEFAULT_REGION", options.region)
     return MlflowClient(tracking_uri(config))
 
 
@@ -110,14 +114,6 @@ def _create_database(file: Path) -> None:
         if not file.exists():
             with atomic_path(file) as temporary:
                 MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
-
-
-def _reach_artifacts(options: StorageOptions) -> None:
-    """Makes MLflow reach the storage on S3 as this process does. Credentials come from the same sources anyway."""
-    if options.endpoint_url is not None:
-        os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
-    if options.region is not None:
-        os.environ.setdefault("AWS_DEFAULT_REGION", options.region)
 
 
 def experiment_of(client: Any, config: RunConfig) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Entry, journal_bytes, read_journal
 from raycap.pipeline.storage.atomic import read_json, write_json
@@ -47,6 +46,12 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 30  # The end of a run waits this long for a pending call. HTTP requests end earlier (CALL_TIMEOUT_S).
 LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
+METRICS_PER_REQUEST = 500  # the server accepts 1000
+SENT_FILE = "log/tracked.json"
+SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
+NOT_METRICS = ("step", "time", "total")
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
 
 
 class Tracker:
@@ -146,12 +151,6 @@ class Tracker:
         self._failing = False
 
 
-METRICS_PER_REQUEST = 500  # the server accepts 1000
-SENT_FILE = "log/tracked.json"
-FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of this kind has
-NOT_METRICS = ("step", "time", "total")
-
-
 class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
@@ -180,19 +179,9 @@ class SentRecord:
 
 
 def stored_records(folder: RunFolder) -> Values:
-    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
-
-    A damaged file is named in the log and counts as empty, so that the tracker gets the run again under a new id.
-    """
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}."""
     path = folder.path / SENT_FILE
-    try:
-        records = read_json(path) if path.is_file() else {}
-        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
-            raise DamagedError(f"{path} is damaged: it holds no records")
-        return records
-    except DamagedError as error:
-        logger.warning(f"damaged   {error}; the tracker gets the run again")
-        return {}
+    return read_json(path) if path.is_file() else {}
 
 
 def sync(folder: RunFolder, client: Any, *, status: str | None = None) -> None:
@@ -207,7 +196,11 @@ def sync(folder: RunFolder, client: Any, *, status: str | None = None) -> None:
     for entry in read_journal(folder.journal):
         stages.setdefault(entry["stage"], []).append(entry)
     if values["parent"] is None:
-        record.set("parent", _get_or_create_parent(client, folder))
+        metadata = folder.metadata
+        match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
+        tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
+        tags["raycap.data_fingerprint"] = metadata.data_fingerprint
+        record.set("parent", get_or_create_run(client, experiment_of(client, folder.config), match, tags))
     if not values.get("described"):
         log_params(client, values["parent"], folder.config.stored_values())
         client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
@@ -245,15 +238,6 @@ def tag_run(folder: RunFolder, client: Any, name: str, value: str) -> None:
     parent = SentRecord(folder).values["parent"]
     if parent is not None:
         client.set_tag(parent, name, value)
-
-
-def _get_or_create_parent(client: object, folder: RunFolder) -> str:
-    """The id of MLflow's run for a raycap run, which is created if it does not exist."""
-    metadata = folder.metadata
-    match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
-    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
-    tags["raycap.data_fingerprint"] = metadata.data_fingerprint
-    return get_or_create_run(client, experiment_of(client, folder.config), match, tags)
 
 
 def _get_or_create_child(client: object, folder: RunFolder, first_entry: Entry, parent: str) -> str:
@@ -300,7 +284,7 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
 
     for entry in entries:
         kind, step = entry["kind"], entry["step"]
-        if kind not in FIRST_METRIC or step <= sent.get(f"{stage}/{kind}", -1):
+        if kind not in SENT_KINDS or step <= sent.get(f"{stage}/{kind}", -1):
             continue
         prefix = "validation_" if kind == "validation" else ""
         new = [
@@ -316,30 +300,27 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
         send()
 
 
-SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
-TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
-
-
 def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float]) -> str:
     """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
 
     A version that this run registered before is returned unchanged.
     """
-    parent = SentRecord(folder).values["parent"]
-    registered = tracking_client(folder.config).search_model_versions(f"run_id = '{parent}'")
+    config, parent = folder.config, SentRecord(folder).values["parent"]
+    registered = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
     if registered:
         return f"{registered[0].name}/{registered[0].version}"
     import mlflow
 
-    name = folder.config.tracking.registered_name or folder.config.name
-    tokenizer_packages = TOKENIZER_PACKAGES.get(folder.config.data.tokenizer, ())
-    packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(folder.config.storage.uri) else [])]
+    name = config.tracking.registered_name or config.name
+    tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
+    packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
+    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
     # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
     with (
         contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(action="ignore"),
-        _current_run(folder.config, parent),
+        _current_run(config, parent),
     ):
         logged = mlflow.pyfunc.log_model(
             name="model",
@@ -350,7 +331,7 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float]) ->
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
             input_example=_example(),
-            model_config=_settings(folder.config),
+            model_config=search | {"uri_roots": []},  # MLflow lets a server change the settings that are named here
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, name, tags=tags)
@@ -369,12 +350,6 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
             yield
     finally:
         mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
-
-
-def _settings(config: RunConfig) -> Values:
-    """The settings of the pyfunc model. MLflow lets a server change those that are named here."""
-    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
-    return search | {"uri_roots": []}
 
 
 def _signature() -> Any:

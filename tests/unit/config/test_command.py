@@ -95,12 +95,3 @@ def test_docstrings_of_the_code_are_descriptions(capsys: pytest.CaptureFixture[s
     assert slots["description"].startswith("Learned keys and values"), "a dataclass has docstrings, too"
     assert schema["$defs"]["BackboneConfig"]["description"].startswith("A timm model")
     assert schema["properties"].keys() == {"extends", *RunConfig.model_fields}
-
-
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["config"], "give its YAML file, or --schema"),
-        (["config", "demo", "--set", "sede=1"], "unknown key sede: did you mean seed?"),
-    ):
-        assert main(words) == 2
-        assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Reading configurations: what one extends, what is refused, and old keys that are answered with their new names."""
+"""Reading configurations: what one extends, and what is refused."""
 
 from __future__ import annotations
 
@@ -96,16 +96,13 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 1
         ("x: [1, 2", "not valid YAML"),
         ("1: 2", "has the key 1, which is not text"),
         ("x: " + "y" * 10**6, "characters of YAML|larger than"),
-        ('extends: "a\\0b"', "which cannot be a file"),
-        ("extends: loop.yaml", "which cannot be a file"),
-        ("extends: chain/30.yaml", "extends more than 20 files"),
-        ("extends: " + "x" * 5_000, "which cannot be a file"),
+        ('extends: "a\\0b"', "which does not exist"),
+        ("extends: loop.yaml", "which does not exist"),
+        ("extends: " + "x" * 5_000, "which does not exist"),
     ],
 )
 def test_hostile_files_are_answered_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    for number in range(30, 0, -1):
-        write(tmp_path / "chain" / f"{number}.yaml", f"extends: {number - 1}.yaml")
     for name, content in (("run.yaml", text), ("search.yaml", f"{text}\nname: s\nbase: run.yaml")):
         with pytest.raises(UserError, match=message) as error:
             read_values(write(tmp_path / name, content))
@@ -146,7 +143,7 @@ def test_a_required_key_with_a_typing_error_is_named_as_it_is_written(tmp_path: 
     with pytest.raises(UserError, match=r"unknown key stages\.xe_frozen\.epohcs: did you mean epochs"):
         parse_config(values)
     values["stages"][0]["passes"] = values["stages"][0].pop("epohcs")
-    with pytest.raises(UserError, match=r"key stages\.xe_frozen\.epochs is missing, and unknown there: passes; add it"):
+    with pytest.raises(UserError, match=r"unknown key stages\.xe_frozen\.passes: known here: .*epochs"):
         parse_config(values)
     del values["stages"][0]["passes"]
     with pytest.raises(UserError, match=r"key stages\.xe_frozen\.epochs is missing; add it"):

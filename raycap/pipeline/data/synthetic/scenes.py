@@ -206,7 +206,7 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds other files;
     existing files are never overwritten.
     """
-    marker = json.dumps({"format": FORMAT_VERSION, **config.values()})
+    marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
     if _is_complete(folder, marker):
         return
     try:
