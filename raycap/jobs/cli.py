@@ -70,7 +70,6 @@ COMMANDS = {
     "score": Entry("raycap.jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("raycap.jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
     "compare": Entry("raycap.jobs.compare:compare_models", "Score several models on a split, side by side."),
-    "constraints": Entry("raycap.jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("raycap.jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("raycap.jobs.caption:caption", "Caption image files.", can_submit=True),
     "serve": Entry("raycap.jobs.serve.command:command", "Serve captions over HTTP."),

@@ -194,23 +194,6 @@ def test_each_command_stops_and_continues(tmp_path: Path, name: str, number: sig
     finish(tmp_path, *words)
 
 
-def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
-    config = run_config(tmp_path)
-    command = Command(tmp_path, "run", str(config))
-
-    def twice(process: int, number: int) -> None:
-        os.kill(process, number)
-        time.sleep(1.2)
-        with suppress(ProcessLookupError):
-            os.kill(process, number)
-
-    try:
-        command.wait_for("xe_frozen  4/")
-        command.stop(signal.SIGTERM, twice, agents_s=120)
-    finally:
-        command.close()
-
-
 @pytest.mark.parametrize("how", ["job stop", "SIGTERM"])
 def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
     """Two workers on nodes without a common disk; the storage is on S3; stopped as a job, and by a signal."""

@@ -384,13 +384,9 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     that are exchanged in bfloat16.
     """
     cases = []
-    kinds = [
-        (name, gradient_accumulation_steps, "float64")
-        for name in ("xe_frozen", "xe_finetune")
-        for gradient_accumulation_steps in (1, 2)
-    ]
     for name, gradient_accumulation_steps, precision in (
-        *kinds,
+        ("xe_frozen", 2, "float64"),
+        ("xe_finetune", 1, "float64"),
         ("xe_frozen", 1, "float32"),
         ("xe_frozen", 1, "bfloat16 gradients"),
         ("xe_finetune", 1, "options float64"),

@@ -88,38 +88,6 @@ def test_when_every_trial_fails_the_exit_code_is_1(
     assert record["state"] == "failed" and record["attempts"] == 2
 
 
-@pytest.mark.proof
-@pytest.mark.ray
-def test_a_failed_trial_leaves_nothing_to_the_next(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a CUDA error, the process of the trial that failed would fail every trial that it gets."""
-    from raycap.jobs.tune import workers
-
-    def train_with_an_error_that_stays(config: dict[str, Any], **arguments: Any) -> None:
-        import sys
-
-        from raycap.jobs.tune import workers
-        from raycap.pipeline.search.trials import TrialOutcome
-
-        def run_trial(task: Any, report: Any, train: Any) -> TrialOutcome:
-            changes = task.plan.search.space.changes(task.point)
-            if changes[LR] == 1e-4 or hasattr(sys, "device_is_lost"):
-                sys.device_is_lost = True  # type: ignore[attr-defined]
-                return TrialOutcome("failed", "CUDA error: device-side assert triggered")
-            return TrialOutcome("finished", reports=[(1.0, 0.5)])
-
-        workers.run_trial = run_trial  # type: ignore[assignment]
-        workers.train_trial(config, **arguments)  # in the trial's process this is the real one
-
-    monkeypatch.setattr(workers, "train_trial", train_with_an_error_that_stays)
-    rows = [{LR: 1e-4}, {LR: 1e-3}, {LR: 1e-2}]
-    budget = {"concurrent": 1}
-    main(["tune", str(write_search(tmp_path, space=None, rows=rows, algorithm="grid", budget=budget))])
-    records = records_of(tmp_path / "storage")
-    assert [record["state"] for record in records] == ["failed", "finished", "finished"], records
-
-
 @pytest.mark.ray
 def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
     """One at a time; the second rate makes the captions worse than those of the initial weights."""

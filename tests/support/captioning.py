@@ -36,7 +36,9 @@ class Captioning:
             raise KeyboardInterrupt
         (model,), ((name, (images, constraints)),) = models, splits.items()
         bundle, store = model.load(), None if model.store is None else open_store(model.store, config.features)
-        inputs = Images(images, store, bundle.transform, max_pixels=10**6, threads=1, options=config.storage.options)
+        source = bundle.transform if store is None else store
+        assert source is not None
+        inputs = Images(images, source, max_pixels=10**6, threads=1, options=config.storage.options)
         search = CaptionSearch(config.evaluation, bundle.vocabulary, with_values, True, with_values)
         found, begin = {}, time.monotonic()
         context = LocalContext(torch.device("cpu"))

@@ -118,19 +118,6 @@ def test_commands_parse(words: list[str]) -> None:
             assert value.split("=")[0] in SettableKeys(), f"{value} sets no key"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("run demo --sets a=1", "walk demo", "run configs/demo.yaml", "run dmo"),
-        "run a.yaml --set seeed=1",
-    ],
-)
-def test_the_test_sees_wrong_commands(line: str) -> None:
-    (words,) = commands(f"raycap {line}  # a remark")
-    with pytest.raises(Exception, match=r"--sets|names no command|not everywhere|neither a file|sets no key"):
-        test_commands_parse(words)
-
-
 @pytest.mark.parametrize("document", INSTRUCTIONS, ids=place)
 def test_configurations_scripts_and_make_targets_that_are_named_exist(document: Path) -> None:
     text = text_of(document)

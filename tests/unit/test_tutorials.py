@@ -53,18 +53,6 @@ def test_a_block_that_fails_is_named_with_its_line(tmp_path: Path, last: str) ->
         run_page(write(tmp_path, last), tmp_path, {})
 
 
-def test_a_python_block_that_fails_is_named(tmp_path: Path) -> None:
-    page = write(tmp_path, "true")
-    page.write_text(page.read_text().replace('"a.txt"', '"b.txt"'))
-    with pytest.raises(AssertionError, match=r"(?s)block 2 of page\.md, line 13.*No such file"):
-        run_page(page, tmp_path, {})
-
-
-def test_a_change_that_fits_no_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="no block has the text 'Text"):
-        run_page(write(tmp_path, "true"), tmp_path, {"Text.": ""})
-
-
 PAGES = [ROOT / "docs/getting_started.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 
 

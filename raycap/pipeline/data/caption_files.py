@@ -89,8 +89,7 @@ def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[Im
 
 def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
     """Raw captions by image id from the list of a Karpathy file, of one split or (None) of all."""
-    names = [image.get("split") for image in images if isinstance(image, dict)]
-    splits = Counter(name for name in names if isinstance(name, str))
+    splits = Counter(str(image.get("split")) for image in images if isinstance(image, dict))
     if split is not None and split not in splits:
         available = shorten(f"{name} ({count} images)" for name, count in splits.items())
         raise UserError(f"{path} has no images in split {split!r}; it has {available}")

@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -46,7 +45,7 @@ from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.cache import cached_image, image_cache
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.s3 import REMOTE, StorageError, StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 PARTS = ("tar:", "parquet:")  # the begins of locations within a file
@@ -91,7 +90,7 @@ class ImageLocation:
 
     @classmethod
     def parse(cls, uri: str, options: StorageOptions = StorageOptions()) -> ImageLocation:
-        """The location that a text of the column `uri` states. Raises ValueError for a text that no location has."""
+        """The location in a text of the column `uri`. Raises ValueError for any other text."""
         if not uri.startswith(PARTS):
             return cls(StoragePath(uri, options))
         match = _TAR.fullmatch(uri) or _PARQUET.fullmatch(uri)
@@ -105,7 +104,7 @@ class ImageLocation:
 
     @property
     def uri(self) -> str:
-        """The text from which `parse` makes an equal location."""
+        """The text of which `parse` makes an equal location."""
         if self.part is None:
             return self.file.uri
         kind = "parquet" if isinstance(self.part, RowPlace) else "tar"
@@ -166,36 +165,19 @@ class RowGroups:
                 self.columns.popitem(last=False)
             return self.columns[key]
 
-    def clear(self) -> None:
-        with self.lock:
-            self.columns.clear()
-
 
 _GROUPS = RowGroups(256 * 2**20)
 
 
 def forget_row_groups() -> None:
     """Empties this process's cache of row groups, because files may have been replaced."""
-    _GROUPS.clear()
-
-
-def is_part(uri: str) -> bool:
-    """Whether a text of the column `uri` is a location within a file."""
-    return uri.startswith(PARTS)
+    with _GROUPS.lock:
+        _GROUPS.columns.clear()
 
 
 def is_remote_image(uri: str) -> bool:
     """Whether the file of an image, given by its text in the column `uri`, is on S3."""
     return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
-
-
-def has_remote_image(uris: pa.ChunkedArray) -> bool:
-    """Whether `is_remote_image` is true of one of the texts, which are not made Python objects."""
-    is_remote_file = pc.starts_with(uris, REMOTE)
-    is_within = pc.or_(*(pc.starts_with(uris, begin) for begin in PARTS))
-    # nothing before the path or URI of the file contains a second colon
-    is_remote_part = pc.match_substring_regex(uris.filter(is_within), rf"^\w+:[^:]*:{REMOTE}")
-    return bool(pc.any(is_remote_file).as_py() or pc.any(is_remote_part).as_py())
 
 
 def read_image_file(path: StoragePath, key: str | None = None) -> bytes:
@@ -326,11 +308,10 @@ def hash_batch(
     cache_bytes: int | None = None,
     threads: int = 1,
 ) -> Values:
-    """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
+    """Adds key and reason to a batch with the column uri: each file's sha256, or why it cannot be read.
 
-    One of them is "". Images on S3 are cached on this machine, so that those who know their keys need not read them
-    again. cache_bytes: the cache's size (`features.cache_gib`); None for the default. threads: that read local files.
-    Raises StorageError while the storage is out of order, because the images are not at fault.
+    The other one is "". Images on S3 are cached on this machine. cache_bytes: the cache's size (`features.cache_gib`);
+    None for the default. threads: the number that reads local files. Raises StorageError for an outage.
     """
     cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
 
@@ -354,11 +335,11 @@ def hash_batch(
 def measure_batch(
     batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
 ) -> Values:
-    """Adds size and reason to a batch with the columns key and uri: (B, 2) int32 sizes, and why there are none.
+    """Adds size and reason to a batch with the columns key and uri, whose images are decoded as a whole.
 
-    A size is a width and a height. Every image is decoded as a whole. One that cannot be used has the size (0, 0), and
-    others the reason "". key: the content key, or None if it is not known. threads: that decode local files. Raises
-    StorageError while the storage is out of order.
+    size: (B, 2) int32, width and height; (0, 0) for an image that cannot be used. reason: why it cannot be used, or "".
+    key: the content key, or None if it is not known. threads: the number that decodes local files. Raises StorageError
+    for an outage.
     """
 
     def measure(uri: str, key: str | None) -> tuple[tuple[int, int], str]:
@@ -388,13 +369,12 @@ def decode_batch(
     options: StorageOptions = StorageOptions(),
     augmentation: Augmentation = Augmentation(),
 ) -> Values:
-    """Decodes a batch with the columns key and uri. The result has the same columns, pixels and reason.
+    """Adds pixels and reason to a batch with the columns key and uri.
 
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
     used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
     file's sha256, or "" for a file that cannot be read. A key of `encoders.views.Views` gives a random version of the
-    image, by `augmentation`. Consecutive rows of one image are read and decoded once. Raises StorageError while the
-    storage is out of order, because the images are not at fault.
+    image, by `augmentation`. Consecutive rows of one image are decoded once. Raises StorageError for an outage.
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)

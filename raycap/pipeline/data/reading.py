@@ -57,9 +57,9 @@ from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
 
-Image = tuple[int, str, tuple[str, ...], list[Any]]  # its id, its split, the parts of its path, its captions
+Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_ARCHIVES_AT_A_TIME, _NUM_THREADS = 64, 8
+_NUM_THREADS = 8
 
 
 def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
@@ -260,16 +260,15 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
 
-    def parse(entry: Values) -> Image:
+    def parse(entry: Values, location: str) -> Image:
         image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-        captions = [sentence["raw"] for sentence in entry["sentences"]]
+        sentences = entry["sentences"]
+        tokens = [_joined_tokens(each.get("tokens"), location) for each in sentences if source.with_tokens]
         split = source.splits.lists.get(entry["filename"], entry["split"])
-        return image_id, split, (entry.get("filepath") or ".", entry["filename"]), captions
+        names = entry.get("filepath") or ".", entry["filename"]
+        return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
 
-    def tokens_of(entry: Values, location: str) -> list[str]:
-        return [_joined_tokens(sentence.get("tokens"), location) for sentence in entry["sentences"]]
-
-    add_images(source, entries, parse, rows, tokens_of if source.with_tokens else lambda *_: [])
+    _add_images(source, entries, parse, rows)
 
 
 def _joined_tokens(tokens: Any, location: str) -> str:
@@ -283,28 +282,20 @@ def _joined_tokens(tokens: Any, location: str) -> str:
     return text
 
 
-def add_images(
-    source: Source,
-    entries: list[Any],
-    parse: Callable[[Values], Image],
-    rows: Rows,
-    tokens_of: Callable[[Values, str], list[str]] = lambda *_: [],
-) -> None:
-    """Adds the images of a JSON file. `parse` reads one entry, and may raise any error if the entry is malformed.
-
-    tokens_of: gives the tokens of an entry's captions at a place that error messages name; by default none.
-    """
+def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str], Image], rows: Rows) -> None:
+    """Adds the images of a JSON file. `parse` reads the entry at a place, and may raise any error."""
     for number, entry in enumerate(entries):
         location = f"{source.annotations}: images[{number}]"
         try:
-            image_id, split, names, captions = parse(entry)
+            image_id, split, names, captions, tokens = parse(entry, location)
             if not all(isinstance(text, str) for text in (split, *names)):
                 raise TypeError("its split, domain or file name is not text")
+        except UserError:
+            raise
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise malformed(location, error) from error
-        texts = as_texts(captions, location, rows)
         uri = inside(source.images, "/".join(names), location)[0]
-        rows.add(image_id, split, uri, texts, location, tokens_of(entry, location))
+        rows.add(image_id, split, uri, as_texts(captions, location, rows), location, tokens)
 
 
 def add_coco(source: Source, data: object, rows: Rows) -> None:
@@ -330,13 +321,13 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
     words = re.findall("[a-z]+", path.name.lower())
     split_of_name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
-    def parse(entry: Values) -> Image:
+    def parse(entry: Values, _: str) -> Image:
         image_id, filename = int(entry["id"]), entry["file_name"]
         split = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_name
         split = split or source.splits.drawn(source.image_prefix + filename)
-        return image_id, split, (filename,), captions_of.pop(image_id, [])
+        return image_id, split, (filename,), captions_of.pop(image_id, []), []
 
-    add_images(source, images, parse, rows)
+    _add_images(source, images, parse, rows)
     if captions_of:
         count, first = len(captions_of), min(captions_of)
         raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
@@ -349,14 +340,10 @@ class Format(NamedTuple):
     add: Callable[[Source, Any, Rows], None]
 
 
-def _open_json(source: Source) -> Any:
-    return read_json(source.annotations)
-
-
 FORMATS = {
-    "karpathy": Format(_open_json, add_karpathy),
-    "coco": Format(_open_json, add_coco),
-    "nocaps": Format(_open_json, add_coco),
+    "karpathy": Format(lambda source: read_json(source.annotations), add_karpathy),
+    "coco": Format(lambda source: read_json(source.annotations), add_coco),
+    "nocaps": Format(lambda source: read_json(source.annotations), add_coco),
     "table": Format(table_entries, add_table),
     "webdataset": Format(read_samples, add_samples),
     "text": Format(read_text_files, add_text_files),
@@ -365,31 +352,37 @@ FORMATS = {
 
 def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
     """Adds the images of annotation files to `rows`, in their order. name: a key of `FORMATS`, or "auto"."""
-    archives = [source for source in sources if (_recognized(source) if name == "auto" else name) == "webdataset"]
-    if len(archives) < max(2, len(sources)):
-        for source in sources:
-            _read_source(source, name, rows)
-        return
-    # the headers of an archive on S3 are many requests, which mostly wait
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for start in range(0, len(sources), _ARCHIVES_AT_A_TIME):
-            part = sources[start : start + _ARCHIVES_AT_A_TIME]
-            for source, samples in zip(part, pool.map(read_samples, part), strict=True):
-                _require_tokens(source, False)
-                add_samples(source, samples, rows)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # the headers of an archive on S3 are many requests
+        for start in range(0, len(sources), _NUM_THREADS):
+            part = sources[start : start + _NUM_THREADS]
+            for source, (form, data) in zip(part, pool.map(partial(_open, name), part), strict=True):
+                FORMATS[form].add(source, data, rows)
 
 
-def _read_source(source: Source, name: str, rows: Rows) -> None:
-    """Adds the images of one annotation file."""
-    chosen = _recognized(source) if name == "auto" else name
-    data = (_open_json if chosen is None else FORMATS[chosen].open)(source)
-    if chosen is None:
-        chosen = _recognized_json(source, data)
-    _require_tokens(source, chosen == "karpathy")
-    FORMATS[chosen].add(source, data, rows)
+def _open(name: str, source: Source) -> tuple[str, Any]:
+    """The format of an annotation file and its content. name: of the format, or "auto". Raises UserError."""
+    form = _form_by_name(source) if name == "auto" else name
+    if form is None:
+        data = read_json(source.annotations)
+        if not isinstance(data, dict) or not isinstance(data.get("images"), list):
+            expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
+            endings = ", ".join(TABLE_ENDINGS)
+            problem = f"expected {expected}, a table that ends in {endings}, a .tar, or a folder"
+            raise UserError(f"{source.annotations} has an unknown format; {problem}")
+        first = data["images"][0] if data["images"] else None
+        is_coco = isinstance(first, dict) and {"filename", "sentences"}.isdisjoint(first)
+        form = "coco" if is_coco else "karpathy"
+    else:
+        data = FORMATS[form].open(source)
+    if source.with_tokens and form != "karpathy":
+        raise UserError(
+            f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "
+            "tokens; set it to expansionnet or spacy"
+        )
+    return form, data
 
 
-def _recognized(source: Source) -> str | None:
+def _form_by_name(source: Source) -> str | None:
     """The format that the name of an annotation file shows; None for JSON, whose content shows it."""
     path, name = source.annotations, source.annotations_name
     if path.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
@@ -398,24 +391,3 @@ def _recognized(source: Source) -> str | None:
         return "webdataset"
     is_folder = name in ("", ".") or name.endswith("/") or (not path.is_remote and path.path.is_dir())
     return "text" if is_folder else None
-
-
-def _recognized_json(source: Source, data: object) -> str:
-    """The format of an annotation file in JSON. Raises UserError."""
-    if not isinstance(data, dict) or not isinstance(data.get("images"), list):
-        expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
-        endings = ", ".join(TABLE_ENDINGS)
-        problem = f"expected {expected}, a table that ends in {endings}, a .tar, or a folder"
-        raise UserError(f"{source.annotations} has an unknown format; {problem}")
-    first = data["images"][0] if data["images"] else None
-    is_karpathy = not isinstance(first, dict) or bool({"filename", "sentences"} & first.keys())
-    return "karpathy" if is_karpathy else "coco"
-
-
-def _require_tokens(source: Source, has_tokens: bool) -> None:
-    """Raises UserError if the tokens of captions are needed and the file's format has none."""
-    if source.with_tokens and not has_tokens:
-        raise UserError(
-            f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "
-            "tokens; set it to expansionnet or spacy"
-        )

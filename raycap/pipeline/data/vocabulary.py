@@ -38,10 +38,8 @@ DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
 class Vocabulary:
     """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
 
-    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer.
-
-    Raises ValueError when a special is missing, a word occurs twice, the tokenizer is unknown, or `subwords` does not
-    fit.
+    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer. Raises
+    ValueError for values that do not fit each other.
     """
 
     words: tuple[str, ...]
@@ -108,15 +106,11 @@ class Vocabulary:
 
     def tokens_of(self, caption: str) -> list[str]:
         """The tokens of a caption that `decode` made, as far as its text shows them."""
-        return caption.split() if self._has_words else self.tokenize(caption)
+        return self.tokenize(caption) if self.tokenizer in PARTS_OF_WORDS else caption.split()
 
     def parts(self, caption: str) -> list[str]:
         """The text of each token of a caption that `decode` made, with the space before it if there is one."""
         return self._parts(self.tokens_of(caption))
-
-    @property
-    def _has_words(self) -> bool:
-        return self.tokenizer not in PARTS_OF_WORDS
 
     def _parts(self, tokens: list[str]) -> list[str]:
         """The text that each token adds to a caption."""
@@ -140,16 +134,13 @@ class Vocabulary:
         tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None
         if not isinstance(words, list) or not all(isinstance(text, str) for text in (tokenizer, *words)):
             raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list of text under 'words'")
-        subwords = _subwords(data["merges"]) if "merges" in data else None
-        return cls(tuple(words), str(tokenizer), subwords)
-
-
-def _subwords(merges: object) -> SubwordModel:
-    """The subword model of the list in vocabulary.json. Raises ValueError."""
-    if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
-        raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
-    pairs = [text.split(" ") for text in merges]
-    return SubwordModel(tuple((left, right) for left, right in pairs))
+        if "merges" not in data:
+            return cls(tuple(words), str(tokenizer))
+        merges = data["merges"]
+        if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
+            raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
+        pairs = [text.split(" ") for text in merges]
+        return cls(tuple(words), str(tokenizer), SubwordModel(tuple((left, right) for left, right in pairs)))
 
 
 @dataclass(frozen=True)

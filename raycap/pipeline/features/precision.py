@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import secrets
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,13 @@ from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
 from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError
-from raycap.pipeline.storage.untrusted.documents import parse_json
+from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
 
 if TYPE_CHECKING:
     from raycap.pipeline.runtime.processor import PrecisionTimes
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = ("float32", "bfloat16")
 MAX_BYTES = 4096  # of a record
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
@@ -35,27 +33,22 @@ def decided_precision(
 ) -> str:
     """float32 or bfloat16: the storage's decision for this kind of work, which the first caller makes by `measure`.
 
-    work: plain values that tell different kinds of work apart. folder: where the storage keeps its decisions. label:
-    the name of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same
-    time, the first to write decides.
+    work: plain values that differ between kinds of work. folder: where the storage keeps its decisions. label: the name
+    of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same time, the
+    first one to write decides.
     """
-    record = _record(work, folder)
-    decision, tag = _recorded(record)
+    decision = _recorded(work, folder)
     if decision is None:
         times = measure()
-        content = {"precision": times.fastest, **asdict(times), "nonce": secrets.token_hex(8)}
+        decision = times.fastest
         try:
-            record.write_if(json.dumps(content, indent=1).encode(), tag)
-            decision = times.fastest
-        except ConflictError:  # another process was faster
-            decision = _recorded(record)[0] or times.fastest
+            _record(work, folder).write_if(
+                json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), None
+            )
+        except ConflictError:
+            decision = _recorded(work, folder) or decision
         logger.info(f"{label:<9} in {decision} from now on: {times}, measured with {measured}")
     return decision
-
-
-def recorded_precision(work: Mapping[str, object], folder: StoragePath) -> str | None:
-    """What `decided_precision` has decided for this kind of work; None before its first decision."""
-    return _recorded(_record(work, folder))[0]
 
 
 def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
@@ -63,18 +56,14 @@ def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
     return folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
 
 
-def _recorded(record: StoragePath) -> tuple[str | None, str | None]:
-    """The storage's decision, and the tag of the record; None without one. A damaged record has no decision."""
+def _recorded(work: Mapping[str, object], folder: StoragePath) -> str | None:
+    """The storage's decision for this kind of work; None if there is none. Raises UserError for a damaged record."""
+    record = _record(work, folder)
     try:
-        data, tag = record.read_tagged()
+        content = parse_json(record.read_bytes(MAX_BYTES), str(record))
     except FileNotFoundError:
-        return None, None
-    with suppress(ValueError):
-        content = parse_json(data[:MAX_BYTES], str(record))
-        if isinstance(content, dict) and content.get("precision") in PRECISIONS:
-            return str(content["precision"]), tag
-    logger.warning(f"damaged   {record} is no record of a precision; it is made again")
-    return None, tag
+        return None
+    return str(require_mapping(content, str(record)).get("precision"))
 
 
 def extraction_precision(
@@ -86,39 +75,32 @@ def extraction_precision(
     """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
 
     folder: where the storage keeps the decision for each backbone and kind of device, so that all of its features have
-    one precision, on whatever machine they are computed later. The first extraction measures, in a Ray task with an
-    actor's resources, which takes some seconds.
+    one precision, whichever machine computes them. The first extraction measures for some seconds, in a Ray task with
+    the resources of an actor.
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
-    work, text = _work(backbone, settings), f"one block of each stage of {backbone.name}"
-    return decided_precision(
-        work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features", measured=text
-    )
+
+    def measure() -> PrecisionTimes:
+        import ray
+
+        with start_ray(), one_sentence("the measurement of precisions"):
+            task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
+            times: PrecisionTimes = ray.get(task.remote(backbone, settings))
+            return times
+
+    text = f"one block of each stage of {backbone.name}"
+    return decided_precision(_work(backbone, settings), folder, measure, label="features", measured=text)
 
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
-    """As `extraction_precision`, but it measures nothing. None for `auto` before the storage's first extraction."""
-    if settings.compute_dtype != "auto":
-        return settings.compute_dtype
-    return recorded_precision(_work(backbone, settings), folder)
+    """The result of `extraction_precision`, or None for `auto` before the first extraction of the storage."""
+    return settings.compute_dtype if settings.compute_dtype != "auto" else _recorded(_work(backbone, settings), folder)
 
 
 def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
-    """What tells a decision from others: the backbone's sizes and the kind of device."""
+    """What a decision depends on: the backbone's sizes and the kind of device."""
     return {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
-
-
-def _measure_on_ray(
-    backbone: BackboneConfig, settings: FeatureSection, start_ray: Callable[[], AbstractContextManager[object]]
-) -> PrecisionTimes:
-    """Measures in a Ray task with the resources of an actor."""
-    with start_ray(), one_sentence("the measurement of precisions"):
-        import ray
-
-        task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
-        times: PrecisionTimes = ray.get(task.remote(backbone, settings))
-        return times
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:

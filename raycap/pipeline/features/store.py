@@ -10,8 +10,8 @@
 Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
 A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
 The folder is local or on S3. Remote shards are copied to a local cache of limited size. A shard is compared with its
-digest at its first use on a machine. The manifest of a damaged shard is removed, so that an extraction computes its
-features again.
+digest at its first use on a machine. The manifest of a damaged shard is removed, so that the next extraction computes
+its features again.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ MANIFEST = pa.schema(
         ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
     ]
 )
-MAX_READ_BYTES = 2**36  # of a store that one process reads before training; a minute at 1 GB/s
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
 INDEX = "index.parquet"  # the file of a store with the manifests of many shards
-_HEADER_BYTES = 256  # longer than numpy's header of an array of few dimensions
+_HEADER_BYTES = 256  # more than the header of an .npy file with an array of three dimensions
 MAX_LOOSE = 16  # manifests that the index may lack after an extraction
 _NUM_READS = 32  # manifests that are read at the same time
 
@@ -170,11 +169,16 @@ class _Shard:
     """One open shard. A local shard has a memory map; of a remote shard, `map` is None and rows are read in ranges."""
 
     def __init__(self, path: StoragePath, local: Path | None) -> None:
-        self.path, self.map = path, None if local is None else _map_file(local)
-        header = path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES]
-        self.shape, self.dtype, self.start = _read_header(header)
+        self.path, self.map = path, None
+        if local is not None:
+            with local.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.map.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
+        header = io.BytesIO(path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES])
+        np.lib.format.read_magic(header)
+        self.shape, _, self.dtype = np.lib.format.read_array_header_1_0(header)
         # `start` is the offset of the first row and `stride` the size of a row, in bytes
-        self.stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        self.start, self.stride = header.tell(), int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def prefetch(self, row: int) -> None:
         """Advises the kernel that a row will be read."""
@@ -193,26 +197,6 @@ class _Shard:
         return flat.reshape(self.shape[1:])
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    """A memory map of a whole file."""
-    with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    content.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
-    return content
-
-
-def _read_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, dtype and offset of the data of an .npy file, from its first bytes. Raises ValueError for other bytes."""
-    stream = io.BytesIO(data)
-    version = np.lib.format.read_magic(stream)
-    if version != (1, 0):
-        raise ValueError(f"unknown .npy version {version}")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    if fortran or dtype.hasobject:
-        raise ValueError("shards are C-ordered arrays of plain numbers")
-    return shape, dtype, stream.tell()
-
-
 class ShardMaps:
     """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
 
@@ -229,38 +213,25 @@ class ShardMaps:
         self._boxes: dict[int, np.ndarray] = {}
         self._whole: set[int] = set()  # the local shards that were compared with their digests
 
-    def damages(self, numbers: Sequence[int]) -> dict[int, str]:
-        """{number: a sentence} for the damaged ones of these shards.
+    def damage(self, info: ShardInfo, *, again: bool = False) -> str:
+        """A sentence about the damage of a shard; "" for a whole one.
 
-        Local files are compared with their digests (`pipeline.storage.digests`), if they have at most MAX_READ_BYTES
-        together. Otherwise only the existence and the size are compared: a process that uses a shard compares the
-        digest of a local one at its first use, and of a remote one when it downloads it.
+        Its files are compared with their digests, a local one only once per machine unless `again` is true.
         """
-        is_read = not self.folder.is_remote and sum(self.infos[number].bytes for number in numbers) <= MAX_READ_BYTES
-        sizes = {} if is_read else {name: entry.size for name, entry in self.folder.list().items()}
-
-        def find(number: int) -> str:
-            info = self.infos[number]
-            if is_read:
-                return self._local_damage(info)
-            name = f"{info.shard}.npy"
-            found = sizes.get(name)
-            return "" if found == info.bytes else f"{self.folder / name} has {found or 0} bytes of {info.bytes}"
-
-        with ThreadPoolExecutor(NUM_COPIES) as pool:  # reading and hashing release the interpreter's lock
-            return {number: text for number, text in zip(numbers, pool.map(find, numbers), strict=True) if text}
-
-    def _local_damage(self, info: ShardInfo) -> str:
-        """A sentence about the damage of a local shard; "" for a whole one."""
         digests = {f"{info.shard}.npy": info.sha256}
         if info.boxes_sha256:
             digests[f"{info.shard}.boxes.npy"] = info.boxes_sha256
         for name, digest in digests.items():
+            file = self.folder / name
             try:
-                if not has_digest((self.folder / name).path, digest):
-                    return f"{self.folder / name} does not have the digest in its manifest"
+                if again or file.is_remote:
+                    is_whole = hashlib.sha256(file.read_bytes()).hexdigest() == digest
+                else:
+                    is_whole = has_digest(file.path, digest)
             except FileNotFoundError:
-                return f"{self.folder / name} is missing"
+                return f"{file} is missing"
+            if not is_whole:
+                return f"{file} does not have the digest in its manifest"
         return ""
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -309,26 +280,20 @@ class ShardMaps:
                     self._open.popitem(last=False)  # unmapped once no array refers to it
             return self._open[number]
 
-    def _copied(self, number: int) -> Path | None:
-        """The copy of a remote shard in the cache; None if it has no room for it."""
-        assert self.cache is not None
-        info = self.infos[number]
-        try:
-            return self.cache.get(self.folder / f"{info.shard}.npy", info.bytes, info.sha256)
-        except (FileNotFoundError, ChangedError) as error:
-            raise self._reject(info, str(error)) from error
-
     def _local_file(self, number: int) -> Path | None:
         """The local file of a shard; None for a remote one that is not in the cache."""
         info = self.infos[number]
-        if self.cache is not None:
-            return self._copied(number) if self._fits[number] else None
         path = self.folder / f"{info.shard}.npy"
-        if number not in self._whole:
-            if damage := self._local_damage(info):
-                raise self._reject(info, damage)
-            self._whole.add(number)
-        return path.path
+        if self.cache is None:
+            if number not in self._whole:
+                if damage := self.damage(info):
+                    raise self._reject(info, damage)
+                self._whole.add(number)
+            return path.path
+        try:
+            return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+        except (FileNotFoundError, ChangedError) as error:
+            raise self._reject(info, str(error)) from error
 
     def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
         """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
@@ -413,38 +378,12 @@ class FeatureStore:
             return lengths, None
         return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
 
-    def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
-        """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
-
-        Unlike `verify` it reads a local shard only once per machine.
-        """
-        numbers = np.unique(self._shard[np.asarray(pc.is_in(self.keys, value_set=content_keys))])
-        return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
-
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
-        rows = np.bincount(self._shard, minlength=len(self.shards))
-        with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
-            return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
-
-    def _find_damage(self, info: ShardInfo, rows: int) -> str:
-        """A sentence about the damage of one shard; "" for an intact shard. rows: its rows in the manifest."""
-        remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
-        files = {f"shards/{info.shard}.npy": info.sha256}
-        if info.boxes_sha256:
-            files[f"shards/{info.shard}.boxes.npy"] = info.boxes_sha256
-        for relative, digest in files.items():
-            try:
-                data = (self.folder / relative).read_bytes()
-            except FileNotFoundError:
-                return f"{relative} is missing; {remedy}"
-            if hashlib.sha256(data).hexdigest() != digest:
-                return f"{relative} does not have the digest in its manifest; {remedy}"
-            array = np.load(io.BytesIO(data), allow_pickle=False)
-            # A sum in float64 cannot overflow, so that it is finite only if every value is. It needs no second array.
-            if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
-                return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
-        return ""
+        remedy = f"delete its file in {self.folder / 'manifest'} and {self.folder / INDEX}, and extract again"
+        with ThreadPoolExecutor(NUM_COPIES) as pool:  # hashing and reading release the interpreter's lock
+            damages = list(pool.map(lambda info: self._maps.damage(info, again=True), self.shards))
+        return [f"{damage}; {remedy}" for damage in damages if damage]
 
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
@@ -452,36 +391,23 @@ def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureS
     return FeatureStore(folder, cache_bytes=settings.cache_bytes)
 
 
-def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
-    """Removes files that local writers left when they died; returns how many.
+def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
+    """Removes shards without a manifest and temporary files, which local writers left when they died.
 
-    A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
-    On S3 nothing is removed, because S3 has no partial objects and a repeated task overwrites its shard.
+    A file younger than `min_age_s` remains, because its manifest may not be written yet.
     """
-    root = storage_path(folder)
-    if root.is_remote:
-        return 0
-    with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
-    shards = (root.path / "shards").glob("*")
-    orphans = [path for path in shards if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest]
-    orphans += [path for folder in ("manifest", "") for path in (root.path / folder).glob(".*.tmp")]
-    old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]
-    for path in old:
-        path.unlink(missing_ok=True)
-    return len(old)
+    if folder.is_remote:  # where no part of a file exists, and a repeated task overwrites its shard
+        return
+    manifests = {path.stem for path in (folder.path / "manifest").glob("*.parquet")}
+    orphans = [path for path in (folder.path / "shards").glob("*") if path.name.split(".")[0] not in manifests]
+    for path in (*orphans, *folder.path.glob(".*.tmp"), *folder.path.glob("manifest/.*.tmp")):
+        if path.stat().st_mtime < time.time() - min_age_s:
+            path.unlink(missing_ok=True)
 
 
-def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.ChunkedArray) -> None:
-    """Removes the manifests of damaged shards with features of these images, so that they are computed again."""
-    root = storage_path(folder)
-    for shard, damage in FeatureStore(root).damaged(content_keys).items():
-        logger.warning(f"damaged   {damage}; its features are computed again")
-        remove_manifest(root, shard)
-
-
-def mark_complete(folder: StoragePath | Path, description: Values, rows: int) -> None:
+def mark_complete(folder: StoragePath, description: Values, rows: int) -> None:
     """Writes the marker file with the number of rows and the description, unless it has this content already."""
-    marker = storage_path(folder) / "COMPLETE"
+    marker = folder / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:
         marker.write_bytes(text)

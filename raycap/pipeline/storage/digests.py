@@ -2,10 +2,9 @@
 
     digests.json   {"format": 1, "files": {name: digest}}   of the files of its folder
 
-A file is read as a whole when it is first used on a machine. One core hashes 1 to 2 GB/s with SHA instructions, so a
-checkpoint takes less time than its loading, and a feature store about as long as reading it once. A mark in the cache
-folder remembers the size and the time of a file that was whole. Damage that changes neither size nor time after the
-first use is found after the folder `checked` of the cache was deleted, which may be done at any time.
+A file is read as a whole when it is first used on a machine: one core hashes 1 to 2 GB/s. A mark in the folder
+`checked` of the cache remembers the size and the time of a file that was whole. Without the marks, which may be deleted
+at any time, files are read again.
 """
 
 from __future__ import annotations
@@ -44,14 +43,9 @@ def digests_in(data: bytes, name: str) -> Values:
 
 def has_digest(path: Path, sha256: str) -> bool:
     """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
-
-    def check() -> bool:
-        try:
-            return file_digest(path) == sha256
-        except UserError:  # sparse
-            return False
-
-    return is_whole(path, sha256, check)
+    with suppress(UserError):  # sparse
+        return is_whole(path, sha256, lambda: file_digest(path) == sha256)
+    return False
 
 
 def is_whole(path: Path, claim: str, check: Callable[[], bool]) -> bool:

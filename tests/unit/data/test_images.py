@@ -136,10 +136,10 @@ def test_a_strip_has_the_colors_of_the_whole_image(monkeypatch: pytest.MonkeyPat
     ("mode", "name", "options"),
     [
         ("I;16", "PNG", {"compress_level": 1}),
-        ("RGBA", "PNG", {"compress_level": 1}),
-        ("RGBA", "TIFF", {"compression": "tiff_lzw"}),
-        ("RGBA", "WEBP", {"lossless": True, "method": 0}),
-        ("RGB", "AVIF", {"speed": 10}),
+        pytest.param("RGBA", "PNG", {"compress_level": 1}, marks=pytest.mark.proof),
+        pytest.param("RGBA", "TIFF", {"compression": "tiff_lzw"}, marks=pytest.mark.proof),
+        pytest.param("RGBA", "WEBP", {"lossless": True, "method": 0}, marks=pytest.mark.proof),
+        pytest.param("RGB", "AVIF", {"speed": 10}, marks=pytest.mark.proof),
     ],
 )
 def test_the_largest_image_of_a_format_needs_a_small_multiple_of_its_size(

@@ -49,7 +49,7 @@ def test_a_sparse_file_is_damaged_and_not_read(tmp_path: Path) -> None:
         write_digests(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a.bin": "1"}', b'{"format": 2, "files": {}}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"files": {"a.bin": 1}}'])
 def test_damaged_digests_are_damage(content: bytes) -> None:
     with pytest.raises(DamagedError, match=DIGESTS):
         digests_in(content, DIGESTS)

@@ -118,11 +118,8 @@ def test_damaged_archives_end_in_a_sentence_or_in_what_tarfile_finds() -> None:
     ("files", "message"),
     [
         ([("0.jpg", b""), ("0.png", b"")], "has two images of one sample"),
-        ([("0.jpg", b""), ("0.txt", b"\xff\xfe")], "is not text in UTF-8"),
         ([("0.jpg", b""), ("0.txt", bytes(2**20 + 1))], r"has 1048577 bytes of captions in '0.txt'"),
         ([("0.jpg", b""), ("0.json", b"[1]")], "must hold a mapping"),
-        ([("0.jpg", b""), ("0.json", b"[" * 10**5)], "nested too deeply"),
-        ([("0.jpg", b""), ("0.json", b'{"id": [1]}')], "id .1. is not a whole number"),
         ([("0.jpg", b""), ("0.json", b'{"split": [1]}')], r"split \[1\] is not text"),
         ([("0.txt", b"a cat")], "contains no image"),
     ],

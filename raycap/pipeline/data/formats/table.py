@@ -97,8 +97,8 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
     Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.
     """
-    path, begin = source.annotations, len(rows)
-    rows_of_names, stated_splits = dict[str, int](), list[Any]()  # of image files
+    path, begin = source.annotations, rows.count
+    files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}
     stored_names = dict[str, int]()
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
@@ -112,18 +112,18 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
         uri, name = inside(source.images, image, location)
         stated = source.value(entry, "split", location)
-        row = rows_of_names.setdefault(name, len(stated_splits))
-        if row < len(stated_splits):  # the table has one row per caption
-            first = stated_splits[row]
+        if name in files:  # the table has one row per caption
+            first, (*_, known, _) = files[name]
             if stated not in (None, "", first):
                 splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-            rows.add_captions(begin + row, captions)
-            continue
-        image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
-        stated_splits.append(stated)
-        rows.add(image_id, split, uri, captions, location)
-    if len(rows) == begin:
+            known.extend(captions)
+        else:
+            image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
+            files[name] = stated, (image_id, split, uri, captions, location)
+    for _, row in files.values():
+        rows.add(*row)
+    if rows.count == begin:
         raise UserError(f"{path} has no rows")
 
 

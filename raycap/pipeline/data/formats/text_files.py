@@ -53,13 +53,13 @@ def read_text_files(source: Source) -> Iterator[Captioned]:
 
 def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:
     """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
-    count = len(rows)
+    count = rows.count
     for image in images:
         location = str(source.annotations / image.name)
         name = source.member_prefix + image.name
         image_id, split = source.id_and_split({}, (image.name, image.name.rsplit("/", 1)[-1]), name, location)
         rows.add(image_id, split, location, as_texts(list(image.captions), location, rows), location)
-    if len(rows) == count:
+    if rows.count == count:
         folder = source.annotations
         if not folder.is_remote and not folder.path.exists():
             raise UserError(f"folder {folder} does not exist; data.annotations is relative to data.root")

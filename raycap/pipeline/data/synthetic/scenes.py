@@ -67,9 +67,7 @@ SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then redu
 # Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
-REGION_NOISE = (
-    0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
-)
+REGION_NOISE = 0.2  # standard deviation; one shape in 1,000 has a larger feature for a wrong color than for its own
 REGION_JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
 REGION_WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
@@ -232,16 +230,11 @@ def _write_annotations(folder: Path, images: list[Values]) -> None:
 
 def _is_complete(folder: Path, marker: str) -> bool:
     """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file, but the synthetic data set needs a folder; give another path for it")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if not (folder / MARKER).is_file():
-        problem = f"holds files but no {MARKER} marker, so it is not a synthetic data set"
-        raise UserError(f"{folder} {problem}; give an empty or new folder for it")
-    if (text := (folder / MARKER).read_text("utf-8")) != marker:
-        problem = f"holds a synthetic data set of another configuration ({text} instead of {marker})"
-        raise UserError(f"{folder} {problem}; give another folder, or delete this one")
+    if not (folder / MARKER).is_file() or (folder / MARKER).read_text("utf-8") != marker:
+        problem = f"holds something else than the synthetic data set {marker}"
+        raise UserError(f"{folder} {problem}; give an empty or new folder, or remove this one")
     return True
 
 

@@ -152,5 +152,9 @@ class TaskCaptioner:
         """Each model's inputs of these images."""
         from raycap.pipeline.features.model_inputs import Images
 
-        pairs = zip(self.stores, self.bundles, strict=True)
-        return [Images(images, store, bundle.transform, **self.reading) for store, bundle in pairs]
+        inputs = []
+        for store, bundle in zip(self.stores, self.bundles, strict=True):
+            source = bundle.transform if store is None else store
+            assert source is not None
+            inputs.append(Images(images, source, **self.reading))
+        return inputs

@@ -34,10 +34,10 @@ from raycap.pipeline.evaluation.reports.page import (
     Report,
     ReportImage,
     choose_images,
+    layer_colors,
     report_html,
     write_report,
 )
-from raycap.pipeline.evaluation.reports.pictures import layer_colors
 from raycap.pipeline.evaluation.reports.tables import Rows, format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import Score

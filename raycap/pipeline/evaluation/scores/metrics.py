@@ -136,7 +136,6 @@ class TokenizedCaptions(CaptionWords):
 
     image_ids: list[Any]
     language: str
-    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
     inputs: ScoreInputs
     raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
 
@@ -190,7 +189,7 @@ def _bleu(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _meteor(captions: TokenizedCaptions) -> list[Score]:
-    return [Score(*java.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
+    return [Score(*java.meteor(captions.predictions, captions.references))]
 
 
 def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
@@ -208,7 +207,7 @@ def _cider_r(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    values, categories = java.spice(captions.predictions, captions.references, captions.java_deadline_s)
+    values, categories = java.spice(captions.predictions, captions.references)
     return [Score(sum(values) / len(values), values, categories=categories)]
 
 
@@ -331,7 +330,6 @@ def score_captions(
     predictions: Mapping[Any, str],
     *,
     metrics: Iterable[str] = DEFAULT_METRICS,
-    java_deadline_s: float | None = None,
     training_captions: Iterable[str] | None = None,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
@@ -340,8 +338,7 @@ def score_captions(
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    java_deadline_s: the longest time for METEOR and for SPICE each; the defaults are those of
-    `java.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
+    training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
     English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
@@ -351,7 +348,7 @@ def score_captions(
     image_ids = [image for image in references if image in predictions]
     raw = [predictions[image] for image in image_ids], [references[image] for image in image_ids]
     predicted, words = words_of_all(raw[0], language), _words_by_image(raw[1], language)
-    captions = TokenizedCaptions(predicted, words, image_ids, language, java_deadline_s, inputs, raw)
+    captions = TokenizedCaptions(predicted, words, image_ids, language, inputs, raw)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
