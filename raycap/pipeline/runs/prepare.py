@@ -207,8 +207,8 @@ def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary)
     """The model with weights drawn from torch's current random state and, if configured, with word vectors."""
     import torch
 
+    from raycap.models.captioner import build_model
     from raycap.models.layers import fill_word_vectors
-    from raycap.models.registry import build_model
 
     file, columns = config.model.word_vectors, config.model.word_vector_width
     if file is None or columns is None:
