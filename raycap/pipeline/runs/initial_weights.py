@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from raycap.models.base import CaptionModel
+from raycap.models.captioner import build_model
 from raycap.models.config import ModelSizes
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.layers import fill_word_vectors
-from raycap.models.registry import build_model
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import build_vocabulary

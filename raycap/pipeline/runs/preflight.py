@@ -154,7 +154,7 @@ def require_possible_model(config: RunConfig, feature_width: int = 64) -> Captio
 
     The data, which are not read yet, may make it larger.
     """
-    from raycap.models.registry import model_on_meta
+    from raycap.models.captioner import model_on_meta
 
     positions = config.model.max_positions or 74
     sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words

@@ -60,7 +60,7 @@ def bundle_run(
 
     stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
     """
-    from raycap.models.registry import build_captioner
+    from raycap.models.captioner import build_captioner
 
     config = folder.config
     captioner = build_captioner(config.model, folder.sizes, config.backbone if config.has_backbone else None)

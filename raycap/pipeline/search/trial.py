@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from raycap.models.base import Features
+from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.models.config import Values
 from raycap.models.decoding.search import beam_search
-from raycap.models.registry import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset

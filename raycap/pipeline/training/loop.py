@@ -22,10 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import Backbone, set_drop_path
-from raycap.models.registry import build_model
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import write_predictions

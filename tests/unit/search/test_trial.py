@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from raycap.jobs.tune.features import extract_once
+from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
-from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
-from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.evaluation.captioning.search import score_rules

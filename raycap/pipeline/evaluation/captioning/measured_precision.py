@@ -63,8 +63,8 @@ def measure_search(config: RunConfig) -> PrecisionTimes:
     """
     import torch
 
+    from raycap.models.captioner import build_model
     from raycap.models.decoding.search import beam_search
-    from raycap.models.registry import build_model
 
     workers, settings = config.workers, config.evaluation
     prepare_processor(workers.threads_per_worker)

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from raycap.models.base import CaptionModel, load_strictly
-from raycap.models.captioner import Captioner
-from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
+from raycap.models.base import CaptionModel
+from raycap.models.captioner import Captioner, build_model
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes, Values
 from raycap.models.convert import upstream as convert
-from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.convert.tensor_files import load_strictly, read_tensors
 from raycap.models.encoders.backbone import Backbone, load_tensors
-from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
@@ -222,7 +221,8 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
         raise UserError(f"{request.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
     inferred = convert.infer_expansionnet(tensors)
     config = convert.complete_config(inferred, request.settings["model"])
-    model = _build(request, config, inferred, vocabulary, convert.convert_expansionnet(tensors, config))
+    tensors = convert.join_rows(tensors, convert.upstream_names(config), "an ExpansionNet v2", config)
+    model = _build(request, config, inferred, vocabulary, tensors)
     sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
     if request.backbone_file is not None:
         swin = read_tensors(request.backbone_file)
@@ -265,8 +265,14 @@ def _build(
     tensors: dict[str, Tensor],
 ) -> CaptionModel:
     """Builds the model and loads `tensors`, which have raycap's names. Raises ValueError if they do not fit."""
-    vocabulary_sizes = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
-    model = build_model(config, convert.imported_sizes(inferred, vocabulary_sizes))
+    if len(vocabulary) != inferred.vocabulary_size:
+        raise ValueError(
+            f"the vocabulary has {len(vocabulary)} words, the checkpoint predicts {inferred.vocabulary_size}; "
+            "they do not belong together"
+        )
+    special = (vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    sizes = ModelSizes(inferred.feature_width, len(vocabulary), inferred.max_positions, *special)
+    model = build_model(config, sizes)
     load_strictly(model, tensors, str(request.checkpoint))
     return model
 
