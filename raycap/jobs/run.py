@@ -41,8 +41,16 @@ from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
-from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
+from raycap.pipeline.runs.results import (
+    bundle_place,
+    bundle_run,
+    local_bundle,
+    run_page,
+    stored_captions,
+    stored_confidences,
+    validation_by_stage,
+    validation_lines,
+)
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json

@@ -26,37 +26,10 @@ MAX_HOLES = 10  # a larger file than this many times its blocks on the disk is s
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
-    """Writes the digests of these files of a folder; by default those of all its visible files.
-
-    The digests of other files remain.
-    """
+    """Writes the digests of these files of a folder; by default those of all its visible files."""
     path = folder / DIGESTS
-    digests = _read_digests(path) or {}
     names = names or [file.name for file in folder.glob("[!.]*") if file != path]
-    digests |= {name: file_digest(folder / name) for name in sorted(names)}
-    write_json(path, {"format": FORMAT, "files": digests})
-
-
-def is_recorded(path: Path) -> bool:
-    """Whether the `digests.json` beside a file, which may be missing, has its digest."""
-    return path.name in (_read_digests(path.with_name(DIGESTS)) or {})
-
-
-def require_whole(path: Path) -> None:
-    """Raises DamagedError unless a file exists and has the digest in the `digests.json` beside it.
-
-    In a folder without digests the file only has to exist.
-    """
-    if not path.is_file():
-        raise DamagedError(f"{path} is missing")
-    digests = _read_digests(path.with_name(DIGESTS))
-    if digests is not None and not has_digest(path, str(digests.get(path.name))):
-        raise DamagedError(f"{path} is damaged: it does not have the digest in {DIGESTS}")
-
-
-def _read_digests(path: Path) -> Values | None:
-    """The digests in a `digests.json`; None if there is no such file. Raises DamagedError."""
-    return digests_in(path.read_bytes(), str(path)) if path.is_file() else None
+    write_json(path, {"format": FORMAT, "files": {name: file_digest(folder / name) for name in sorted(names)}})
 
 
 def digests_in(data: bytes, name: str) -> Values:
