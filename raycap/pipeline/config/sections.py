@@ -18,9 +18,19 @@ from pydantic import (
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig, Values
+from raycap.models.config import (
+    MODEL_CONFIGS,
+    NUMBER,
+    TEXT,
+    Count,
+    Decoding,
+    Identity,
+    ModelConfig,
+    Text,
+    Values,
+    read_number,
+)
 from raycap.models.encoders.views import Augmentation, Views
-from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
@@ -74,7 +84,7 @@ Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
-# Limits are far above what anyone would train (`models/values.py`). A type without a special limit has one that keeps
+# Limits are far above what anyone would train (`models/config.py`). A type without a special limit has one that keeps
 # products in 64 bits, or in the range of float32.
 Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
 Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]

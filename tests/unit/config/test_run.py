@@ -43,8 +43,8 @@ def test_every_shipped_configuration_loads(path: Path, monkeypatch: pytest.Monke
 def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    from raycap.models.captioner import build_model
     from raycap.models.config import ModelSizes
-    from raycap.models.registry import build_model
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     config = load_config(ROOT / "raycap" / "configs" / "expansionnet_v2_coco.yaml")
@@ -79,8 +79,8 @@ def test_the_other_systems_build_on_the_meta_device(
 ) -> None:
     import torch
 
+    from raycap.models.captioner import build_model
     from raycap.models.config import ModelSizes
-    from raycap.models.registry import build_model
 
     for variable in ("COCO", "REGIONS", "GLOVE", "CLASSES"):
         monkeypatch.setenv(f"RAYCAP_{variable}", "/somewhere")
