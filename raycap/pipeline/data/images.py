@@ -24,11 +24,11 @@ import itertools
 import re
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -132,9 +132,10 @@ class ImageLocation:
         return data
 
     def _row_value(self, place: RowPlace, max_bytes: int | None) -> bytes:
-        """A value of a column of a Parquet file, whose row groups are cached."""
+        """A value of a column of a Parquet file."""
         try:
-            value = _GROUPS.values(self.file, place)[place.row]
+            with _LOCK:  # threads that need the same column read it once
+                value = _column(self.file, place.group, place.leaf)[place.row]
         except (UserError, IndexError) as error:
             raise OSError(errno.EIO, f"not readable: {error}", self.uri) from error
         if not value.is_valid:
@@ -145,34 +146,20 @@ class ImageLocation:
         return data
 
 
-class RowGroups:
-    """The columns of images in row groups of Parquet files that this process has used last."""
-
-    def __init__(self, limit: int) -> None:
-        """limit: bytes of all columns, except that the newest one stays."""
-        self.limit, self.lock = limit, threading.Lock()
-        self.columns: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()
-
-    def values(self, file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
-        """The column of a place. Raises UserError, and OSError as StoragePath."""
-        key = file.uri, place.group, place.leaf
-        with self.lock:  # threads that need the same column read it once
-            if key not in self.columns:
-                with file.open() as opened:
-                    self.columns[key] = ParquetFile(opened, str(file)).values(place.group, place.leaf)
-            self.columns.move_to_end(key)
-            while len(self.columns) > 1 and sum(each.nbytes for each in self.columns.values()) > self.limit:
-                self.columns.popitem(last=False)
-            return self.columns[key]
+_LOCK = threading.Lock()
 
 
-_GROUPS = RowGroups(256 * 2**20)
+@lru_cache(maxsize=2)
+def _column(file: StoragePath, group: int, leaf: int) -> pa.LargeBinaryArray:
+    """The images of a row group, which has at most MAX_GROUP_BYTES. Raises UserError, and OSError as StoragePath."""
+    with file.open() as opened:
+        return ParquetFile(opened, str(file)).values(group, leaf)
 
 
 def forget_row_groups() -> None:
     """Empties this process's cache of row groups, because files may have been replaced."""
-    with _GROUPS.lock:
-        _GROUPS.columns.clear()
+    with _LOCK:
+        _column.cache_clear()
 
 
 def is_remote_image(uri: str) -> bool:
