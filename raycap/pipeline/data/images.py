@@ -24,11 +24,11 @@ import itertools
 import re
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -134,8 +134,7 @@ class ImageLocation:
     def _row_value(self, place: RowPlace, max_bytes: int | None) -> bytes:
         """A value of a column of a Parquet file."""
         try:
-            with _LOCK:  # threads that need the same column read it once
-                value = _column(self.file, place.group, place.leaf)[place.row]
+            value = _images_of_group(self.file, place)[place.row]
         except (UserError, IndexError) as error:
             raise OSError(errno.EIO, f"not readable: {error}", self.uri) from error
         if not value.is_valid:
@@ -146,20 +145,28 @@ class ImageLocation:
         return data
 
 
+MAX_GROUPS_BYTES = 256 * 2**20  # of the row groups that are kept, except that the newest one stays
+_GROUPS: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()  # the least recently used one first
 _LOCK = threading.Lock()
 
 
-@lru_cache(maxsize=2)
-def _column(file: StoragePath, group: int, leaf: int) -> pa.LargeBinaryArray:
-    """The images of a row group, which has at most MAX_GROUP_BYTES. Raises UserError, and OSError as StoragePath."""
-    with file.open() as opened:
-        return ParquetFile(opened, str(file)).values(group, leaf)
+def _images_of_group(file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
+    """The column of a place, which this process keeps. Raises UserError, and OSError as StoragePath."""
+    key = file.uri, place.group, place.leaf
+    with _LOCK:  # threads that need the same column read it once
+        if key not in _GROUPS:
+            with file.open() as opened:
+                _GROUPS[key] = ParquetFile(opened, str(file)).values(place.group, place.leaf)
+        _GROUPS.move_to_end(key)
+        while len(_GROUPS) > 1 and sum(each.nbytes for each in _GROUPS.values()) > MAX_GROUPS_BYTES:
+            _GROUPS.popitem(last=False)
+        return _GROUPS[key]
 
 
 def forget_row_groups() -> None:
     """Empties this process's cache of row groups, because files may have been replaced."""
     with _LOCK:
-        _column.cache_clear()
+        _GROUPS.clear()
 
 
 def is_remote_image(uri: str) -> bool:

@@ -190,7 +190,7 @@ def _import_shard(
 def ends_digest(path: Path) -> str:
     """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long.
 
-    A change of values in the middle of a large file is not seen; `changed_images` finds it.
+    It does not change with values in the middle of a large file, which `changed_images` compares.
     """
     _require_file(path)
     size = path.stat().st_size
@@ -203,7 +203,7 @@ def ends_digest(path: Path) -> str:
 
 
 def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> list[int]:
-    """The ids of those images of the store whose features in the file are other ones. Reads the store and the file."""
+    """The ids of images whose features in the store and in the file differ. Reads all of both."""
     settings = config.features
     changed: list[int] = []
     rows = dataset.table.filter(pa.array(store.contains(dataset.table["key"]))).select(["key", "image_id"])
@@ -216,13 +216,12 @@ def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> 
             for row, image_id in enumerate(part["image_id"].to_pylist()):
                 try:
                     features, corners = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
+                    is_same = np.array_equal(stored[row, : lengths[row]], features)
+                    if is_same and corners is not None:
+                        is_same = boxes is not None and np.array_equal(boxes[row, : lengths[row]], corners)
                 except ValueError:
-                    changed.append(image_id)
-                    continue
-                same = np.array_equal(stored[row, : lengths[row]], features)
-                if same and corners is not None:
-                    same = boxes is not None and np.array_equal(boxes[row, : lengths[row]], corners)
-                if not same:
+                    is_same = False
+                if not is_same:
                     changed.append(image_id)
     return changed
 
