@@ -26,10 +26,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from raycap.jobs.options import Set
-from raycap.jobs.submit import Job, submit
+from raycap.jobs.submit import Job, submit, used_variables
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
 from raycap.pipeline.cluster.start import cluster_address, connect, stage_bundles
-from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
@@ -147,8 +146,8 @@ def _examine(config: RunConfig | None, requests: Requests, address: str | None) 
     except Exception as error:  # Ray raises various types
         remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
         yield Finding("cluster", "fail", f"{address} cannot be joined: {one_line(error)}", remedy)
-        return
-    yield from check_nodes(config, requests)
+    else:
+        yield from check_nodes(config, requests)
 
 
 def _submit(path: Path | None, overrides: Sequence[str], address: str, print_json: bool) -> int:
@@ -213,7 +212,7 @@ def space(folder: Path, least: float = 1, enough: float = 10) -> str:
 
 
 def torch_pair() -> str:
-    """Different builds of torch and torchvision fail only when an operator is called, as here."""
+    """The versions of torch and torchvision. Different builds of them fail only when an operator is called."""
     torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
     vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     return f"torch {torch.__version__}, torchvision {vision.__version__}"
@@ -294,44 +293,42 @@ def versions() -> dict[str, str]:
     return found | {name: importlib.metadata.version(name).partition("+")[0] for name in ("ray", "torch")}
 
 
-def same_versions(expected: Mapping[str, str]) -> Finding:
-    """Compares this machine's versions with those of another. An unknown commit, as without git, is no difference."""
-    found = versions()
-    different = [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]
-    text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
-    if different:
-        return Finding("versions", "fail", text, "give all nodes the same image")
-    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
-
-
 def check_node(
     expected: Mapping[str, str], wanted: tuple[float, bool], probe: tuple[StoragePath, str] | None
 ) -> list[Finding]:
     """Runs the checks on the node on which this runs.
 
-    expected: the driver's versions. wanted: how many GPUs Ray offers there, and whether a run needs them. probe: the
-    place of the storage, and the name of a file that the driver wrote there.
+    expected: the driver's versions; an unknown commit, as without git, is no difference. wanted: how many GPUs Ray
+    offers there, and whether a run needs them. probe: the place of the storage, and the name of a file that the driver
+    wrote there.
     """
-    found = [same_versions(expected), gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
-    return found if probe is None else [*found, storage(*probe)]
+    mine = versions()
+    different = [name for name in expected if len({mine[name], expected[name]} - {"unknown"}) > 1]
+    found = Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in mine.items()))
+    if different:
+        text = ", ".join(f"{name} {mine[name]} and not {expected[name]}" for name in different)
+        found = Finding("versions", "fail", text, "give all nodes the same image")
+    findings = [found, gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
+    return findings if probe is None else [*findings, storage(*probe)]
 
 
 def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:
-    """Asks all live nodes and compares their answers. Ray must have been started."""
+    """Asks all live nodes and compares their answers. Ray must have been started.
+
+    The driver writes a file into the storage for them. It remains where the credentials may not remove files.
+    """
     import ray
 
     alive = {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
     uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles) and not computes_on_cpus()
     probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
-    with suppress(OSError):  # the check of the storage from this machine reports it
-        if probe is not None:
+    if probe is not None:
+        with suppress(OSError):  # the check of the storage from this machine reports it
             (probe[0] / probe[1]).write_bytes(b"")
-    try:
-        found, silent = _ask(alive, uses_gpus, probe)
-    finally:
+    found, silent = _ask(alive, uses_gpus, probe)
+    if probe is not None:
         with suppress(OSError):
-            if probe is not None:
-                (probe[0] / probe[1]).delete()
+            (probe[0] / probe[1]).delete()
     status = cluster_status()
     yield answering(status, silent, len(alive))
     yield from (stage_fits(status, stage, bundles) for stage, bundles in requests.items())
@@ -397,8 +394,7 @@ def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
         bad = {node: finding for node, finding in ours.items() if finding.level != "ok"}
         if bad:
             worst = min(bad.values(), key=lambda finding: finding.level)  # "fail" is before "warn"
-            text = listed({node: finding.text for node, finding in bad.items()})
-            yield replace(worst, name=f"node {name}", text=text)
+            yield replace(worst, name=f"node {name}", text=listed({node: each.text for node, each in bad.items()}))
         else:
             yield Finding(f"node {name}", "ok", "; ".join(dict.fromkeys(finding.text for finding in ours.values())))
 

@@ -24,7 +24,7 @@ from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
 from raycap.pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,6 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     stored = config.storage_place / f"backbones/{digest}.safetensors"
     path = scratch / stored.name if stored.is_remote else stored.path
     if not stored.exists():
-        from raycap.pipeline.runs.initial_weights import initial_backbone
-
         save_weights(initial_backbone(config), path)
         if stored.is_remote:
             stored.upload(path)

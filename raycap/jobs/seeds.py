@@ -22,7 +22,7 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.tracking.mlflow_client import BoundedClient, tracking_client
+from raycap.pipeline.tracking.mlflow_client import tracking_client
 from raycap.pipeline.tracking.run_tracker import tag_run
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,6 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
 def _tag(folders: Sequence[RunFolder], group: str) -> None:
     """Gives the runs in the tracker the tag `raycap.seeds` with the name of their group."""
     if folders[0].config.tracking.enabled:
-        client = BoundedClient(tracking_client(folders[0].config))
+        client = tracking_client(folders[0].config)
         for folder in folders:
             tag_run(folder, client, "raycap.seeds", group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_a_storage_without_conditional_writes_is_refused(
     """Two processes would both get the lease."""
     world = World(tmp_path, s3)
     world.begin()
-    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(data))
+    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(io.BytesIO(data), len(data)))
     work = Colors()
     with pytest.raises(StorageError, match="conditional writes are ignored"):
         world.call(work)

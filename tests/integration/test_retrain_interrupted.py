@@ -85,7 +85,10 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
 WRITES = {"promoted": 8, "kept": 6}
 
 
-@pytest.fixture(params=[("disk", "promoted"), ("disk", "kept"), ("s3", "promoted")], ids="-".join)
+KEPT = pytest.param(("disk", "kept"), marks=pytest.mark.proof)
+
+
+@pytest.fixture(params=[("disk", "promoted"), KEPT, ("s3", "promoted")], ids=str)
 def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:

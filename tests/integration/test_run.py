@@ -52,7 +52,7 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     workers = config.workers.model_copy(update={"gpus_per_worker": 1.0})
     results = [DryRunResult(name, 1.0, 1.0, checkpointing=name == stages[-1]) for name in stages]
     monkeypatch.setattr("raycap.jobs.run.start_ray", lambda *_: None)
-    monkeypatch.setattr("raycap.jobs.run.StallWatch.results", lambda *_: iter(results))
+    monkeypatch.setattr("raycap.jobs.run.StallWatch.stream", lambda *_: iter(results))
     for expected in (True, False):
         on_gpus = RunDriver(prepare(config.model_copy(update={"workers": workers})), address=None)
         assert on_gpus.folder.config.backbone.gradient_checkpointing == "auto", "inherited from another attempt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore, write_shard
 from raycap.pipeline.storage import s3
-from raycap.pipeline.storage.cache import ImageCache, ShardCache
+from raycap.pipeline.storage.cache import ImageCache
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import write_karpathy
@@ -95,20 +94,6 @@ def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_
         staged = sum(path.stat().st_size for path in cache.glob("*.npy"))
         assert staged == min(5, limit // size) * size
     assert store.verify() == []
-
-
-def test_a_cached_shard_is_checked_and_the_oldest_is_removed_first(options: StorageOptions, tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path / "cache", 250)
-    places = []
-    for number in range(3):
-        places.append(StoragePath(f"s3://data/shard/{number}.npy", options))
-        places[-1].write_bytes(bytes([number]) * 100)
-    digests = [hashlib.sha256(bytes([number]) * 100).hexdigest() for number in range(3)]
-    paths = [cache.get(place, 100, digest) for place, digest in zip(places, digests, strict=True)]
-    assert [path is not None and path.exists() for path in paths] == [False, True, True]
-    with pytest.raises(StorageError, match="digest"):
-        cache.get(places[0], 100, "0" * 64)
-    assert cache.get(places[0], 251, digests[0]) is None
 
 
 def test_images_are_fetched_once_and_checked_by_digest(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.cluster.submission import pack
+from raycap.jobs.submit import pack
 from tests.support.checkout import build_wheel, copy_sources
 
 
@@ -54,7 +54,7 @@ def test_a_wheel_takes_two_names_and_contains_no_tests(names: set[str]) -> None:
 def test_a_job_gets_the_package_that_a_wheel_has(
     names: set[str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycap.pipeline.cluster.submission.package_folder", lambda: source / "raycap")
+    monkeypatch.setattr("raycap.jobs.submit.package_folder", lambda: source / "raycap")
     pack(tmp_path, {})
     packed = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert packed - {"raycap/COMMIT"} == {name for name in names if name.startswith("raycap/")}

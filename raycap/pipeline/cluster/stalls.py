@@ -73,37 +73,25 @@ class StallWatch:
         self._progress_at = time.monotonic()
 
     def stream(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], options: Any) -> Iterator[Any]:
-        """The values that calls of a function yield, as `results`. Each call is a Ray task with these options."""
+        """The values that calls of a function yield, as they come. Each call is a Ray task; each value is progress.
+
+        Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated
+        task must yield the same values. Errors are those of `one_sentence`. options: of the tasks.
+        """
         import ray
 
         task = ray.remote(function).options(num_returns="streaming", **options)
-        return self.results([task.remote(*arguments) for arguments in calls])
-
-    def results(self, tasks: Sequence[object]) -> Iterator[Any]:
-        """The values that Ray tasks with `num_returns="streaming"` yield, as they come. Each value is progress.
-
-        Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated
-        task must yield the same values. Raises an error of a task's function, and JobFailedError for a task whose
-        process is lost too often.
-        """
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
-        running = list(tasks)
-        while running:
-            ready: list[Any] = ray.wait(running)[0]
-            try:
-                value = ray.get(next(ready[0]))
-            except StopIteration:
-                running.remove(ready[0])
-                continue
-            except RayTaskError:
-                raise
-            except RayError as error:
-                reason = " ".join(str(error).split())
-                raise JobFailedError(f"{self.stage} lost a process several times, last with: {reason}") from error
-            self.progressed()
-            yield value
+        running = [task.remote(*arguments) for arguments in calls]
+        with one_sentence(self.stage):
+            while running:
+                ready: Any = ray.wait(running)[0][0]
+                try:
+                    value = ray.get(next(ready))
+                except StopIteration:
+                    running.remove(ready)
+                    continue
+                self.progressed()
+                yield value
 
     def _watch(self) -> None:
         """Runs in the background thread."""

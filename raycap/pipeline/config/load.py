@@ -1,4 +1,4 @@
-"""Configurations from YAML files: `extends`, `--set`, `${VARIABLE}`, checks whose errors are one sentence.
+"""Reads configurations from YAML files, with `extends`, `--set` and `${VARIABLE}`, and checks them.
 
 A file may begin with `extends: other.yaml`, a path relative to the file. Its values are merged over those of the other
 file: mappings key by key, lists of named items (the stages) by name. All other values are replaced. A section that gets
@@ -50,8 +50,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def with_data(config: RunConfig, path: Path) -> RunConfig:
-    """The configuration with the images of a data file: a YAML file with the section `data`, which replaces that of the
-    configuration, and optionally `features` and `evaluation`, which are merged over those of the configuration.
+    """The configuration with the images of a data file.
+
+    The file's section `data` replaces that of the configuration. Its optional sections `features` and `evaluation` are
+    merged over those of the configuration.
 
     Raises UserError as `load_config`, and unless the file names region features exactly if the configuration does.
     """
@@ -314,9 +316,9 @@ def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without what it adds that is no key: a system's name after `model`, and a value's type.
+    """Pydantic's location without its parts that are no keys: a system's name after `model`, and the type of a value.
 
-    Of a mapping's key that is not allowed, and that the message quotes, it is the location of the mapping.
+    For a mapping's key that is not allowed, it is the location of the mapping, because the message quotes the key.
     """
     if location[-1:] == ("[key]",):
         location = location[:-2]

@@ -18,9 +18,19 @@ from pydantic import (
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig, Values
+from raycap.models.config import (
+    MODEL_CONFIGS,
+    NUMBER,
+    TEXT,
+    Count,
+    Decoding,
+    Identity,
+    ModelConfig,
+    Text,
+    Values,
+    read_number,
+)
 from raycap.models.encoders.views import Augmentation, Views
-from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
@@ -74,7 +84,7 @@ Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
-# Limits are far above what anyone would train (`models/values.py`). A type without a special limit has one that keeps
+# Limits are far above what anyone would train (`models/config.py`). A type without a special limit has one that keeps
 # products in 64 bits, or in the range of float32.
 Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
 Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]
@@ -312,7 +322,7 @@ class FeatureSection(Section):
     views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
     """Random versions of each training image, of which every epoch reads one; 0: the images as they are."""
     augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()
-    """Of the views."""
+    """How a view differs from its image."""
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
     """The largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
     room; None: half of the disk's free space when the cache is opened."""
@@ -471,9 +481,9 @@ class StageSection(Section):
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """The decay per step of an average of the weights, which is validated and kept in place of the weights."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    """Of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere."""
+    """Of matrix products. tf32 rounds their factors to 10 bits on a GPU (since Ampere), and is float32 elsewhere."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which workers exchange gradients."""
+    """The type in which workers exchange gradients."""
     scst: ScstSection | None = None
     validate_every_epochs: Epochs = 1.0
     patience: Positive | None = None
@@ -587,7 +597,7 @@ class TextEncoderSection(Section):
     folder: Annotated[Text, Identity.TEXT_ENCODER]
     """With model.safetensors, config.json and tokenizer.json."""
     layer: Annotated[int, Field(ge=0, le=200), NUMBER]
-    """Whose hidden states are compared."""
+    """The layer whose hidden states are compared."""
     idf: bool = False
     """Whether rare tokens of the references count more."""
     baseline: Annotated[Text | None, Identity.FILE] = None
@@ -637,8 +647,8 @@ class EvaluationSection(Section):
     num_results: Beams = 1
     """Captions per image, at most beam_size without decoding.sampling."""
     ranking: Ranking = "mean"
-    """Of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
-    with this alpha (`models.decoding.search.length_divisor`)."""
+    """Finished beams are ranked by the mean log-probability of their tokens, by the sum, or by the sum divided by the
+    length penalty with this exponent (`models.decoding.search.length_divisor`)."""
     decoding: Decoding = Decoding()
     collapse_repeats: bool = False
     """Equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions."""

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from raycap.models.config import Values
-from raycap.models.values import NUMBER
+from raycap.models.config import NUMBER, Values
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.storage.untrusted.documents import parse_json
 

@@ -1,4 +1,4 @@
-"""What a person sees of a command: the log, the progress of long work, and what could not be made for looking at.
+"""What a person sees of a command: the log, the progress of long work, and the decorations that failed.
 
 `configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
 file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply. `progress` draws a
@@ -228,7 +228,7 @@ def progress(label: str, total: int, write: Callable[[str], object] | None = Non
 
 
 class Decorations:
-    """The decorations of one result, made after its scores are written.
+    """Records which decorations of a result fail: its pages, plots and pictures, which are made after its scores.
 
     failed: {decoration: reason} of those that could not be made.
     """
@@ -240,8 +240,7 @@ class Decorations:
     def making(self, name: str) -> Iterator[None]:
         """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user.
 
-        What a task refuses is no such mistake: the driver has checked the same configuration, so that only the node of
-        the task can differ.
+        An error of a task is never a mistake of the user, because the driver has checked the same configuration.
         """
         try:
             yield

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from raycap.models.captioner import TABLE_6_IMAGES
 from raycap.models.config import Values
-from raycap.models.registry import TABLE_6_IMAGES
 from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.search.ablations import printed_label
 from raycap.pipeline.search.results import PointResult, heading, unit

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from raycap.models.config import ExpansionNetConfig, Values
-from raycap.models.values import NUMBER, Text
+from raycap.models.config import NUMBER, ExpansionNetConfig, Text, Values
 from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import (

@@ -99,7 +99,7 @@ class StoragePath:
     def write_bytes(self, data: bytes | memoryview) -> str:
         """Replaces the file and makes the folders above it. Returns its new tag."""
         if self.is_remote:
-            return self._object.put(data)
+            return self._object.put(io.BytesIO(data), len(data))
         write_bytes(self.path, data)
         return self.stat().tag
 
@@ -111,7 +111,7 @@ class StoragePath:
         """
         if self.is_remote:
             return self._object.put_if(data, tag)
-        with file_lock(_lock_of(self.path)):
+        with file_lock(self._lock):
             current = self.read_tagged()[1] if self.path.exists() else None
             if current != tag:
                 raise ConflictError(f"{self.path} was written by another process")
@@ -120,7 +120,8 @@ class StoragePath:
 
     def upload(self, source: Path) -> str:
         """Replaces an object on S3 by a local file of any size. Returns its new tag."""
-        return self._object.upload(source)
+        with source.open("rb") as file:
+            return self._object.put(file, source.stat().st_size)
 
     def download(self, target: Path) -> Entry:
         """Copies one version of an object on S3, of any size, to a local path. Returns the version's size and tag."""
@@ -173,6 +174,11 @@ class StoragePath:
             shutil.rmtree(self.path, ignore_errors=True)
 
     @property
+    def _lock(self) -> Path:
+        """The file that `write_if` locks while it replaces a local file."""
+        return self.path.with_name(f".{self.name}.lock")
+
+    @property
     def _object(self) -> S3Object:
         return S3Object(self.uri, self.options)
 
@@ -202,11 +208,6 @@ def _content_tag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _lock_of(path: Path) -> Path:
-    """The file that `write_if` locks while it replaces `path`."""
-    return path.with_name(f".{path.name}.lock")
-
-
 def try_rights(folder: StoragePath) -> None:
     """Writes a small file on the condition that it is new, tries this a second time, reads and removes the file.
 
@@ -226,7 +227,7 @@ def try_rights(folder: StoragePath) -> None:
         finally:
             probe.delete()
             if not folder.is_remote:
-                _lock_of(probe.path).unlink(missing_ok=True)
+                probe._lock.unlink(missing_ok=True)
     except StorageError:
         raise
     except OSError as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +17,8 @@ from raycap.pipeline.storage.s3 import is_remote
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
-# Each call may take this time. All calls of a client together may take SLOW_BUDGET_S beyond it.
-FAST_CALL_S = 1.0
-SLOW_BUDGET_S = 30.0
 SERVER_REMEDY = "set tracking.uri to a server; `raycap sync CONFIG` then also sends it the runs in the storage"
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
-
-
-class ClientStopped(Exception):
-    """Ends a call of the background thread when the run ends: `Tracker.finish` or `Tracker.close` sends the rest."""
-
-
-class BoundedClient:
-    """An MLflow client whose calls fail once `stop` is set, or once slow answers have used up SLOW_BUDGET_S."""
-
-    def __init__(self, client: object, stop: threading.Event | None = None) -> None:
-        self._client, self._stop = client, stop
-        self._slow_s = 0.0  # the time that all calls so far took beyond FAST_CALL_S
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-
-        def call(*arguments: object, **named: object) -> Any:
-            if self._stop is not None and self._stop.is_set():
-                raise ClientStopped
-            if self._slow_s > SLOW_BUDGET_S:
-                raise TimeoutError(f"its answers took {self._slow_s:.0f} s longer than a second each")
-            begin = time.monotonic()
-            try:
-                return method(*arguments, **named)
-            finally:
-                if not name.startswith("log_artifact"):  # uploads of large files may take long
-                    self._slow_s += max(0.0, time.monotonic() - begin - FAST_CALL_S)
-
-        return call
 
 
 def tracking_uri(config: RunConfig) -> str:

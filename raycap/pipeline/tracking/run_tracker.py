@@ -5,8 +5,9 @@ not sent before and stores what was sent in log/tracked.json, so it may be calle
 training (`Tracker`), and at the end. A metric that is sent twice, because the first answer was lost, has the same time
 and value and counts once.
 
-A tracker that is down or slow does not affect training and delays the run's end by a bounded time (`BoundedClient`).
-`raycap sync`, or starting the same run again, sends what it has not received.
+A tracker that is down or slow does not affect training, and delays the run's end by less than a minute, because a
+request has a deadline and the first failed one ends an attempt. `raycap sync`, or starting the same run again, sends
+what it has not received.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from raycap.pipeline.runs.journal import Entry, journal_bytes, read_journal
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.tracking.mlflow_client import (
-    BoundedClient,
-    ClientStopped,
     experiment_of,
     get_or_create_run,
     log_params,
@@ -44,7 +43,7 @@ from raycap.pipeline.version import package_folder
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 30  # The end of a run waits this long for a pending call. HTTP requests end earlier (CALL_TIMEOUT_S).
+JOIN_S = 30  # The end of a run waits this long for the background thread. HTTP requests end earlier (CALL_TIMEOUT_S).
 LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
 METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
@@ -82,7 +81,7 @@ class Tracker:
         with self._attempt():
             SentRecord(self.folder).set("ending", status)
             self._join()
-            sync(self.folder, self._client(), status=status)
+            sync(self.folder, tracking_client(self.folder.config), status=status)
             return True
         return False
 
@@ -95,7 +94,7 @@ class Tracker:
             return None
         with self._attempt():
             self._join()
-            client = self._client()
+            client = tracking_client(self.folder.config)
             sync(self.folder, client)
             log_results(self.folder, scores, client)
             registered = register_model(self.folder, bundle, scores)
@@ -108,11 +107,8 @@ class Tracker:
         """The command that sends the rest. It finds a run on S3 by its configuration."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
 
-    def _client(self, stop: threading.Event | None = None) -> BoundedClient:
-        return BoundedClient(tracking_client(self.folder.config), stop)
-
     def _join(self) -> None:
-        """Ends the background thread. TimeoutError when it hangs in a call that has no deadline, as on a database."""
+        """Ends the background thread. TimeoutError if it still sends after JOIN_S, or hangs, as a database may."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
@@ -129,7 +125,7 @@ class Tracker:
                 continue
             pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
             with self._attempt():
-                sync(self.folder, self._client(self._stop))
+                sync(self.folder, tracking_client(self.folder.config))
                 pause, sent_bytes = self.every_s, size
 
     @contextlib.contextmanager
@@ -139,7 +135,7 @@ class Tracker:
         try:
             yield
         except Exception as error:
-            if not self._failing and not isinstance(error, ClientStopped):
+            if not self._failing:
                 self._failing = True
                 logger.info(
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raycap.models.base import Features
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.registry import build_model
 from raycap.pipeline.evaluation.captioning.search import aligned_words, alignment_scores
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=6, sos=0, eos=1, pad=2)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.registry import build_model
 from raycap.pipeline.evaluation.captioning.search import caption_energies
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=8, sos=0, eos=1, pad=2)

@@ -5,6 +5,7 @@ Real nodes are asked in tests/integration/test_private_disks.py.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -20,8 +21,8 @@ import yaml
 from raycap.jobs import doctor
 from raycap.jobs.cli import main
 from raycap.jobs.doctor import Finding, check_machine
+from raycap.jobs.submit import used_variables
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
-from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.storage.path import StoragePath, try_rights
@@ -95,7 +96,7 @@ def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.storage(StoragePath("s3://data/doctor", options)).level == "ok"
     absent = doctor.storage(StoragePath("s3://absent/doctor", options))
     assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
-    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(data))
+    monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(io.BytesIO(data), len(data)))
     with pytest.raises(StorageError, match="conditional writes are ignored"):
         try_rights(StoragePath("s3://data/doctor", options))
     assert StoragePath("s3://data/doctor", options).list() == {}

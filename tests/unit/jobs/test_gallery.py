@@ -64,7 +64,7 @@ def test_rays_workers_get_no_password_of_the_tracker(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(ray, "remote", lambda function: Task())
     monkeypatch.setattr(ray, "put", lambda value: value)
-    monkeypatch.setattr(StallWatch, "results", lambda *_: iter([]))
+    monkeypatch.setattr(StallWatch, "stream", lambda *_: iter([]))
     add_maps([], TaskModel(StoredBundle(storage_path(tmp_path))), config, dataset_of([], [], []), seed="")
     caption_on_cluster([], {}, config)
     assert len(sent) == 2 and not any(b"secret-word" in data for data in sent)

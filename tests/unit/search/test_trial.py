@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from raycap.jobs.tune.features import extract_once
+from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
-from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
@@ -159,7 +159,7 @@ def stop(*_: Any) -> None:
 
 def captions_by_hand(run: RunFolder, weights: Path, store: str) -> dict[int, str]:
     """The test split's captions by image id, one image at a time."""
-    model = build_model(run.config.model, run.sizes)
+    model = build_model(run.config.model, run.metadata.sizes)
     model.load_state_dict(load_file(weights / "model.safetensors"))
     model.eval()
     images = run.dataset.split("test")
