@@ -27,7 +27,6 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
-from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
@@ -36,7 +35,7 @@ from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
-from raycap.pipeline.features.precision import extraction_precision
+from raycap.pipeline.features.precision import extraction_precision, with_search_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
@@ -205,7 +204,7 @@ class RunDriver:
             precision = extraction_precision(backbone, config.features, place, start)
             features = config.features.model_copy(update={"compute_dtype": precision})
             config = config.model_copy(update={"features": features})
-        self._decide(with_precision(config, self.address))
+        self._decide(with_search_precision(config, self.address))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
