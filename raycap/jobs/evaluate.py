@@ -36,7 +36,7 @@ from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavaila
 from raycap.pipeline.runs.folder import RunFolder, with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
-from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
+from raycap.pipeline.runs.results import bundle_place, bundle_run
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json

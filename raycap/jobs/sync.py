@@ -16,7 +16,7 @@ from raycap.pipeline.config.shipped import named_place
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, try_lock, with_decisions_of
 from raycap.pipeline.runs.preflight import check_storage
-from raycap.pipeline.runs.run_bundle import local_bundle
+from raycap.pipeline.runs.results import local_bundle
 from raycap.pipeline.runtime.names import expanded_path, shown
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.tracking.mlflow_client import public_uri

@@ -194,7 +194,7 @@ def test_a_search_without_memory_takes_smaller_batches(tmp_path: Path, monkeypat
     folder, store = prepare_run(tmp_path)
     images = folder.dataset.split("train")
     inputs = Images(images, open_store(store, folder.config.features), 10**6, 1)
-    model = build_model(folder.config.model, folder.sizes)
+    model = build_model(folder.config.model, folder.metadata.sizes)
     sizes: list[int] = []
     original = captioning._caption_batch
 

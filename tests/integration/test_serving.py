@@ -19,7 +19,7 @@ import pytest
 from raycap.pipeline.data.image_sources import NOT_READABLE
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from raycap.pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel

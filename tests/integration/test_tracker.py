@@ -14,7 +14,7 @@ import pytest
 from raycap.jobs.cli import main
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Journal, read_journal
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking import run_tracker

@@ -56,7 +56,6 @@ class FakeStorage:
             sizes=ModelSizes(4, 9, 5, 2, 0, 1),
             num_tokens=3,
             parameters={"model": 1, "backbone": 1},
-            vocabulary="v",
         )
         self.write(f"{folder}/run.json", asdict(metadata))
         if complete:

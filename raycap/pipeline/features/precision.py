@@ -1,4 +1,4 @@
-"""The precision that `auto` means for features: measured once, where actors compute, and kept in the storage."""
+"""The precision that `auto` means, for features and for captions: measured once on Ray, and kept in the storage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from raycap.models.config import BackboneConfig, Values
-from raycap.pipeline.cluster.stalls import one_sentence
+from raycap.models.config import BackboneConfig, ModelSizes, Values
+from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
+from raycap.pipeline.cluster.start import start_ray
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
-from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions
+from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
@@ -26,6 +28,10 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 4096  # of a record
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
+NOT_A_SEARCH_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")  # of a model, likewise
+# The measured search for captions, with a vocabulary of about COCO's size and a detector's usual width
+STEPS, VOCABULARY_SIZE, REGION_WIDTH = 6, 10_000, 2048
+CPU_IMAGES, GPU_IMAGES = 8, 64
 
 
 def decided_precision(
@@ -70,7 +76,7 @@ def extraction_precision(
     backbone: BackboneConfig,
     settings: FeatureSection,
     folder: StoragePath,
-    start_ray: Callable[[], AbstractContextManager[object]],
+    start: Callable[[], AbstractContextManager[object]],
 ) -> str:
     """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
 
@@ -84,7 +90,7 @@ def extraction_precision(
     def measure() -> PrecisionTimes:
         import ray
 
-        with start_ray(), one_sentence("the measurement of precisions"):
+        with start(), one_sentence("the measurement of precisions"):
             task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
             times: PrecisionTimes = ray.get(task.remote(backbone, settings))
             return times
@@ -122,3 +128,63 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
     with computing_thread(settings.threads_per_actor) as thread:
         return thread.submit(measure).result()
+
+
+def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
+    """The configuration with the precision that its searches for captions have, where `evaluation.precision` is `auto`.
+
+    The storage keeps the decision for each model and backbone section and kind of device. The first command measures on
+    the Ray at `address`, in a task with a worker's resources, which takes some seconds. The measured search reads
+    features, also where a bundle contains a backbone.
+    """
+    if config.evaluation.precision != "auto":
+        return config
+    backbone, workers = config.backbone.feature_settings(*NOT_A_SIZE), config.workers
+    work = {
+        "search": {key: value for key, value in asdict(config.model).items() if key not in NOT_A_SEARCH_SIZE},
+        "features": backbone if config.has_backbone else {"max_regions": config.features.max_regions},
+        "beam_size": config.evaluation.beam_size,
+        "device": "GPU" if workers.gpus_per_worker else "CPU",
+    }
+
+    def measure() -> PrecisionTimes:
+        import ray
+
+        what = "the measurement of precisions"
+        start_ray(config, address, "captions")
+        with StallWatch(what, workers), one_sentence(what):
+            task = ray.remote(measure_search).options(**workers.task_options)
+            times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
+            return times
+
+    place, text = config.storage_place / "precision", f"captions of {STEPS} words, without the backbone"
+    precision = decided_precision(work, place, measure, label="captions", measured=text)
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"precision": precision})})
+
+
+def measure_search(config: RunConfig) -> PrecisionTimes:
+    """Seconds per image of a short beam search with the configured model, on random features of the same sizes."""
+    import torch
+
+    from raycap.models.base import Features
+    from raycap.models.captioner import build_model
+    from raycap.models.decoding.search import beam_search
+    from raycap.models.encoders.backbone import Backbone
+
+    prepare_processor(config.workers.threads_per_worker)
+    device: Any = device_for(config.workers.gpus_per_worker)
+    images = GPU_IMAGES if device.type == "cuda" else CPU_IMAGES
+    if config.has_backbone:
+        with torch.device("meta"):
+            backbone = Backbone(config.backbone, with_weights=False)
+        features = Features(torch.randn(images, backbone.num_tokens, backbone.width, device=device))
+    else:
+        count = config.features.max_regions
+        lengths, boxes = torch.full((images,), count, device=device), torch.rand(images, count, 4, device=device)
+        features = Features(torch.randn(images, count, REGION_WIDTH, device=device), lengths, boxes)
+    sizes = ModelSizes(features.tokens.shape[-1], VOCABULARY_SIZE, max_positions=STEPS, sos=1, eos=2, pad=0)
+    model = build_model(config.model, sizes).eval().to(device)
+    beams = config.evaluation.beam_size
+    return measure_precisions(
+        lambda: beam_search(model, model.encode(features), beam_size=beams, max_length=STEPS), device, images
+    )

@@ -252,8 +252,8 @@ class Retraining:
             raise OSError("some held-out images could be read for one model and not for the other; call again")
         if theirs is None:
             return Scores(ours, None, None)
-        pairs = [*values.values()], [*theirs.cider_by_image.values()]
-        difference = paired_difference(*pairs, confidence=config.retrain.confidence, seed=config.seed)
+        sides = [[*values.values()]], [[*theirs.cider_by_image.values()]]
+        difference = paired_difference(*sides, confidence=config.retrain.confidence, seed=config.seed)
         return Scores(ours, theirs, difference)
 
     def _decide(self, data: NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: Scores) -> int:

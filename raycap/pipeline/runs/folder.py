@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from raycap.models.config import ModelSizes
+from raycap.models.config import ModelSizes, Values
 from raycap.pipeline.config.load import dump_config, parse_stored_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
@@ -32,7 +32,6 @@ from raycap.pipeline.errors import DamagedError, OtherVersionError, UserError
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
-from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
 from raycap.pipeline.storage.mirror import Mirror, prune_copies, remove_copy
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
@@ -43,14 +42,12 @@ TOKENS = "tokens"  # the ids of the captions in data.arrow
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
-@contextmanager
-def try_lock(folder: Path) -> Iterator[bool]:
+def try_lock(folder: Path) -> AbstractContextManager[bool]:
     """Tries to lock a folder for the length of the context. Gives True, or False if another process has the lock.
 
     The operating system releases the lock even if the process is killed.
     """
-    with try_file_lock(folder / ".lock") as has_lock:
-        yield has_lock
+    return try_file_lock(folder / ".lock")
 
 
 def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig | None = None) -> RunFolder:
@@ -105,11 +102,6 @@ class RunMetadata:
     sizes: ModelSizes
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
-    vocabulary: str  # the SHA-256 of vocabulary.json
-
-    def __post_init__(self) -> None:
-        if missing := {"model", "backbone"} - self.parameters.keys():
-            raise ValueError(f"parameters lacks {', '.join(sorted(missing))}")
 
     @staticmethod
     def parse(values: Any, name: str) -> RunMetadata:
@@ -129,17 +121,6 @@ class RunMetadata:
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """What every COMPLETE.json contains. Its other keys may be missing."""
-
-    table: str
-    durations: dict[str, float]
-    scores: dict[str, float]
-    tracked: bool
-    missing: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class StageResult:
     """The result of a finished stage, as DONE.json stores it."""
 
@@ -156,8 +137,7 @@ class RunFolder:
 
     path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
     original on S3, of which `path` is a copy; None for a local storage. written: the configuration as the user wrote
-    it; None if it is `config`. A worker gets a pickle of this object, reads no config.yaml, and must open the folder
-    with `on_worker`.
+    it; None if it is `config`. A worker gets a pickle of this object, and must open the folder with `on_worker`.
     """
 
     path: Path
@@ -187,11 +167,10 @@ class RunFolder:
                 self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
-        """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
+        """The folder for a worker on this machine. For a run on S3 it is an updated copy for the workers of one driver.
 
-        driver_token: the token of the worker's driver; by default that of the driver that works on the run now.
-        The copy is brought up to date. Copies for earlier drivers are deleted, because their workers must not write to
-        the run any more.
+        driver_token: of the worker's driver; by default of the driver that works on the run now. Copies for earlier
+        drivers are deleted, because their workers must not write to the run any more.
         """
         if self.home is None:
             return self
@@ -213,16 +192,6 @@ class RunFolder:
         if self.home is not None:
             remove_copy(self.path, unused_for_s)
 
-    def remove_worker_copy(self, *, is_abandoned: bool) -> None:
-        """Removes the copy of a worker that ends. Without effect on a run on local storage.
-
-        is_abandoned: the run has another driver now. What the copy has not sent must not be sent any more.
-        """
-        if self.home is not None and is_abandoned:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
-        else:
-            self.remove_copy()
-
     def in_use(self) -> AbstractContextManager[None]:
         """Keeps `prune_copies` from removing this copy during the context. Several processes may use a copy."""
         return nullcontext() if self.home is None else file_lock(self.path / ".lock", shared=True)
@@ -235,8 +204,7 @@ class RunFolder:
     def push(self, *names: str, check_may_write: Callable[[], None] = lambda: None) -> None:
         """Uploads these files and folders in order. Does nothing for a run on local storage.
 
-        check_may_write: called before an upload marks something as complete and before a removal; it raises when this
-        process must stop writing.
+        check_may_write: see `Mirror.push`.
         """
         if self.home is not None:
             for name in names:
@@ -276,10 +244,7 @@ class RunFolder:
             return files
 
     def write_tokens(self, vocabulary: Vocabulary) -> None:
-        """Writes the files that `tokens` opens, and uploads them.
-
-        One process tokenizes some thousand images at a time, in about 10 s per million captions.
-        """
+        """Writes the files that `tokens` opens, and uploads them. It takes about 10 s per million captions."""
         lists = self.dataset.texts_by_image(vocabulary.tokenizer)
         encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
         write_tokens(self.path / TOKENS, encoded)
@@ -287,11 +252,8 @@ class RunFolder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        path, digest = self.path / "vocabulary.json", self.metadata.vocabulary
-        with self._reading(path):
-            if not has_digest(path, digest):
-                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
-            return Vocabulary.load(path)
+        with self._reading(self.path / "vocabulary.json"):
+            return Vocabulary.load(self.path / "vocabulary.json")
 
     @cached_property
     def metadata(self) -> RunMetadata:
@@ -299,15 +261,13 @@ class RunFolder:
             return RunMetadata.parse(read_json(self.path / "run.json"), str(self.path / "run.json"))
 
     @property
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> Values | None:
         """The content of COMPLETE.json; None while the run is not complete."""
         path = self.path / "COMPLETE.json"
         if not path.is_file():
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
-            summary: dict[str, Any] = read_json(path)
-            TypeAdapter(RunSummary).validate_python(summary)
-        return summary
+            return dict(read_json(path))
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
         """Names a file without which the run cannot continue, if reading it fails in the context."""
@@ -335,10 +295,6 @@ class RunFolder:
         return self.new_token("driver_token")
 
     @property
-    def sizes(self) -> ModelSizes:
-        return self.metadata.sizes
-
-    @property
     def journal(self) -> Path:
         """The folder that `pipeline.runs.journal` writes and reads."""
         return self.path / JOURNAL
@@ -352,7 +308,7 @@ class RunFolder:
         path = self.stage(name) / "DONE.json"
         if not path.is_file():
             return None
-        with self._reading_stage(name, path):
+        with _reading(path, f"remove {path.parent}, and the same command repeats stage {name}"):
             return TypeAdapter(StageResult).validate_python(read_json(path))
 
     def delivered(self) -> StageSection | None:
@@ -373,11 +329,6 @@ class RunFolder:
         stage = self.delivered()
         return self._initial_weights(part) if stage is None else self.weights_after(stage, part)
 
-    def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
-        """As `_reading`, for a file that the stage has written."""
-        folder = self.stage(name)
-        return _reading(path, f"restore it from a copy, or remove {folder}, and the same command repeats stage {name}")
-
     def before(self, stage: StageSection) -> list[StageSection]:
         """The stages before this one."""
         stages = list(self.config.stages)
@@ -387,41 +338,39 @@ class RunFolder:
         """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
 
         These are the stage's best weights, or for a part that it did not train the weights it started from. Raises
-        DamagedError for a damaged file.
+        DamagedError for a missing file.
         """
         result = self.result(stage.name)
         if result is None:
             raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")
-        best = self.stage(stage.name) / f"best-{result.best_step}" / f"{part}.safetensors"
-        with self._reading_stage(stage.name, best):
-            if best.is_file() or is_recorded(best):
-                require_whole(best)
-                return best
-        return self.weights_before(stage, part)
+        return self._best_weights(stage, result, part) or self.weights_before(stage, part)
 
     def weights_before(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from.
 
         These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
-        initial weights. Raises DamagedError for a damaged file.
+        initial weights. Raises DamagedError for a missing file.
         """
         for earlier in reversed(self.before(stage)):
             result = self.result(earlier.name)
-            if result is not None and result.kept:
-                best = self.stage(earlier.name) / f"best-{result.best_step}"
-                weights = best / f"{part}.safetensors"
-                with self._reading_stage(earlier.name, weights):
-                    best.stat()
-                    if weights.is_file() or is_recorded(weights):
-                        require_whole(weights)
-                        return weights
+            if result is not None and result.kept and (weights := self._best_weights(earlier, result, part)):
+                return weights
         return self._initial_weights(part)
 
+    def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
+        """The file with the best weights of a part; None if the stage did not train it."""
+        folder = self.stage(stage.name)
+        best = folder / f"best-{result.best_step}"
+        if not (best / "model.safetensors").is_file():  # which every stage trains
+            remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
+            raise DamagedError(f"{best / 'model.safetensors'} is missing; {remedy}")
+        return path if (path := best / f"{part}.safetensors").is_file() else None
+
     def _initial_weights(self, part: str) -> Path:
-        """The file with the weights of `part` that the run starts from. Raises DamagedError for a damaged file."""
+        """The file with the weights of `part` that the run starts from. Raises DamagedError for a missing file."""
         initial = self.path / "init" / f"{part}.safetensors"
         with self._reading(initial):
-            require_whole(initial)
+            initial.stat()
         return initial
 
 

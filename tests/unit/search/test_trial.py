@@ -159,7 +159,7 @@ def stop(*_: Any) -> None:
 
 def captions_by_hand(run: RunFolder, weights: Path, store: str) -> dict[int, str]:
     """The test split's captions by image id, one image at a time."""
-    model = build_model(run.config.model, run.sizes)
+    model = build_model(run.config.model, run.metadata.sizes)
     model.load_state_dict(load_file(weights / "model.safetensors"))
     model.eval()
     images = run.dataset.split("test")

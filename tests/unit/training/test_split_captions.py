@@ -31,7 +31,7 @@ def pretend_training(folder: RunFolder, *, kept: bool) -> tuple[CaptionModel, Ba
     frozen, end_to_end = folder.config.stages[:2]
     models = []
     for stage in (frozen, end_to_end):
-        model, backbone = build_model(folder.config.model, folder.sizes), Backbone(folder.config.backbone)
+        model, backbone = build_model(folder.config.model, folder.metadata.sizes), Backbone(folder.config.backbone)
         if stage is frozen:
             load_weights(backbone, folder.weights_before(stage, "backbone"))
         best = folder.stage(stage.name) / "best-3"

@@ -49,19 +49,15 @@ class _Unpickler(pickle.Unpickler):
     the name of the class or function, such as "vocab.Vocab".
     """
 
-    def __init__(self, file: io.BytesIO, stand_ins: Mapping[str, object]) -> None:
-        super().__init__(file)
-        self.stand_ins = stand_ins
+    stand_ins: Mapping[str, object] = {}
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """The stand-in for a class or function that the pickle names. Raises UnpicklingError if there is none."""
+    def find_class(self, module_name: str, global_name: str) -> object:
         key = f"{module_name.split('.')[-1]}.{global_name}"
         if key not in self.stand_ins:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
         return self.stand_ins[key]
 
-    def persistent_load(self, pid: object) -> Any:
-        """Refuses a pickle that refers to an object outside of the file."""
+    def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
 
@@ -77,7 +73,9 @@ def read_plain_pickle(
     try:
         data = read_regular_file(path, MAX_BYTES)
         _check_operations(data)
-        content = _Unpickler(io.BytesIO(data), stand_ins or {}).load()
+        unpickler = _Unpickler(io.BytesIO(data))
+        unpickler.stand_ins = stand_ins or {}
+        content = unpickler.load()
         content = content if convert is None else convert(content)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is refused: {shown(error)}; {ALLOWED}") from error
