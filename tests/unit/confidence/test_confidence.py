@@ -23,7 +23,6 @@ from raycap.pipeline.evaluation.confidence import (
     NUM_LOWEST,
     SIGNALS,
     Confidence,
-    auroc,
     caption_signals,
     dump_confidences,
     find_fit,
@@ -113,8 +112,9 @@ def test_auroc_against_all_pairs() -> None:
     for count in (2, 9, 60):
         confidences, good = generator.integers(0, 5, count) / 4, np.arange(count) % 3 == 0  # with equal values
         pairs = [(a > b) + (a == b) / 2 for a in confidences[good] for b in confidences[~good]]
-        assert auroc(confidences, good) == pytest.approx(np.mean(pairs))
-    assert auroc(confidences, np.ones(60, bool)) is None is auroc(confidences, np.zeros(60, bool))
+        assert measure_quality(confidences, good).auroc == pytest.approx(np.mean(pairs))
+    for same in (np.ones(60, bool), np.zeros(60, bool)):
+        assert measure_quality(confidences, same).auroc is None
 
 
 def test_risk_at_each_coverage_against_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
