@@ -209,15 +209,10 @@ Change = Callable[[dict[str, Any]], Any]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda content: content.update(format=2), "format"),
-        (lambda content: content.update(more=1), "more"),
         (lambda content: content.update(signals=["mean"]), "signals"),
         (lambda content: content.update(fits=content["fits"] * (MAX_FITS + 1)), "fits"),
         (lambda content: content["fits"][0].update(scale=[0.0] * WIDTH), "scale"),
-        (lambda content: content["fits"][0].update(mean=[0.0]), "mean"),
         (lambda content: content["fits"][0]["log_odds"].update(bias=1e300), "bias"),
-        (lambda content: content["fits"][0].update(search="x" * 5000), "search"),
-        (lambda content: content["fits"][0].update(good_ciderd=-1), "good_ciderd"),
         (lambda content: content["fits"][0].pop("ciderd"), "ciderd"),
     ],
 )
@@ -227,12 +222,3 @@ def test_hostile_content_is_refused_with_its_key(change: Change, words: str) -> 
     with pytest.raises(UserError, match=rf"it\b.*{words}") as raised:
         parse_confidences(json.dumps(content).encode(), "it")
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": 1}', "[" * 5000, '{"format": 1e999}', "\xff"])
-def test_hostile_text_is_refused(text: str) -> None:
-    with pytest.raises(UserError):
-        parse_confidences(text.encode("latin-1"), "it")
-    infinite = dump_confidences([make_confidence()]).replace('"bias": 0.5', '"bias": 1e999')
-    with pytest.raises(UserError, match="bias"):
-        parse_confidences(infinite.encode(), "it")
