@@ -138,13 +138,16 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     The multiply-accumulates are those of the search; without a backbone, whose number of tokens is not recorded, there
     are none.
     """
+    from raycap.models.captioner import cost
+
     captioner = load_bundle(fetched(bundle)).captioner
     model, backbone = captioner.model, captioner.backbone
     costs: dict[str, float] = {"parameters": sum(each.numel() for each in captioner.parameters())}
     if backbone is None:
         return costs
-    macs = model.macs(backbone.num_tokens)
-    return costs | {"macs": macs.encoder + macs.search(search.beam_size, search.max_length - 1) + backbone.macs()}
+    limits = {"caption_tokens": search.max_length, "beams": search.beam_size, "steps": search.max_length - 1}
+    counted = cost(model.config, model.sizes, image_tokens=backbone.num_tokens, **limits)
+    return costs | {"macs": counted.beam_search + backbone.macs()}
 
 
 def write_comparison(

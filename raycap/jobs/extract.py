@@ -23,7 +23,6 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
-from raycap.pipeline.features.regions import changed_images
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
 from raycap.pipeline.storage.weights import save_weights
@@ -88,25 +87,14 @@ def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
 
 
 def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
-    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing.
-
-    Imported region features are also compared with those in their file.
-    """
+    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing."""
     damages = store.verify()
     num_missing = int((~store.contains(with_views(dataset, config).table["key"])).sum())
     for damage in damages:
         logger.info(f"damaged      {damage}")
-    logger.info(
-        f"verify       {len(store.shards) - len(damages)} of {len(store.shards)} shards are whole, "
-        f"{num_missing} images are missing"
-    )
-    changed = [] if config.has_backbone or damages else changed_images(dataset, config, store)
-    if changed:
-        logger.info(
-            f"changed      {len(changed)} images, for example {changed[0]}, have other features in "
-            f"{config.features.hdf5} than in the store; remove the store's folder and import them again"
-        )
-    return not damages and not num_missing and not changed
+    num_whole = len(store.shards) - len(damages)
+    logger.info(f"verify       {num_whole} of {len(store.shards)} shards are whole, {num_missing} images are missing")
+    return not damages and not num_missing
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:

@@ -23,16 +23,11 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
-    return parse_json(read_content(path), str(path))
-
-
-def read_content(path: Path) -> bytes:
-    """The bytes of a file, unpacked if it is gzipped, under any name. Raises UserError."""
     try:
         data = read_document(path)
     except OSError as error:
         raise UserError(f"file {path} cannot be read: {error}") from error
-    return gunzip(data, str(path)) if data.startswith(_GZIP_START) else data
+    return parse_json(gunzip(data, str(path)) if data.startswith(_GZIP_START) else data, str(path))
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:

@@ -65,11 +65,6 @@ class HashedFiles(NamedTuple):
 HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 
-def numbered(uris: pa.Array) -> pa.Table:
-    """URIs with their numbers, as a table for Ray with the columns uri and number."""
-    return pa.table({"uri": uris, "number": np.arange(len(uris))})
-
-
 def take_snapshot(
     dataset: Dataset,
     manifest: StoragePath | Path,

@@ -39,6 +39,31 @@ MIN_FREQUENT = 0.1  # of all words that are frequent words of the language
 MIN_MARGIN, MIN_WORDS = 1.25, 2  # times the second language's frequent words; different frequent words
 NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
 SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
+NEW_BACKBONE = """\
+# A small backbone that is trained from scratch. A pretrained one captions photographs far better:
+#   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key
+backbone:
+  name: swin_tiny_patch4_window7_224
+  image_size: 128
+  embed_dim: 32
+  depths: [2, 2, 2]
+  num_heads: [2, 4, 8]
+  window_size: 8"""
+PRETRAINED_BACKBONE = """\
+backbone:
+  name: swin_{}_patch4_window7_224
+  image_size: 224
+  weights: pretrained  # downloaded once; offline, a checkpoint's path or `raycap init --no-pretrained`"""
+MODEL = """\
+model:
+  name: expansionnet_v2
+  d_model: {}
+  d_ff: {}
+  num_heads: {}
+  num_encoder_layers: {}
+  num_decoder_layers: {}"""
+SMALLER_MODEL = "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
+MODEL_SIZES = {"small": (128, 256, 4, 2, 2), "medium": (256, 512, 8, 2, 2), "large": (512, 2048, 8, 3, 3)}
 
 
 @dataclass(frozen=True)
@@ -120,15 +145,16 @@ def config_name(text: str) -> str:
 def config_text(facts: Facts, found: str) -> str:
     """The configuration as YAML with comments. found: one line about the data, for the header."""
     size = "small" if facts.num_train < SMALL else "large" if facts.num_train > LARGE else "medium"
+    length = min(100, facts.words + 2)
     parts = [
         f"# {found}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
         f"name: {facts.name}",
         _data(facts),
-        _backbone(facts, size),
-        _model(size),
+        PRETRAINED_BACKBONE.format("base" if size == "large" else "tiny") if facts.is_pretrained else NEW_BACKBONE,
+        MODEL.format(*MODEL_SIZES[size]) + (SMALLER_MODEL if size != "large" else ""),
         _stages(facts, size),
         "workers:\n  num_workers: 1  # on GPUs: their number, and gpus_per_worker: 1\n  num_decode_threads: 2",
-        _evaluation(facts),
+        f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -152,44 +178,6 @@ def _data(facts: Facts) -> str:
     least = 5 if facts.num_captions >= 20_000 else 2 if facts.num_captions >= 1_000 else 1
     lines.append(f"  min_count: {least}  # rarer words are not in the vocabulary")
     return "\n".join(lines)
-
-
-def _backbone(facts: Facts, size: str) -> str:
-    if not facts.is_pretrained:
-        return (
-            "# A small backbone that is trained from scratch. A pretrained one captions photographs far better:\n"
-            "#   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key\n"
-            "backbone:\n"
-            "  name: swin_tiny_patch4_window7_224\n"
-            "  image_size: 128\n"
-            "  embed_dim: 32\n"
-            "  depths: [2, 2, 2]\n"
-            "  num_heads: [2, 4, 8]\n"
-            "  window_size: 8"
-        )
-    name = "swin_base_patch4_window7_224" if size == "large" else "swin_tiny_patch4_window7_224"
-    return (
-        "backbone:\n"
-        f"  name: {name}\n"
-        "  image_size: 224\n"
-        "  weights: pretrained  # downloaded once; offline, a checkpoint's path or `raycap init --no-pretrained`"
-    )
-
-
-def _model(size: str) -> str:
-    width, layers, heads = {"small": (128, 2, 4), "medium": (256, 2, 8), "large": (512, 3, 8)}[size]
-    text = (
-        "model:\n"
-        "  name: expansionnet_v2\n"
-        f"  d_model: {width}\n"
-        f"  d_ff: {4 * width if size == 'large' else 2 * width}\n"
-        f"  num_heads: {heads}\n"
-        f"  num_encoder_layers: {layers}\n"
-        f"  num_decoder_layers: {layers}"
-    )
-    if size == "large":
-        return text
-    return text + "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
 
 
 def _stages(facts: Facts, size: str) -> str:
@@ -217,8 +205,3 @@ def _stages(facts: Facts, size: str) -> str:
             f"    batch_size: {batch}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"
         )
     return "stages:\n" + "\n".join(stages)
-
-
-def _evaluation(facts: Facts) -> str:
-    length = min(100, facts.words + 2)
-    return f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else ""

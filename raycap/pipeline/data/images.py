@@ -132,9 +132,9 @@ class ImageLocation:
         return data
 
     def _row_value(self, place: RowPlace, max_bytes: int | None) -> bytes:
-        """A value of a column of a Parquet file, whose row groups are cached."""
+        """A value of a column of a Parquet file."""
         try:
-            value = _GROUPS.values(self.file, place)[place.row]
+            value = _images_of_group(self.file, place)[place.row]
         except (UserError, IndexError) as error:
             raise OSError(errno.EIO, f"not readable: {error}", self.uri) from error
         if not value.is_valid:
@@ -145,34 +145,28 @@ class ImageLocation:
         return data
 
 
-class RowGroups:
-    """The columns of images in row groups of Parquet files that this process has used last."""
-
-    def __init__(self, limit: int) -> None:
-        """limit: bytes of all columns, except that the newest one stays."""
-        self.limit, self.lock = limit, threading.Lock()
-        self.columns: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()
-
-    def values(self, file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
-        """The column of a place. Raises UserError, and OSError as StoragePath."""
-        key = file.uri, place.group, place.leaf
-        with self.lock:  # threads that need the same column read it once
-            if key not in self.columns:
-                with file.open() as opened:
-                    self.columns[key] = ParquetFile(opened, str(file)).values(place.group, place.leaf)
-            self.columns.move_to_end(key)
-            while len(self.columns) > 1 and sum(each.nbytes for each in self.columns.values()) > self.limit:
-                self.columns.popitem(last=False)
-            return self.columns[key]
+MAX_GROUPS_BYTES = 256 * 2**20  # of the row groups that are kept, except that the newest one stays
+_GROUPS: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()  # the least recently used one first
+_LOCK = threading.Lock()
 
 
-_GROUPS = RowGroups(256 * 2**20)
+def _images_of_group(file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
+    """The column of a place, which this process keeps. Raises UserError, and OSError as StoragePath."""
+    key = file.uri, place.group, place.leaf
+    with _LOCK:  # threads that need the same column read it once
+        if key not in _GROUPS:
+            with file.open() as opened:
+                _GROUPS[key] = ParquetFile(opened, str(file)).values(place.group, place.leaf)
+        _GROUPS.move_to_end(key)
+        while len(_GROUPS) > 1 and sum(each.nbytes for each in _GROUPS.values()) > MAX_GROUPS_BYTES:
+            _GROUPS.popitem(last=False)
+        return _GROUPS[key]
 
 
 def forget_row_groups() -> None:
     """Empties this process's cache of row groups, because files may have been replaced."""
-    with _GROUPS.lock:
-        _GROUPS.columns.clear()
+    with _LOCK:
+        _GROUPS.clear()
 
 
 def is_remote_image(uri: str) -> bool:

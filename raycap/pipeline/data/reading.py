@@ -36,7 +36,6 @@ from raycap.pipeline.data.formats.source import (
     as_texts,
     find_files,
     id_of_name,
-    images_folder,
     inside,
     malformed,
     read_json,
@@ -52,7 +51,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
@@ -213,7 +212,8 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
     """The annotation files that a source names. Raises UserError as `read_annotations`."""
     splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
-    images = images_folder(root, section.images)
+    uri = section.images.rstrip("/") if is_remote(section.images) else inside(root, section.images, "data.images")[0]
+    images = StoragePath(uri, root.options)
     if not images.is_remote and not images.path.is_dir():
         raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
     sources = []

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -47,8 +48,7 @@ UNDECIDED = "undecided"  # a split of images for which the annotations name none
 WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # of images that are not in the test split
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Files that may be one data set. form: JSON, table, tars or text. files: the annotations, or images with text."""
 
     form: str

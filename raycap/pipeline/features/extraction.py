@@ -29,7 +29,7 @@ from raycap.models.encoders.views import content_key_of
 from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads, numbered
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.errors import UserError
@@ -270,7 +270,7 @@ def hashing_extraction(
     folder = storage_path(features) / feature_key(extractor.describe())
     known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))  # also those of an interrupted attempt
     logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-    images = numbered(uris).append_column("key", pa.nulls(len(uris), pa.string()))
+    images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
     with start_ray() as progressed:
         for batch in compute(images, folder, extractor, known):
             yield HashedFiles.of_batch(batch)

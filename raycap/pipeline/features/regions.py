@@ -188,10 +188,7 @@ def _import_shard(
 
 
 def ends_digest(path: Path) -> str:
-    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long.
-
-    A change of values in the middle of a large file is not seen; `changed_images` finds it.
-    """
+    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -200,31 +197,6 @@ def ends_digest(path: Path) -> str:
         file.seek(max(0, size - _DIGEST_BYTES))
         digest.update(file.read(_DIGEST_BYTES))
     return digest.hexdigest()
-
-
-def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> list[int]:
-    """The ids of those images of the store whose features in the file are other ones. Reads the store and the file."""
-    settings = config.features
-    changed: list[int] = []
-    rows = dataset.table.filter(pa.array(store.contains(dataset.table["key"]))).select(["key", "image_id"])
-    with open_regions(region_file(config)) as file:
-        for start in range(0, len(rows), settings.rows_per_shard):
-            part = rows.slice(start, settings.rows_per_shard)
-            positions = store.locate(part["key"])
-            stored, (lengths, boxes) = store.gather_at(positions), store.regions_at(positions)
-            assert lengths is not None
-            for row, image_id in enumerate(part["image_id"].to_pylist()):
-                try:
-                    features, corners = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
-                except ValueError:
-                    changed.append(image_id)
-                    continue
-                same = np.array_equal(stored[row, : lengths[row]], features)
-                if same and corners is not None:
-                    same = boxes is not None and np.array_equal(boxes[row, : lengths[row]], corners)
-                if not same:
-                    changed.append(image_id)
-    return changed
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:

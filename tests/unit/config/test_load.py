@@ -117,13 +117,6 @@ def test_keys_of_a_storage_in_its_short_form_can_be_set(tmp_path: Path) -> None:
     storage = load_config(path, [url]).storage
     assert (storage.uri, storage.endpoint_url) == ("results", "http://127.0.0.1:9000")
     assert load_config(path, ["storage=s3://data/x", url]).storage.uri == "s3://data/x"
-    assert load_config(path, [url, "storage.uri=s3://data/y"]).storage.uri == "s3://data/y"
-    assert (
-        load_config(path, [url, "storage=s3://data/z"]).storage
-        == load_config(path, ["storage=s3://data/z", url]).storage
-    )
-    with pytest.raises(UserError, match="name is a plain value without keys"):
-        load_config(path, ["name.uri=x"])
     (tmp_path / "long.yaml").write_text("extends: run.yaml\nstorage: {endpoint_url: 'http://h'}\n")
     long = load_config(tmp_path / "long.yaml").storage
     assert (long.uri, long.endpoint_url) == ("results", "http://h")
@@ -131,10 +124,9 @@ def test_keys_of_a_storage_in_its_short_form_can_be_set(tmp_path: Path) -> None:
     assert (short.uri, short.endpoint_url) == ("s3://data/x", "http://h"), "the short form is the key uri"
 
 
-@pytest.mark.parametrize("path", own((ROOT / "raycap/configs/recipes").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_recipe_is_extended(path: Path) -> None:
-    assert path.read_text().startswith("# ")
-    assert any(path in referenced_files(config) for config in own((ROOT / "raycap" / "configs").glob("*.yaml")))
+def test_every_recipe_is_extended() -> None:
+    extended = {file for config in own((ROOT / "raycap/configs").glob("*.yaml")) for file in referenced_files(config)}
+    assert set(own((ROOT / "raycap/configs/recipes").glob("*.yaml"))) <= extended
 
 
 def test_a_required_key_with_a_typing_error_is_named_as_it_is_written(tmp_path: Path) -> None:

@@ -146,26 +146,19 @@ def test_a_name_in_an_error_cannot_control_the_terminal(
     assert capsys.readouterr().err == "raycap: stage \\x1b[2J raycap: finished\n"
 
 
-@pytest.mark.parametrize(
-    ("option", "shown"), [((), "IW"), (("--quiet",), "W"), (("-v",), "DIW"), (("-q", "-v"), "DIW")]
-)
-@pytest.mark.parametrize("before", [True, False], ids=["before the command", "after the command"])
-def test_log_levels(
-    option: tuple[str, ...],
-    shown: str,
-    before: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_log_levels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         """A command."""
-        logger = logging.getLogger("raycap.jobs.example")
-        logger.debug("D")
-        logger.info("I")
-        logger.warning("W")
+        for level, text in ((logging.DEBUG, "D"), (logging.INFO, "I"), (logging.WARNING, "W")):
+            logging.getLogger("raycap.jobs.example").log(level, text)
 
     monkeypatch.setattr(sys.modules[__name__], "command", command, raising=False)
     monkeypatch.setitem(COMMANDS, "try", Entry(f"{__name__}:command", "A command."))
-    assert main([*option, "try"] if before else ["try", *option]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == list(shown)
+    for words, shown in (
+        (["try"], "IW"),
+        (["--quiet", "try"], "W"),
+        (["try", "-v"], "DIW"),
+        (["-q", "try", "-v"], "DIW"),
+    ):
+        assert main(words) == 0
+        assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == list(shown)

@@ -279,12 +279,6 @@ def _whole_number(value: Any) -> int | None:
         return None
 
 
-def images_folder(root: StoragePath, images: str) -> StoragePath:
-    """The folder of the images: a path below the root, or an s3:// prefix."""
-    uri = images.rstrip("/") if is_remote(images) else inside(root, images, "data.images")[0]
-    return StoragePath(uri, root.options)
-
-
 def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
     """`folder/name`, or a URI below the folder, without '.' and '..'; and the part of it after the folder.
 

@@ -32,11 +32,9 @@ def table_entries(source: Source) -> Iterator[Values]:
     path = source.annotations
     name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
     try:
-        if path.name.endswith(".parquet"):
+        if name.endswith(".parquet"):
             with opened(path) as file:
                 yield from _parquet_entries(source, file, title)
-        elif name.endswith(".parquet"):
-            yield from _parquet_entries(source, io.BytesIO(read_file(path)), title)
         elif name.endswith(".csv"):
             rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
             if len(rows.fieldnames or ()) > MAX_COLUMNS:
@@ -82,8 +80,6 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
     if binary is None:
         yield from table.rows(columns)
         return
-    if not isinstance(file, io.BufferedReader):
-        raise UserError(f"{title} is compressed as a whole; unpack it, because images in it are read in place")
     columns.remove(found["image"])
     columns += [] if binary.names is None else [binary.names]
     for row, place in zip(table.rows(columns), table.places(binary), strict=True):

@@ -270,14 +270,11 @@ def main_object_hits(
 ) -> dict[Any, bool]:
     """Whether each predicted caption names the color and the shape of the references' main object, by image id.
 
-    Raises ValueError when the arguments are empty or have different images, and when the references of an image do not
-    all name the same main object. All references of the synthetic data set do; those of other data sets need not.
+    Raises ValueError when the arguments have different images, and when the references of an image do not all name the
+    same main object. All references of the synthetic data set do; those of other data sets need not.
     """
     if not references or predictions.keys() != references.keys():
-        raise ValueError(
-            f"there are {len(predictions)} predicted captions and {len(references)} images with references, of which "
-            f"{len(predictions.keys() & references.keys())} are the same; give one prediction for each image"
-        )
+        raise ValueError("captions and references are not those of the same images; give one caption per image")
     hits = {}
     for image_id, captions in references.items():
         expected = {main_object(caption, language) for caption in captions}
