@@ -148,7 +148,6 @@ def test_scoring_requests_give_the_captions_of_the_service(
         ({"image": ["no base64!"]}, "row 0: image"),
         ({"uri": ["https://somewhere/picture.png"]}, f"row 0: {NOT_READABLE}"),
         ({"image": [b""] * (MAX_ROWS + 1)}, f"at most {MAX_ROWS}"),
-        ({"image": [b"1"], "uri": ["2", "3"]}, "image and uri"),
     ],
 )
 def test_an_invalid_request_is_named(registered: Registered, table: Any, named: str) -> None:

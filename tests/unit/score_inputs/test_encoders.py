@@ -159,8 +159,7 @@ def test_scores_are_those_of_the_package_bert_score(key: str) -> None:
     np.testing.assert_allclose(found.T, EXPECTED["scores"][key], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-@pytest.mark.parametrize(("layer", "idf"), [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("name", "layer", "idf"), [("bert", 2, False), ("roberta", 1, True)])
 def test_scores_follow_their_definition(name: str, layer: int, idf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pair by pair and token by token, each text alone in the whole model of transformers."""
     model = {"bert": BertModel, "roberta": RobertaModel}[name].from_pretrained(FOLDER / name).eval()
