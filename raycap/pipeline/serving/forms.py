@@ -11,7 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.types import Message
 
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.host import RefusedError
+from raycap.pipeline.serving.settings import Limits
 
 MAX_CAPTION = 1000  # characters of a caption to explain
 MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +16,62 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.address import ModelAddress, parse_address, weights_digest
-from raycap.pipeline.serving.limits import FAILED, RefusedError
-from raycap.pipeline.serving.served_models import (
-    Answer,
-    ExplainJob,
-    ImageJob,
-    Made,
-    Search,
-    StaleTransform,
-    transform_key,
-)
+from raycap.pipeline.serving.address import ModelAddress, weights_digest, without_backbone
+from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 
+FAILED = "the server failed; its log has the reason"
 logger = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """A request that is refused. status: of HTTP. The message is one sentence, which the client sees.
+
+    retry_after_s: after which the client may try again; None if that would change nothing.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(status, message, retry_after_s)
+        self.status, self.message, self.retry_after_s = status, message, retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search of a request; None for the model's values. Images with equal searches share a batch."""
+
+    beam_size: int | None = None
+    num_results: int = 1
+    max_length: int | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image of a request. pixels: (H, W, 3) uint8, resized by `transform`."""
+
+    pixels: np.ndarray
+    transform: ImageTransform
+    search: Search = Search()
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result, and what made it. batch_size: the images of its forward pass; batch_index: its place there."""
+
+    result: ImageCaption | Explanation
+    bundle: str
+    digest: str
+    batch_size: int = 1
+    batch_index: int = 0
+
+
+Answer = Made | RefusedError | None  # None for pixels of another transform than that of the model
 
 
 @dataclass(frozen=True)
@@ -63,9 +102,21 @@ class LoadedModel:
             "has_confidence": service.bundle.confidence(service.search) is not None,
         }
 
+    def normalized(self, pixels: Sequence[np.ndarray]) -> torch.Tensor:
+        """Images (H, W, 3) uint8 as (B, 3, H, W) on the model's device."""
+        stacked = torch.from_numpy(np.stack(pixels)).to(self.service.device)
+        return self.service.transform.normalize(stacked).contiguous()
+
+    def caption(self, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
+        """The captions of images (H, W, 3) uint8. Raises UserError for a search that the model does not take."""
+        given = {"beam_size": search.beam_size, "max_length": search.max_length}
+        changes = {key: value for key, value in given.items() if value is not None}
+        settings = self.service.changed_search(changes, search.num_results)
+        return self.service.caption(self.normalized(pixels), settings, search.precision)
+
 
 def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
-    """The model at an address, as `parse_address` reads it. settings: of a `CaptionService`.
+    """The model at an address. storage: where champions are looked up. settings: of a `CaptionService`.
 
     Raises UserError if it is no model that captions images, and for a device that this machine does not have.
     """
@@ -74,7 +125,7 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
         raise UserError(f"device is {device!r}; expected cpu, cuda, or None for a GPU if there is one")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give cpu, or check the driver with nvidia-smi")
-    address = parse_address(model, storage, StorageOptions(endpoint_url))
+    address = ModelAddress(model, storage_path(storage, StorageOptions(endpoint_url)))
     bundle = address.resolve()
     return load_source(bundle, weights_digest(bundle), settings, address)
 
@@ -83,114 +134,73 @@ def load_source(source: ModelSource, digest: str, settings: Mapping[str, Any], a
     """The model of a source. address: of the source, for messages. Raises UserError."""
     bundle = source.load()
     if bundle.transform is None:
-        raise UserError(
-            f"{address.text}: this bundle has no backbone, it captions stored features and not images; give a bundle "
-            "of a run with a backbone"
-        )
+        raise UserError(without_backbone(address.text))
     return LoadedModel(CaptionService(bundle, **settings), bundle.config["name"], digest, address.storage.options)
 
 
 class ModelHost:
-    """Captions batches with a model that can be replaced between two batches."""
+    """Captions batches with the model `current`, which can be replaced between two batches."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._warm(loaded.service)
-        self._current = loaded
-
-    @property
-    def current(self) -> LoadedModel:
-        """The model that captions now."""
-        return self._current
+        self.replace(loaded)
 
     def replace(self, loaded: LoadedModel) -> None:
-        """Warms another model up, and lets it take over. The batch that is being captioned keeps the old one."""
-        self._warm(loaded.service)
-        self._current = loaded
+        """Lets a model take over, after a black image, so that no request waits for what happens once.
 
-    def describe(self) -> tuple[Values, ImageTransform]:
-        """The description of the current model, and its transform."""
-        current = self._current
-        return current.describe(), current.service.transform
+        A batch that is being captioned keeps the old model.
+        """
+        side = loaded.service.transform.image_size
+        loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
+        self.current = loaded
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
-        """The captions of each image, by one model. Images with equal searches share a forward pass."""
-        current = self._current
-        key = transform_key(current.service.transform)
-        answers: list[Answer] = [StaleTransform(current.service.transform)] * len(jobs)
+        """The captions of each image, by one model. Images with equal searches share a forward pass.
+
+        A failure of one pass refuses only its images.
+        """
+        current = self.current
+        answers: list[Answer] = [None] * len(jobs)
         groups: dict[Search, list[int]] = {}
         for index, job in enumerate(jobs):
-            if job.transform_key == key:
+            if job.transform == current.service.transform:
                 groups.setdefault(job.search, []).append(index)
         for search, indices in groups.items():
-            made = self._answers(current, [jobs[index].pixels for index in indices], search)
+            made: list[Answer]
+            try:
+                found = current.caption([jobs[index].pixels for index in indices], search)
+                made = [
+                    Made(result, current.name, current.digest, len(found), place) for place, result in enumerate(found)
+                ]
+            except UserError as error:
+                made = [RefusedError(422, one_line(error))] * len(indices)
+            except Exception as error:  # such as a search that needs more memory than the device has
+                logger.exception(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
+                made = [RefusedError(500, FAILED)] * len(indices)
             for index, answer in zip(indices, made, strict=True):
                 answers[index] = answer
         return answers
 
-    def explain(self, job: ExplainJob) -> Answer:
-        """Where the model looks for each word of a caption of one image."""
-        current = self._current
-        service = current.service
-        if job.transform_key != transform_key(service.transform):
-            return StaleTransform(service.transform)
-        pixels = _normalized(service, [job.pixels])
-        caption = job.caption
+    def explain(self, job: ImageJob, caption: str | None, head: int | None, attribution: bool) -> Answer:
+        """Where the model looks for each word of a caption (None for its own) of one image."""
+        current = self.current
+        if job.transform != current.service.transform:
+            return None
+        pixels = current.normalized([job.pixels])
         if caption is None:
-            caption = service.caption(pixels)[0].caption or ""
+            caption = current.service.caption(pixels)[0].caption or ""
         try:
-            explanation = service.explain(pixels[0], caption, job.head, job.attribution)
+            explanation = current.service.explain(pixels[0], caption, head, attribution)
         except UserError as error:
             return RefusedError(422, one_line(error))
         return Made(explanation, current.name, current.digest)
 
-    @staticmethod
-    def _answers(current: LoadedModel, pixels: Sequence[np.ndarray], search: Search) -> list[Answer]:
-        """The answers to the images (H, W, 3) of one forward pass. A failure is not one of the rest of the batch."""
-        try:
-            found = _captions(current.service, pixels, search)
-        except UserError as error:
-            return [RefusedError(422, one_line(error))] * len(pixels)
-        except Exception as error:  # such as a search that needs more memory than the device has
-            logger.exception(f"{len(pixels)} images were not captioned: {without_secrets(one_line(error))}")
-            return [RefusedError(500, FAILED)] * len(pixels)
-        return [Made(result, current.name, current.digest, len(pixels), place) for place, result in enumerate(found)]
-
-    @staticmethod
-    def _warm(service: CaptionService) -> None:
-        """Captions a black image, so that the first request does not wait for what happens once."""
-        side = service.transform.image_size
-        _captions(service, [np.zeros((side, side, 3), np.uint8)], Search())
-
-
-def _captions(service: CaptionService, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
-    """The captions of images (H, W, 3) uint8. When the GPU's memory runs out, half of them are captioned at a time.
-
-    Raises UserError for a search that the model does not take.
-    """
-    given = {"beam_size": search.beam_size, "max_length": search.max_length}
-    changes = {key: value for key, value in given.items() if value is not None}
-    settings = service.changed_search(changes, search.num_results)
-    try:
-        return service.caption(_normalized(service, pixels), settings, search.precision)
-    except torch.OutOfMemoryError:
-        if len(pixels) == 1:
-            raise
-    torch.cuda.empty_cache()
-    half = len(pixels) // 2
-    return [*_captions(service, pixels[:half], search), *_captions(service, pixels[half:], search)]
-
-
-def _normalized(service: CaptionService, pixels: Sequence[np.ndarray]) -> torch.Tensor:
-    """(B, 3, H, W), on the service's device."""
-    stacked = torch.from_numpy(np.stack(pixels)).to(service.device)
-    return service.transform.normalize(stacked).contiguous()
-
 
 class ChampionWatcher:
-    """Looks for another champion every `interval_s` seconds, in a thread of its own.
+    """Replaces the model of a process when another champion is in the storage.
 
-    load: loads a bundle. A champion that cannot be read or loaded changes nothing: the current one stays, the reason is
-    logged once, and the next look tries again. A rollback is a new champion, too.
+    current: the bundle that the process has. load: loads a bundle. A champion that cannot be read or loaded changes
+    nothing: the current one stays, the reason is logged once, and the next look tries again. After a rollback, the
+    older champion is another one, too.
     """
 
     def __init__(
@@ -199,44 +209,29 @@ class ChampionWatcher:
         host: ModelHost,
         current: StoredBundle,
         load: Callable[[StoredBundle], LoadedModel],
-        interval_s: float,
     ) -> None:
-        self.address, self.host, self.current, self.load, self.interval_s = address, host, current, load, interval_s
-        self._ended = threading.Event()
-        self._logged = ""
-        self._thread = threading.Thread(target=self._follow, name="champion", daemon=True)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the last look failed, so that the current model may be older than the champion."""
-        return bool(self._logged)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread after the look that it may be taking."""
-        self._ended.set()
+        self.address, self.host, self.current, self.load = address, host, current, load
+        self.failure = ""  # of the last look, after which the current model may be older than the champion
 
     def look(self) -> bool:
         """Loads the champion if it is another one. Returns whether it took over."""
         try:
             found = self.address.resolve()
-            if found == self.current:
-                self._logged = ""
-                return False
-            self.host.replace(self.load(found))
+            if found != self.current:
+                self.host.replace(self.load(found))
         except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
             text = without_secrets(one_line(error))
-            if text != self._logged:
+            if text != self.failure:
                 logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
-            self._logged = text
+            self.failure = text
             return False
-        self.current, self._logged = found, ""
-        logger.info(f"{self.address.text} is now {found.location} ({self.host.current.digest})")
-        return True
+        is_new, self.current, self.failure = found != self.current, found, ""
+        if is_new:
+            logger.info(f"{self.address.text} is now {found.location} ({self.host.current.digest})")
+        return is_new
 
-    def _follow(self) -> None:
-        while not self._ended.wait(self.interval_s):
+    def follow(self, interval_s: float) -> None:
+        """Looks every `interval_s` seconds, until the process ends."""
+        while True:
+            time.sleep(interval_s)
             self.look()
