@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class LocalCaptioners:
 
     async def __call__(self, method: str, *arguments: Any) -> Any:
         if method == "describe":
-            return self.host.current.describe(), self.host.current.service.transform
+            return asdict(self.host.current.info), self.host.current.service.transform
         if method == "caption":
             self.num_jobs += len(arguments[0])
         if self.wait is not None:

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -81,7 +82,7 @@ class CaptionerDeployment:
     async def describe(self) -> tuple[dict[str, object], ImageTransform]:
         """The model and its transform, and for a followed champion whether a newer one could not be loaded."""
         current = self.host.current
-        description = current.describe()
+        description: dict[str, object] = asdict(current.info)
         if self.model.address.champion is not None:
             description |= {"follows": self.model.address.text, "newer_failed": bool(self.watcher.failure)}
         return description, current.service.transform
@@ -90,10 +91,9 @@ class CaptionerDeployment:
         """`ModelHost.caption` for the images of one request, in batches with those of others."""
         return await self.batcher(jobs)
 
-    async def explain(self, job: ImageJob, caption: str | None, head: int | None, attribution: bool) -> Answer:
+    async def explain(self, jobs: list[ImageJob], *arguments: Any) -> list[Answer]:
         """`ModelHost.explain`. It waits for its turn among the batches."""
-        arguments = (job, caption, head, attribution)
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.explain, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.explain, jobs, *arguments)
 
 
 def ray_captioners(handle: DeploymentHandle) -> Captioners:

@@ -252,7 +252,7 @@ def refuse(_: Request, error: Exception) -> Response:
 
 
 def _entry(model: str, made: Made) -> ModelEntry:
-    return ModelEntry(name=model, bundle=made.bundle, digest=made.digest)
+    return ModelEntry(name=model, bundle=made.info.bundle, digest=made.info.digest)
 
 
 def _rows(array: np.ndarray) -> list[list[float]]:

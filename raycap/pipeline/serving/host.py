@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
@@ -42,6 +41,31 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
+class ModelInfo:
+    """What callers may know of a model.
+
+    bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
+    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
+    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
+    precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
+    this search have a confidence.
+    """
+
+    bundle: str
+    digest: str
+    system: str
+    vocabulary_size: int
+    image_size: int
+    keep_aspect: bool
+    crop_share: float
+    device: str
+    precision: str
+    beam_size: int
+    max_length: int
+    has_confidence: bool
+
+
+@dataclass(frozen=True)
 class Search:
     """The search of a request; None for the model's values. Images with equal searches share a batch."""
 
@@ -65,8 +89,7 @@ class Made:
     """A result, and what made it. batch_size: the images of its forward pass; batch_index: its place there."""
 
     result: ImageCaption | Explanation
-    bundle: str
-    digest: str
+    info: ModelInfo
     batch_size: int = 1
     batch_index: int = 0
 
@@ -76,31 +99,11 @@ Answer = Made | RefusedError | None  # None for pixels of another transform than
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that captions images. digest: as `weights_digest`. name: of the bundle. options: of its storage."""
+    """A model that captions images. options: of the storage where it was."""
 
     service: CaptionService
-    name: str
-    digest: str
-    options: StorageOptions = StorageOptions()
-
-    def describe(self) -> Values:
-        """What callers may know of the model, as JSON values."""
-        service, model = self.service, self.service.bundle.captioner.model
-        transform = service.transform
-        return {
-            "bundle": self.name,
-            "digest": self.digest,
-            "system": model.config.name,
-            "vocabulary_size": model.sizes.vocabulary_size,
-            "image_size": transform.image_size,
-            "keep_aspect": transform.keep_aspect,
-            "crop_share": transform.image_size / transform.scaled_side,
-            "device": service.device.type,
-            "precision": service.precision,
-            "beam_size": service.search.beam_size,
-            "max_length": service.search.max_length,
-            "has_confidence": service.bundle.confidence(service.search) is not None,
-        }
+    info: ModelInfo
+    options: StorageOptions
 
     def normalized(self, pixels: Sequence[np.ndarray]) -> torch.Tensor:
         """Images (H, W, 3) uint8 as (B, 3, H, W) on the model's device."""
@@ -135,7 +138,22 @@ def load_source(source: ModelSource, digest: str, settings: Mapping[str, Any], a
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(without_backbone(address.text))
-    return LoadedModel(CaptionService(bundle, **settings), bundle.config["name"], digest, address.storage.options)
+    service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
+    info = ModelInfo(
+        bundle=bundle.config["name"],
+        digest=digest,
+        system=model.config.name,
+        vocabulary_size=model.sizes.vocabulary_size,
+        image_size=transform.image_size,
+        keep_aspect=transform.keep_aspect,
+        crop_share=transform.image_size / transform.scaled_side,
+        device=service.device.type,
+        precision=service.precision,
+        beam_size=service.search.beam_size,
+        max_length=service.search.max_length,
+        has_confidence=bundle.confidence(service.search) is not None,
+    )
+    return LoadedModel(service, info, address.storage.options)
 
 
 class ModelHost:
@@ -168,9 +186,7 @@ class ModelHost:
             made: list[Answer]
             try:
                 found = current.caption([jobs[index].pixels for index in indices], search)
-                made = [
-                    Made(result, current.name, current.digest, len(found), place) for place, result in enumerate(found)
-                ]
+                made = [Made(result, current.info, len(found), place) for place, result in enumerate(found)]
             except UserError as error:
                 made = [RefusedError(422, one_line(error))] * len(indices)
             except Exception as error:  # such as a search that needs more memory than the device has
@@ -180,19 +196,20 @@ class ModelHost:
                 answers[index] = answer
         return answers
 
-    def explain(self, job: ImageJob, caption: str | None, head: int | None, attribution: bool) -> Answer:
+    def explain(
+        self, jobs: Sequence[ImageJob], caption: str | None, head: int | None, attribution: bool
+    ) -> list[Answer]:
         """Where the model looks for each word of a caption (None for its own) of one image."""
-        current = self.current
+        current, (job,) = self.current, jobs
         if job.transform != current.service.transform:
-            return None
+            return [None]
         pixels = current.normalized([job.pixels])
         if caption is None:
             caption = current.service.caption(pixels)[0].caption or ""
         try:
-            explanation = current.service.explain(pixels[0], caption, head, attribution)
+            return [Made(current.service.explain(pixels[0], caption, head, attribution), current.info)]
         except UserError as error:
-            return RefusedError(422, one_line(error))
-        return Made(explanation, current.name, current.digest)
+            return [RefusedError(422, one_line(error))]
 
 
 class ChampionWatcher:
@@ -227,7 +244,7 @@ class ChampionWatcher:
             return False
         is_new, self.current, self.failure = found != self.current, found, ""
         if is_new:
-            logger.info(f"{self.address.text} is now {found.location} ({self.host.current.digest})")
+            logger.info(f"{self.address.text} is now {found.location} ({self.host.current.info.digest})")
         return is_new
 
     def follow(self, interval_s: float) -> None:

@@ -24,7 +24,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 # Calls a method of one of the processes with a model, by the method's name: describe() gives the model's description
-# and its transform, caption(jobs) a list of `Answer`, and explain(job, caption, head, attribution) an `Answer`.
+# and its transform; caption(jobs), and explain(jobs, caption, head, attribution) for one job, give a list of `Answer`.
 # Raises RefusedError with status 503 if no process answers.
 Captioners = Callable[..., Awaitable[Any]]
 
@@ -93,12 +93,7 @@ class ServedModels:
 
     async def caption(self, model: str, images: Sequence[ImageFile], search: Search) -> list[Made]:
         """The captions of each image, all by one model, also while it is replaced. Raises RefusedError."""
-
-        async def ask(jobs: list[ImageJob]) -> list[Answer]:
-            answers: list[Answer] = await self.captioners[model]("caption", jobs)
-            return answers
-
-        made = await self._answers(model, images, search, ask)
+        made = await self._answers(model, images, search, "caption")
         for each in made:
             if each.batch_index == 0:
                 self.metrics.batches.labels(model).observe(each.batch_size)
@@ -109,20 +104,12 @@ class ServedModels:
         self, model: str, image: ImageFile, caption: str | None, head: int | None, attribution: bool
     ) -> Made:
         """Where the model looks in an image for each word. Raises RefusedError."""
-
-        async def ask(jobs: list[ImageJob]) -> list[Answer]:
-            return [await self.captioners[model]("explain", jobs[0], caption, head, attribution)]
-
-        return (await self._answers(model, [image], Search(), ask))[0]
+        return (await self._answers(model, [image], Search(), "explain", caption, head, attribution))[0]
 
     async def _answers(
-        self,
-        model: str,
-        images: Sequence[ImageFile],
-        search: Search,
-        ask: Callable[[list[ImageJob]], Awaitable[list[Answer]]],
+        self, model: str, images: Sequence[ImageFile], search: Search, method: str, *arguments: object
     ) -> list[Made]:
-        """The answers of `ask`, all of one model. It asks again if the model is replaced meanwhile."""
+        """The answers of a method, all of one model. It is called again if the model is replaced meanwhile."""
         loop = asyncio.get_running_loop()
         for _ in range(MAX_ATTEMPTS):
             if model not in self._transforms:
@@ -131,12 +118,12 @@ class ServedModels:
             for image in images:  # one after the other: nothing is decoded for a request that has ended
                 pixels = await loop.run_in_executor(self._threads, image.resized, transform, self.max_pixels)
                 jobs.append(ImageJob(pixels, transform, search))
-            answers = await ask(jobs)
+            answers: list[Answer] = await self.captioners[model](method, jobs, *arguments)
             for answer in answers:
                 if isinstance(answer, RefusedError):
                     raise answer
             made = [answer for answer in answers if isinstance(answer, Made)]
-            if len(made) == len(answers) and len({each.digest for each in made}) == 1:
+            if len(made) == len(answers) and len({each.info.digest for each in made}) == 1:
                 return made
             self._transforms.pop(model, None)  # the new model may have another one
         raise RefusedError(503, "the model is being replaced; try again", 1)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import shutil
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,13 @@ def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
     assert not watcher.look() and not watcher.failure
     second = crown(tmp_path, "demo", bundles[1], 2)
     assert watcher.look() and not watcher.look()
-    assert host.current.digest == second.files["model.safetensors"][:16]
+    assert host.current.info.digest == second.files["model.safetensors"][:16]
     damaged = crown(tmp_path, "demo", bundles[0], 3)
     weights = tmp_path / damaged.bundle / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     for _ in range(3):
         assert not watcher.look() and watcher.failure
-    assert host.current.digest == second.files["model.safetensors"][:16], "the old one stays"
+    assert host.current.info.digest == second.files["model.safetensors"][:16], "the old one stays"
     assert caplog.text.count("the current champion stays, because the new one failed") == 1, "said once"
     (tmp_path / "retrain/demo/champion.json").write_text("{")
     assert not watcher.look() and watcher.failure
@@ -76,7 +77,7 @@ def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
     assert not watcher.look() and watcher.failure, "no champion at all"
     crown(tmp_path, "demo", bundles[0], 1)
     assert watcher.look() and not watcher.failure, "a rollback"
-    assert host.current.digest == first.files["model.safetensors"][:16]
+    assert host.current.info.digest == first.files["model.safetensors"][:16]
 
 
 def test_requests_with_unlike_searches_share_a_batch_as_far_as_they_can(bundles: list[Path], tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
 
     async def replaced(method: str, *arguments: Any) -> Any:
         if method == "describe":
-            return old.current.describe(), old.current.service.transform
+            return asdict(old.current.info), old.current.service.transform
         jobs: list[ImageJob] = arguments[0]
         calls.append(len(jobs))
         answers: list[Answer] = new.caption(jobs)
@@ -141,7 +142,7 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
 
     models = ServedModels({"main": replaced}, Metrics(), 10_000)
     made = asyncio.run(models.caption("main", files_of(*names), Search()))
-    assert {each.digest for each in made} == {new.current.digest} and calls == [3, 3]
+    assert {each.digest for each in made} == {new.current.info.digest} and calls == [3, 3]
     expected = raycap.load(bundles[1], device="cpu").caption(names)
     assert [each.result.caption for each in made] == [each.caption for each in expected]  # type: ignore[union-attr]
 
