@@ -14,8 +14,9 @@ from starlette.testclient import TestClient
 import raycap
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
+from raycap.pipeline.serving.address import ModelAddress
 from raycap.pipeline.serving.app import make_app
-from raycap.pipeline.serving.host import ModelHost, load_address
+from raycap.pipeline.serving.host import ModelHost
 from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
@@ -43,7 +44,8 @@ class LocalCaptioners:
 
 
 def host_of(bundle: Path) -> ModelHost:
-    return ModelHost(load_address(str(bundle), "results", device="cpu"))
+    address = ModelAddress(str(bundle), storage_path("results"))
+    return ModelHost(address, address.resolve(), {"device": "cpu"})
 
 
 def local_client(models: Mapping[str, LocalCaptioners], token: str | None = None, **arguments: Any) -> TestClient:

@@ -24,22 +24,13 @@ from ray.serve.handle import DeploymentHandle
 
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.runtime.batcher import Batcher
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
-from raycap.pipeline.serving.address import NamedModel, named_models, weights_digest
+from raycap.pipeline.serving.address import NamedModel, named_models
 from raycap.pipeline.serving.app import make_app
-from raycap.pipeline.serving.host import (
-    Answer,
-    ChampionWatcher,
-    ImageJob,
-    LoadedModel,
-    ModelHost,
-    RefusedError,
-    load_source,
-)
+from raycap.pipeline.serving.host import Answer, ImageJob, ModelHost, RefusedError
 from raycap.pipeline.serving.served_models import Captioners
 from raycap.pipeline.serving.settings import ServeArguments, server_token
 
@@ -58,33 +49,24 @@ class CaptionerDeployment:
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
+        address, digest, source = model.address, model.digest, model.sent or model.source
+        if address.champion is not None:  # a process that is started again later begins with the champion of then
+            digest, source = "", address.resolve()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
-
-        def load(bundle: StoredBundle) -> LoadedModel:
-            return load_source(bundle, weights_digest(bundle), settings, model.address)
-
-        def load_first() -> ModelHost:
-            if model.sent is not None:
-                return ModelHost(load_source(model.sent, model.digest, settings, model.address))
-            return ModelHost(load(source))
-
-        # a process that is started again later begins with the champion of then
-        source = model.source if model.address.champion is None else model.address.resolve()
         # on this machine a process gets its share of the cores, in a cluster the CPUs that it asks for
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
-        self.host = self.thread.submit(load_first).result()
-        self.model, self.watcher = model, ChampionWatcher(model.address, self.host, source, load)
-        if model.address.champion is not None:
-            threading.Thread(target=self.watcher.follow, args=(arguments.poll_s,), daemon=True).start()
+        self.host = self.thread.submit(ModelHost, address, source, settings, digest).result()
+        if address.champion is not None:
+            threading.Thread(target=self.host.follow, args=(arguments.poll_s,), daemon=True).start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
     async def describe(self) -> tuple[dict[str, object], ImageTransform]:
         """The model and its transform, and for a followed champion whether a newer one could not be loaded."""
         current = self.host.current
         description: dict[str, object] = asdict(current.info)
-        if self.model.address.champion is not None:
-            description |= {"follows": self.model.address.text, "newer_failed": bool(self.watcher.failure)}
+        if self.host.address.champion is not None:
+            description |= {"follows": self.host.address.text, "newer_failed": bool(self.host.failure)}
         return description, current.service.transform
 
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:

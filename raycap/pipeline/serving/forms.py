@@ -7,7 +7,7 @@ import base64
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WithJsonSchema
 from starlette.types import Message
 
 from raycap.pipeline.runtime.names import shown
@@ -19,21 +19,17 @@ MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its fil
 MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more when it is parsed
 
 
-def _image_bytes(value: object) -> object:
-    """The content of an image file, which JSON holds as base64."""
-    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
-
-
+# the content of an image file, which JSON holds as base64
 ImageBytes = Annotated[
-    bytes, BeforeValidator(_image_bytes), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
+    bytes,
+    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
 ]
 Uri = Annotated[str, Field(max_length=4096, description="A path or s3:// URI below a prefix of --allow-uri.")]
 
 
-class RequestForm(BaseModel):
+class RequestForm(BaseModel, extra="forbid"):
     """What all requests have. images: the content of image files, in JSON as base64."""
-
-    model_config = ConfigDict(extra="forbid")
 
     images: list[ImageBytes] = []
     uris: list[Uri] = []
@@ -62,15 +58,15 @@ class ExplainForm(RequestForm):
 
 
 class RankedEntry(BaseModel):
-    caption: str
-    log_prob: float
-
-
-class CaptionEntry(BaseModel):
-    """The captions of one image. log_prob: nats. The confidence is that in the best caption."""
+    """A caption with the sum of its tokens' log-probabilities in nats."""
 
     caption: str
     log_prob: float
+
+
+class CaptionEntry(RankedEntry):
+    """The captions of one image, with the confidence in the best one."""
+
     confidence: float | None = None
     expected_ciderd: float | None = None
     n_best: list[RankedEntry] | None = None

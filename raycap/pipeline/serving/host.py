@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -129,19 +129,23 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give cpu, or check the driver with nvidia-smi")
     address = ModelAddress(model, storage_path(storage, StorageOptions(endpoint_url)))
-    bundle = address.resolve()
-    return load_source(bundle, weights_digest(bundle), settings, address)
+    return load_source(address.resolve(), settings, address)
 
 
-def load_source(source: ModelSource, digest: str, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
-    """The model of a source. address: of the source, for messages. Raises UserError."""
+def load_source(
+    source: ModelSource, settings: Mapping[str, Any], address: ModelAddress, digest: str = ""
+) -> LoadedModel:
+    """The model of a source. address: of the source, for messages. digest: of its weights; it is found for a stored bundle.
+
+    Raises UserError.
+    """
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(without_backbone(address.text))
     service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
-        digest=digest,
+        digest=digest or weights_digest(cast("StoredBundle", source)),
         system=model.config.name,
         vocabulary_size=model.sizes.vocabulary_size,
         image_size=transform.image_size,
@@ -157,19 +161,45 @@ def load_source(source: ModelSource, digest: str, settings: Mapping[str, Any], a
 
 
 class ModelHost:
-    """Captions batches with the model `current`, which can be replaced between two batches."""
+    """Captions batches with the model `current`, which a new champion replaces between two batches.
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.replace(loaded)
+    source: the bundle of the model. settings: of a `CaptionService`. `failure` says why the last look at the champion
+    failed, after which the current model may be older than the champion.
+    """
 
-    def replace(self, loaded: LoadedModel) -> None:
-        """Lets a model take over, after a black image, so that no request waits for what happens once.
+    def __init__(
+        self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any], digest: str = ""
+    ) -> None:
+        self.address, self.source, self.settings, self.failure = address, source, settings, ""
+        self.current = warm(load_source(source, settings, address, digest))
 
-        A batch that is being captioned keeps the old model.
+    def look(self) -> bool:
+        """Loads the champion if it is another one, also after a rollback. Returns whether it took over.
+
+        If it cannot be read or loaded, the current model stays, the reason is logged once, and the next look tries
+        again.
         """
-        side = loaded.service.transform.image_size
-        loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
-        self.current = loaded
+        try:
+            found = self.address.resolve()
+            is_new = found != self.source
+            if is_new:  # a batch that is being captioned keeps the old model
+                self.current = warm(load_source(found, self.settings, self.address))
+        except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
+            text = without_secrets(one_line(error))
+            if text != self.failure:
+                logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
+            self.failure = text
+            return False
+        self.source, self.failure = found, ""
+        if is_new:
+            logger.info(f"{self.address.text} is now {found.location} ({self.current.info.digest})")
+        return is_new
+
+    def follow(self, interval_s: float) -> None:
+        """Looks every `interval_s` seconds, until the process ends."""
+        while True:
+            time.sleep(interval_s)
+            self.look()
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
         """The captions of each image, by one model. Images with equal searches share a forward pass.
@@ -212,43 +242,8 @@ class ModelHost:
             return [RefusedError(422, one_line(error))]
 
 
-class ChampionWatcher:
-    """Replaces the model of a process when another champion is in the storage.
-
-    current: the bundle that the process has. load: loads a bundle. A champion that cannot be read or loaded changes
-    nothing: the current one stays, the reason is logged once, and the next look tries again. After a rollback, the
-    older champion is another one, too.
-    """
-
-    def __init__(
-        self,
-        address: ModelAddress,
-        host: ModelHost,
-        current: StoredBundle,
-        load: Callable[[StoredBundle], LoadedModel],
-    ) -> None:
-        self.address, self.host, self.current, self.load = address, host, current, load
-        self.failure = ""  # of the last look, after which the current model may be older than the champion
-
-    def look(self) -> bool:
-        """Loads the champion if it is another one. Returns whether it took over."""
-        try:
-            found = self.address.resolve()
-            if found != self.current:
-                self.host.replace(self.load(found))
-        except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
-            text = without_secrets(one_line(error))
-            if text != self.failure:
-                logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
-            self.failure = text
-            return False
-        is_new, self.current, self.failure = found != self.current, found, ""
-        if is_new:
-            logger.info(f"{self.address.text} is now {found.location} ({self.host.current.info.digest})")
-        return is_new
-
-    def follow(self, interval_s: float) -> None:
-        """Looks every `interval_s` seconds, until the process ends."""
-        while True:
-            time.sleep(interval_s)
-            self.look()
+def warm(loaded: LoadedModel) -> LoadedModel:
+    """The model after a black image, so that no request waits for what happens once."""
+    side = loaded.info.image_size
+    loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
+    return loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -15,15 +15,13 @@ MIN_TOKEN = 16  # characters
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-class Limits(BaseModel):
+class Limits(BaseModel, extra="forbid", frozen=True):
     """Limits of requests.
 
     body_bytes: of a request. image_bytes, pixels: of one image. images: per request. body_s: for a client to send its
     request. answer_s: for the captions of a request, waiting included. queue: requests that are worked on or wait.
     beam_size, num_results: the largest that a request may ask for.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     body_bytes: PositiveInt = 64 * 2**20
     image_bytes: PositiveInt = 16 * 2**20
@@ -36,7 +34,7 @@ class Limits(BaseModel):
     num_results: PositiveInt = 10
 
 
-class ServeArguments(BaseModel):
+class ServeArguments(BaseModel, extra="forbid", frozen=True):
     """What is served and how; a RayService gives the same as `args` of its application.
 
     models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: between
@@ -45,8 +43,6 @@ class ServeArguments(BaseModel):
     folders and prefixes below which clients may name images. allow_attribution: whether clients may ask for integrated
     gradients, which take minutes. insecure: whether other machines may ask without a token.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: tuple[str, ...] = Field(min_length=1)
     storage: str = "results"

@@ -18,18 +18,14 @@ from PIL import Image
 import raycap
 from raycap.jobs.cli import main
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
-from raycap.pipeline.serving.address import ModelAddress, named_models, weights_digest
+from raycap.pipeline.serving.address import ModelAddress, named_models
 from raycap.pipeline.serving.host import (
     Answer,
-    ChampionWatcher,
     ImageJob,
-    LoadedModel,
     Made,
     ModelHost,
     RefusedError,
     Search,
-    load_source,
 )
 from raycap.pipeline.serving.served_models import ImageFile, Metrics, ServedModels
 from raycap.pipeline.serving.settings import ServeArguments, server_token
@@ -53,30 +49,24 @@ def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
 ) -> None:
     first = crown(tmp_path, "demo", bundles[0], 1)
     address = ModelAddress("champion:demo", storage_path(str(tmp_path)))
-
-    def load(bundle: StoredBundle) -> LoadedModel:
-        return load_source(bundle, weights_digest(bundle), {"device": "cpu"}, address)
-
-    source = address.resolve()
-    host = ModelHost(load(source))
-    watcher = ChampionWatcher(address, host, source, load)
-    assert not watcher.look() and not watcher.failure
+    host = ModelHost(address, address.resolve(), {"device": "cpu"})
+    assert not host.look() and not host.failure
     second = crown(tmp_path, "demo", bundles[1], 2)
-    assert watcher.look() and not watcher.look()
+    assert host.look() and not host.look()
     assert host.current.info.digest == second.files["model.safetensors"][:16]
     damaged = crown(tmp_path, "demo", bundles[0], 3)
     weights = tmp_path / damaged.bundle / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     for _ in range(3):
-        assert not watcher.look() and watcher.failure
+        assert not host.look() and host.failure
     assert host.current.info.digest == second.files["model.safetensors"][:16], "the old one stays"
     assert caplog.text.count("the current champion stays, because the new one failed") == 1, "said once"
     (tmp_path / "retrain/demo/champion.json").write_text("{")
-    assert not watcher.look() and watcher.failure
+    assert not host.look() and host.failure
     shutil.rmtree(tmp_path / "retrain")
-    assert not watcher.look() and watcher.failure, "no champion at all"
+    assert not host.look() and host.failure, "no champion at all"
     crown(tmp_path, "demo", bundles[0], 1)
-    assert watcher.look() and not watcher.failure, "a rollback"
+    assert host.look() and not host.failure, "a rollback"
     assert host.current.info.digest == first.files["model.safetensors"][:16]
 
 
