@@ -132,7 +132,7 @@ def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: l
 
     models = ServedModels({"main": replaced}, Metrics(), 10_000)
     made = asyncio.run(models.caption("main", files_of(*names), Search()))
-    assert {each.digest for each in made} == {new.current.info.digest} and calls == [3, 3]
+    assert {each.info.digest for each in made} == {new.current.info.digest} and calls == [3, 3]
     expected = raycap.load(bundles[1], device="cpu").caption(names)
     assert [each.result.caption for each in made] == [each.caption for each in expected]  # type: ignore[union-attr]
 
