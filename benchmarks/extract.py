@@ -46,7 +46,7 @@ def bench_extract(
     """
     import ray
 
-    from raycap.pipeline.runs.initial_weights import initial_backbone
+    from raycap.pipeline.runs.preflight import initial_backbone
 
     with tempfile.TemporaryDirectory(prefix="raycap-bench-") as scratch:
         root = Path(scratch)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from raycap.pipeline.data.caption_files import ImageId, read_references
-from raycap.pipeline.evaluation.scores import ptb
+from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import BLEU, Score, score_captions
 
 from measuring import References, median_seconds

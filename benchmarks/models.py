@@ -20,10 +20,10 @@ from torch import Tensor
 
 from raycap.jobs.bench_gpu.measuring import timed
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.search import Captions, beam_search, sample
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
-from raycap.models.registry import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
 from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.runtime.processor import prepare_processor
 

@@ -9,7 +9,7 @@ from typing import Literal
 from raycap.pipeline.data.image_sources import ImageSource
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.serving.host import LoadedModel, load_address
 
 

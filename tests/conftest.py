@@ -15,10 +15,18 @@ from PIL import Image
 from raycap.pipeline.config.load import read_values
 from raycap.pipeline.runtime.log import PACKAGE
 from tests.support.logs import on_message
-from tests.support.s3_server import s3_server
+from tests.support.s3_server import CREDENTIALS, s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+
+
+def pytest_configure() -> None:
+    """One thread per process, and credentials for S3 servers, before torch and Ray start.
+
+    With small tensors more threads only wait for each other. Processes that tests start inherit the variables.
+    """
+    os.environ.update(CREDENTIALS, OMP_NUM_THREADS="1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,23 +110,12 @@ def clusters_can_start() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One local Ray for all tests of this process that need one."""
-    start_ray()
-    yield
-    stop_ray()
-
-
-def start_ray() -> None:
-    """Starts the Ray of `ray_session`, unless it runs."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     settings: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 200 * 2**20}
     ray.init(**settings, log_to_driver=False, ignore_reinit_error=True)
-
-
-def stop_ray() -> None:
-    import ray
-
+    yield
     ray.shutdown()
 
 

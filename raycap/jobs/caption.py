@@ -6,8 +6,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -18,16 +19,15 @@ from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bund
 from raycap.jobs.options import Address
 from raycap.models.config import PLAIN, Values
 from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
 from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
 from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, ModelSource, SentBundle, StoredBundle, bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
-from raycap.pipeline.features.interruptions import one_sentence
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
 from raycap.pipeline.runtime.processor import prepare_processor
@@ -39,35 +39,6 @@ if TYPE_CHECKING:
     from raycap.pipeline.evaluation.captioning.service import CaptionService
 
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
-
-
-@dataclass(frozen=True)
-class CaptionOptions:
-    """The beam search of a `CaptionService`, and the number of captions per image."""
-
-    search: Values
-    num_results: int
-
-
-class Pictures(NamedTuple):
-    """The folder for pictures of each caption's words, and the head of the decoder whose attention they show.
-
-    The head is a number from 1 on, as the option --head; None for the mean over all heads.
-    """
-
-    folder: Path
-    head: int | None
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """The cluster's address (None: a Ray on this machine), the processes there, and how long to wait for them."""
-
-    address: str | None
-    gpus_per_worker: float | None  # None: 1 if the cluster has GPUs now, else 0
-    max_workers: int | None
-    max_wait_minutes: float
-    max_stall_minutes: float
 
 
 def caption(
@@ -133,80 +104,106 @@ def caption(
 
     Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
     """
-    begin = time.monotonic()
     log_to_stderr()
-    names, opened = find_images(images), open_bundle("--model", model)
+    names = find_images(images)
+    processes = Processes(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     changes = _changes(set_ or (), beam_size, max_length)
-    settings = opened.bundle.changed_search(changes).model_copy(update={"num_results": num_results})
-    _check(opened, settings, explain, head)
-    confidence = _confidence(opened.bundle, settings, min_confidence)
+    request = Request(open_bundle("--model", model), changes, num_results, min_confidence, explain, head, processes)
+    request.check(len(names))
     output = None if out is None else CaptionFile(storage_path(out), min_confidence)
     if output is None and min_confidence is not None:
         raise UserError(f"--min-confidence {min_confidence:g} needs --out, beside which it writes the review file")
-    signature = _signature(opened, settings) | {
-        "fit": confidence and confidence.digest,
-        "min_confidence": min_confidence,
-    }
-    written = output.precision() if output is not None and precision == "auto" else None
-    search: Values = {"search": changes, "precision": written or precision}
-    signature["precision"] = search["precision"]  # all lines of a file have one precision
-    done = {} if output is None else output.read_done(signature)
-    pending = [name for name in names if name not in done]
-    if done:
-        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {out} already")
-    cluster = ClusterOptions(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
-    joins_cluster = bool(cluster_address(address))  # Ray sets the variable for a submitted job
-    uses_ray = bool(pending) and (joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
-    if explain is not None and uses_ray:
-        raise UserError(f"--explain draws pictures for fewer than {MIN_IMAGES_FOR_RAY} images and without a cluster")
-    if pending and search["precision"] == "auto":
-        search["precision"] = signature["precision"] = _measured_precision(
-            opened, search, cluster if uses_ray else None
-        )
-        _print_note(f"{search['precision']} is used, as measured where the images are captioned")
-    if explain is not None:
-        check_output_folder("--explain", explain)
-        explain.mkdir(parents=True, exist_ok=True)
-        _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
-    decorations, options = Decorations(), CaptionOptions(search, num_results)
-    captioning: AbstractContextManager[Iterator[Values]]
-    if uses_ray:
-        captioning = _captioning_on_ray(pending, opened, options, cluster)
-    else:
-        pictures = None if explain is None else Pictures(explain, head)
-        captioning = nullcontext(_caption_in_process(pending, opened.bundle, options, pictures, decorations))
-    with nullcontext(_printer(json_lines)) if output is None else output.open(signature) as write, captioning as rows:
-        num_failed, largest_gap = _write_rows(rows, len(pending), write)
-    if explain is not None and num_failed < len(pending):
-        _print_note(
-            f"heat maps: {explain}; attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
-        )
-    decorations.log_failed(f"caption the image again{' without --out' if output else ''}")
-    num_failed += sum(not has_caption for has_caption in done.values())
-    if num_failed:
-        _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
-    if output is not None:
-        seconds = time.monotonic() - begin
-        speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
-        _print_note(f"captions: {output.place} ({speed})")
-        if min_confidence is not None:
-            _print_note(f"review:   {output.review} (captions with a confidence below {min_confidence:g})")
-    return 1 if num_failed else 0
+    return _caption(names, request, precision, output, json_lines=json_lines)
 
 
-def _check(opened: OpenedBundle, settings: EvaluationSection, explain: Path | None, head: int | None) -> None:
-    """Raises UserError for a bundle or options with which no image can be captioned."""
-    if opened.bundle.transform is None:
-        raise UserError(
-            f"--model {opened.location}: this bundle has no backbone, it captions a detector's region features or "
-            "stored grid features and not images; caption a split with `raycap evaluate` and features.hdf5 or "
-            "--features, or, for grid features, import it again with --backbone"
-        )
-    if settings.num_results > settings.beam_size and not settings.decoding.sampling:
-        raise UserError(f"--n-best {settings.num_results}: expected 1 to the beam's size, {settings.beam_size}")
-    num_heads = opened.bundle.captioner.model.config.num_heads
-    if head is not None and (explain is None or head > num_heads):
-        raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
+class Processes(NamedTuple):
+    """The processes on Ray, and how long to wait for them.
+
+    address: of a cluster; None for a Ray on this machine. gpus: of each process; None: 1 if the cluster has GPUs now,
+    else 0. most: the largest number of processes; None for as many as the cluster has room for.
+    """
+
+    address: str | None
+    gpus: float | None
+    most: int | None
+    wait_minutes: float
+    stall_minutes: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model with the changes to its search, the number of captions per image, and the pictures that are drawn.
+
+    explain: the folder of the pictures; None for none. head: the number, from 1, of the head whose attention they show;
+    None for the mean over all heads.
+    """
+
+    opened: OpenedBundle
+    changes: Values
+    num_results: int
+    min_confidence: float | None
+    explain: Path | None
+    head: int | None
+    processes: Processes
+
+    @cached_property
+    def settings(self) -> EvaluationSection:
+        """The settings of the search."""
+        search = self.opened.bundle.changed_search(self.changes)
+        return search.model_copy(update={"num_results": self.num_results})
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """The confidence of the bundle in the captions of this search; None if it has none."""
+        return self.opened.bundle.confidence(self.settings)
+
+    @property
+    def joins_cluster(self) -> bool:
+        return bool(cluster_address(self.processes.address))  # Ray sets its variable for a submitted job
+
+    def check(self, num_images: int) -> None:
+        """Raises UserError for a bundle or options with which no image can be captioned."""
+        bundle, settings, head = self.opened.bundle, self.settings, self.head
+        if bundle.transform is None:
+            raise UserError(
+                f"--model {self.opened.location}: this bundle has no backbone, it captions a detector's region "
+                "features or stored grid features and not images; caption a split with `raycap evaluate` and "
+                "features.hdf5 or --features, or, for grid features, import it again with --backbone"
+            )
+        if self.num_results > settings.beam_size and not settings.decoding.sampling:
+            raise UserError(f"--n-best {self.num_results}: expected 1 to the beam's size, {settings.beam_size}")
+        num_heads = bundle.captioner.model.config.num_heads
+        if head is not None and (self.explain is None or head > num_heads):
+            raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
+        if self.confidence is None and (bundle.confidences or self.min_confidence is not None):
+            reason = "the model has no confidence in captions of this search"
+            remedy = "`raycap evaluate --model` fits one on the validation split"
+            if self.min_confidence is not None:
+                raise UserError(f"--min-confidence {self.min_confidence:g}: {reason}; {remedy}")
+            searches = " and ".join(quoted(fit.search) for fit in bundle.confidences)
+            _print_note(f"{reason}, only of {searches}; {remedy}")
+        if self.explain is not None:
+            if self.joins_cluster or num_images >= MIN_IMAGES_FOR_RAY:
+                raise UserError(f"--explain needs fewer than {MIN_IMAGES_FOR_RAY} images, and no cluster")
+            check_output_folder("--explain", self.explain)
+
+    def signature(self) -> Values:
+        """The values that decide the captions, which each line of `--out` has. None, which lines omit, is the usual."""
+        settings, bundle = self.settings, self.opened.bundle
+        is_usual = settings.ranking == "mean" and not settings.collapse_repeats
+        return {
+            "beam_size": settings.beam_size,
+            "max_length": settings.max_length,
+            "ranking": None if is_usual else settings.ranking,
+            "collapse_repeats": None if is_usual else settings.collapse_repeats,
+            "decoding": None if settings.decoding == PLAIN else asdict(settings.decoding),
+            "precision": None,
+            "num_results": self.num_results,
+            "model": bundle.config["name"],
+            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # bundles of one name have others
+            "fit": self.confidence and self.confidence.digest,
+            "min_confidence": self.min_confidence,
+        }
 
 
 def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> Values:
@@ -222,150 +219,158 @@ def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | 
     return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
 
 
-def _signature(opened: OpenedBundle, settings: EvaluationSection) -> Values:
-    """The part of the signature of `--out` that the model and the settings of its search decide.
+def _caption(
+    names: Sequence[str], request: Request, precision: str, output: CaptionFile | None, *, json_lines: bool
+) -> int:
+    """Captions the images that `output` lacks, and prints or writes a row for each. Returns the exit code."""
+    begin, signature = time.monotonic(), request.signature()
+    if output is not None and precision == "auto":
+        precision = output.precision() or precision
+    signature["precision"] = precision  # all lines of a file have one precision
+    done = {} if output is None else output.read_done(signature)
+    pending = [name for name in names if name not in done]
+    if output is not None and done:
+        _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {output.place} already")
+    uses_ray = bool(pending) and (request.joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
+    decorations, num_failed, largest_gap = Decorations(), 0, 0.0
+    with ExitStack() as stack:
+        captions: Callable[[Values], Iterator[Values]]
+        if uses_ray:
+            on_ray = stack.enter_context(_on_ray(request))
+            measure, captions = on_ray.precision, partial(on_ray.captions, pending)
+        else:
+            from raycap.pipeline.evaluation.captioning.ray_data import fastest_precision
 
-    Usual settings are None, which lines omit.
-    """
-    is_usual = settings.ranking == "mean" and not settings.collapse_repeats
-    return {
-        "beam_size": settings.beam_size,
-        "max_length": settings.max_length,
-        "ranking": None if is_usual else settings.ranking,
-        "collapse_repeats": None if is_usual else settings.collapse_repeats,
-        "decoding": None if settings.decoding == PLAIN else asdict(settings.decoding),
-        "precision": None,
-        "num_results": settings.num_results,
-        "model": opened.bundle.config["name"],
-        "weights": file_digest(opened.folder / "model.safetensors")[:16],  # bundles of one name can have others
-    }
+            measure = partial(fastest_precision, StoredBundle(request.opened.location), gpus=None)
+            captions = partial(_in_process, pending, request, decorations)
+        if pending and precision == "auto":
+            signature["precision"] = measure({"search": request.changes, "precision": precision})
+            _print_note(f"{signature['precision']} is used, as measured where the images are captioned")
+        search = {"search": request.changes, "precision": signature["precision"]}
+        write = _printer(json_lines) if output is None else stack.enter_context(output.open(signature))
+        with progress("captions", len(pending), write=_print_note) as advance:
+            for row in captions(search):
+                num_failed += "error" in row
+                largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
+                write(row)
+                advance(1)
+    if request.explain is not None and num_failed < len(pending):
+        gap = f"attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
+        _print_note(f"heat maps: {request.explain}; {gap}")
+    decorations.log_failed(f"caption the image again{' without --out' if output else ''}")
+    num_failed += sum(not has_caption for has_caption in done.values())
+    if num_failed:
+        _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
+    if output is not None:
+        seconds = time.monotonic() - begin
+        speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
+        _print_note(f"captions: {output.place} ({speed})")
+        if output.min_confidence is not None:
+            limit = f"captions with a confidence below {output.min_confidence:g}"
+            _print_note(f"review:   {output.review} ({limit})")
+    return 1 if num_failed else 0
 
 
-def _caption_in_process(
-    names: Sequence[str], bundle: Bundle, options: CaptionOptions, pictures: Pictures | None, decorations: Decorations
-) -> Iterator[Values]:
-    """Yields the output row of each image, in order.
-
-    pictures: None for no pictures. A picture that fails is recorded in `decorations`.
-    """
+def _in_process(names: Sequence[str], request: Request, decorations: Decorations, search: Values) -> Iterator[Values]:
+    """Yields the output row of each image, in order. A picture that fails is recorded in `decorations`."""
     from raycap.pipeline.evaluation.captioning.service import CaptionService
 
     prepare_processor()
-    service = CaptionService(bundle, **options.search)
-    search = service.changed_search({}, options.num_results)
-    for number, (name, found) in enumerate(zip(names, service.caption_images(names, search), strict=True)):
+    if request.explain is not None:
+        request.explain.mkdir(parents=True, exist_ok=True)
+        _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
+    service = CaptionService(request.opened.bundle, **search)
+    settings = service.changed_search({}, request.num_results)
+    for number, (name, found) in enumerate(zip(names, service.caption_images(names, settings), strict=True)):
         row = {"image": name} | found.to_json()
-        if pictures is not None and found.caption is not None:
-            path = pictures.folder / f"{number:04d}-{Path(name).stem}.png"
+        if request.explain is not None and found.caption is not None:
+            path = request.explain / f"{number:04d}-{Path(name).stem}.png"
             with decorations.making(f"the picture of {name}"):
-                row |= _draw_words(path, name, service, found.caption, pictures.head)
+                row |= _draw_words(path, name, service, found.caption, request.head)
         yield row
 
 
+@dataclass(frozen=True)
+class RayCaptioning:
+    """The processes on Ray that caption. progressed: tells the watch that a caption has come."""
+
+    request: Request
+    source: ModelSource
+    pool: CaptionPool
+    progressed: Callable[[], None]
+
+    def precision(self, search: Values) -> str:
+        """float32 or bfloat16: the faster one in a captioning process."""
+        import ray
+
+        from raycap.pipeline.evaluation.captioning.ray_data import fastest_precision
+
+        task = ray.remote(fastest_precision).options(num_cpus=self.pool.cpus, num_gpus=self.pool.gpus)
+        with one_sentence("the measurement of precisions"):
+            precision: str = ray.get(task.remote(self.source, search, self.pool.gpus))
+        return precision
+
+    def captions(self, names: Sequence[str], search: Values) -> Iterator[Values]:
+        """Yields the output row of each image, in order."""
+        from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
+
+        transform = self.request.opened.bundle.transform
+        assert transform is not None
+        for name, found in caption_stream(names, self.source, transform, search, self.request.num_results, self.pool):
+            self.progressed()
+            yield {"image": name} | found
+
+
 @contextmanager
-def _captioning_on_ray(
-    names: Sequence[str], model: OpenedBundle, options: CaptionOptions, cluster: ClusterOptions
-) -> Iterator[Iterator[Values]]:
-    """Gives the output row of each image. Ray Data captions them on a cluster or on a local Ray.
+def _on_ray(request: Request) -> Iterator[RayCaptioning]:
+    """Joins or starts Ray, and waits until it can place a captioning process.
 
-    The context ends with StalledError when no caption comes for `cluster.max_stall_minutes`.
+    The context ends with StalledError when no caption comes for `stall_minutes`. Raises UserError if Ray can never
+    place a process.
     """
-    from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
-
-    has_joined_cluster = connect(cluster.address)
-    pool = start_pool(cluster, has_joined_cluster)
-    source = _source(model, has_joined_cluster)
-    transform = model.bundle.transform
-    assert transform is not None
-    with _stall_watch(cluster) as progressed:
-
-        def rows() -> Iterator[Values]:
-            captions = caption_stream(names, source, transform, options.search, options.num_results, pool)
-            for name, found in captions:
-                progressed()
-                yield {"image": name} | found
-
-        yield rows()
-
-
-def _source(model: OpenedBundle, has_joined_cluster: bool) -> ModelSource:
-    """The source from which Ray's processes load the model."""
-    if has_joined_cluster and not model.location.is_remote:  # other nodes cannot read this machine's disk
-        return SentBundle.of(model.folder)
-    return StoredBundle(model.location, bundle_digests(model.folder))
-
-
-def _measured_precision(model: OpenedBundle, search: Values, cluster: ClusterOptions | None) -> str:
-    """float32 or bfloat16: the faster one in a captioning process of Ray, or in this process if `cluster` is None."""
-    from raycap.pipeline.evaluation.captioning.ray_data import fastest_precision
-
-    if cluster is None:
-        return fastest_precision(StoredBundle(model.location), search, gpus=None)
-    has_joined_cluster = connect(cluster.address)
-    import ray
-
-    pool = start_pool(cluster, has_joined_cluster)
-    task = ray.remote(fastest_precision).options(num_cpus=pool.cpus, num_gpus=pool.gpus)
-    with _stall_watch(cluster), one_sentence("the measurement of precisions"):
-        precision: str = ray.get(task.remote(_source(model, has_joined_cluster), search, pool.gpus))
-    return precision
-
-
-def _stall_watch(cluster: ClusterOptions) -> StallWatch:
-    """Ends the command when Ray captions nothing for `cluster.max_stall_minutes`."""
-    return StallWatch(
+    opened, processes = request.opened, request.processes
+    has_joined_cluster = connect(processes.address)
+    pool = start_pool(processes, has_joined_cluster)
+    if has_joined_cluster and not opened.location.is_remote:  # other nodes cannot read this machine's disk
+        source: ModelSource = SentBundle.of(opened.folder)
+    else:
+        source = StoredBundle(opened.location, bundle_digests(opened.folder))
+    watch = StallWatch(
         "captioning",
-        WorkersSection(max_stall_minutes=cluster.max_stall_minutes),
+        WorkersSection(max_stall_minutes=processes.stall_minutes),
         limit_name="--max-stall-minutes",
         remedy="with --out, the same command continues from what is finished",
     )
+    with watch as progressed:
+        yield RayCaptioning(request, source, pool, progressed)
 
 
-def start_pool(cluster: ClusterOptions, has_joined_cluster: bool) -> CaptionPool:
+def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
     """The processes that caption, once Ray can place the first of them. Raises UserError if it never can."""
     import ray
 
     from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
 
     num_gpus = ray.cluster_resources().get("GPU", 0)
-    gpus = float(num_gpus > 0) if cluster.gpus_per_worker is None else cluster.gpus_per_worker
-    pool = CaptionPool(gpus, cluster.max_workers)
+    pool = CaptionPool(float(num_gpus > 0) if processes.gpus is None else processes.gpus, processes.most)
     if has_joined_cluster:
         wait_for(
             pool.bundles,
             "captioning",
-            limit_s=60 * cluster.max_wait_minutes,
+            limit_s=60 * processes.wait_minutes,
             limit_name="--max-wait-minutes",
             remedy="lower --gpus-per-worker, or join a cluster with larger nodes or more of them",
         )
-    elif gpus > num_gpus:
+    elif pool.gpus > num_gpus:
         raise UserError(
-            f"--gpus-per-worker {gpus:g}: this machine's Ray has {num_gpus:g} GPUs; give 0, or join a cluster with "
-            "--address"
+            f"--gpus-per-worker {pool.gpus:g}: this machine's Ray has {num_gpus:g} GPUs; give 0, or join a cluster "
+            "with --address"
         )
     return pool
 
 
-def _confidence(bundle: Bundle, search: EvaluationSection, min_confidence: float | None) -> Confidence | None:
-    """The confidence of a bundle in the captions of a search, or None, which is said if it has one for another search.
-
-    min_confidence: the option --min-confidence. Raises UserError if it is given and there is no confidence.
-    """
-    confidence = bundle.confidence(search)
-    if confidence is None and (bundle.confidences or min_confidence is not None):
-        reason = "the model has no confidence in captions of this search"
-        remedy = "`raycap evaluate --model` fits one on the validation split"
-        if min_confidence is not None:
-            raise UserError(f"--min-confidence {min_confidence:g}: {reason}; {remedy}")
-        searches = " and ".join(quoted(fit.search) for fit in bundle.confidences)
-        _print_note(f"{reason}, only of {searches}; {remedy}")
-    return confidence
-
-
 def _draw_words(path: Path, name: str, service: CaptionService, caption: str, head: int | None) -> Values:
     """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
-
-    head: as in `Pictures`.
 
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
@@ -380,21 +385,6 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     if clusters is not None:
         draw_clusters(path.with_name(f"{path.stem}-clusters.png"), image, explanation.words, clusters)
     return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
-
-
-def _write_rows(rows: Iterator[Values], total: int, write: Callable[[Row], None]) -> tuple[int, float]:
-    """Calls `write` with each row. total: the number of rows.
-
-    Returns the number of images with an error, and the largest `gap` of an attribution (see `_draw_words`) in nats.
-    """
-    num_failed, largest_gap = 0, 0.0
-    with progress("captions", total, write=_print_note) as advance:
-        for row in rows:
-            num_failed += "error" in row
-            largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
-            write(row)
-            advance(1)
-    return num_failed, largest_gap
 
 
 def _printer(json_lines: bool) -> Callable[[Row], None]:

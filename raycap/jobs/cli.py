@@ -14,12 +14,11 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -71,7 +70,6 @@ COMMANDS = {
     "score": Entry("raycap.jobs.score:score", "Score a COCO result file."),
     "evaluate": Entry("raycap.jobs.evaluate:evaluate", "Caption splits of a data set and score them.", can_submit=True),
     "compare": Entry("raycap.jobs.compare:compare_models", "Score several models on a split, side by side."),
-    "constraints": Entry("raycap.jobs.constraints:constraints", "Turn detected objects into words for captions."),
     "tune": Entry("raycap.jobs.tune.command:command", "Search over configuration keys.", can_submit=True),
     "caption": Entry("raycap.jobs.caption:caption", "Caption image files.", can_submit=True),
     "serve": Entry("raycap.jobs.serve.command:command", "Serve captions over HTTP."),
@@ -80,7 +78,7 @@ COMMANDS = {
     "export": Entry("raycap.jobs.export:export", "Write a captioner as graphs that run without raycap."),
     "soup": Entry("raycap.jobs.soup:soup", "Join models by the weighted sum of their weights."),
     "reproduce": Entry("raycap.jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
-    "runs": Entry("raycap.jobs.runs.command:runs", "List what a storage contains, and remove what is not needed."),
+    "runs": Entry("raycap.jobs.runs:runs", "List what a storage contains, and remove what is not needed."),
     "sync": Entry("raycap.jobs.sync:sync", "Send the tracker what it missed while it was down."),
     "submit": Entry("raycap.jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
     "doctor": Entry("raycap.jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
@@ -129,7 +127,9 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     forget_all()
-    _install_hooks()
+    sys.excepthook = _print_traceback
+    if threading.excepthook is threading.__excepthook__:  # otherwise another program has its own hook, such as pytest
+        threading.excepthook = _print_error_of_thread
     root = root_command()
     if COMPLETION in os.environ:
         root.main([], prog_name="raycap")  # answers the shell and ends the process
@@ -152,14 +152,9 @@ def main(argv: list[str] | None = None) -> int:
         cause = cause_of(error)
         if not isinstance(cause, UserError | JobFailedError | OSError):
             raise
-        _print_error(cause)
+        _print_text(f"raycap: {' '.join(str(cause).split())}")
         return 2 if isinstance(cause, UserError) else 1
     return result if isinstance(result, int) else 0
-
-
-def _print_error(error: Exception) -> None:
-    """Prints an error in one line, in which names from elsewhere cannot control the terminal."""
-    print(f"raycap: {printable(' '.join(without_secrets(str(error)).split()))}", file=sys.stderr)
 
 
 def _as_command(function: Any, name: str, settings: Values | None = None, *, completes: bool = False) -> Any:
@@ -206,35 +201,9 @@ def _version(
     """Declares an option of `raycap` itself. Only its callback is called."""
 
 
-def _install_hooks() -> None:
-    """Makes Python print errors and warnings by `_print_text`. Hooks of another program, such as pytest, remain."""
-    sys.excepthook = _print_traceback
-    if threading.excepthook is threading.__excepthook__:
-        threading.excepthook = _print_error_of_thread
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _print_ignored
-    warnings.showwarning = _print_warning
-
-
-def _print_ignored(found: sys.UnraisableHookArgs) -> None:
-    _print_text(f"{found.err_msg or 'Exception ignored in'}: {found.object!r}")
-    _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
-
-
 def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:
     if found.exc_type is not SystemExit:  # which ends a thread, as in Python
         _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
-
-
-def _print_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    _print_text(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,10 +26,9 @@ from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
 from raycap.pipeline.evaluation.evaluate import Options, common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
-from raycap.pipeline.evaluation.reports.report import report_images, score_table
-from raycap.pipeline.evaluation.reports.tables import format_table
+from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
+from raycap.pipeline.evaluation.reports.tables import Rows, format_table
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.evaluation.results_folder import ResultsFolder
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runtime.log import Decorations
@@ -39,6 +37,7 @@ from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
 
+Intervals = dict[str, dict[str, Difference]]  # by model and metric
 MAX_PICTURES = 60  # of the page
 INTERVAL_NOTE = "95 % bootstrap intervals over the images"
 COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
@@ -89,9 +88,9 @@ def compare_models(
     evaluator.check([[bundle] for bundle in bundles])
     with folder.writing():
         labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
-        comparison = Comparison(evaluator.evaluate_each(labels, folder), split)
-        write_comparison(folder.place, comparison, images[split], settings)
-    return exit_code([model.scores for model in comparison.models])
+        found = evaluator.evaluate_each(labels, folder)
+        write_comparison(folder.place, found, split, images[split], settings)
+    return exit_code([model.scores for model in found])
 
 
 def _bundle_of(model: str, options: StorageOptions) -> str:
@@ -106,63 +105,39 @@ def _bundle_of(model: str, options: StorageOptions) -> str:
     return str(bundle)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Models with their results on a split, of which the first one is what the others are compared with."""
+def _names(models: Sequence[EvaluatedModel]) -> list[str]:
+    """A short name for each model: its bundle's, with a number where several have the same."""
+    names = [model.scores.bundles[0].name for model in models]
+    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
 
-    models: Sequence[EvaluatedModel]
-    split: str
 
-    @property
-    def names(self) -> list[str]:
-        """A short name for each model: its bundle's, with a number where several have the same."""
-        names = [model.scores.bundles[0].name for model in self.models]
-        counts = Counter(names)
-        return [f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(names, 1)]
+def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage]) -> list[ReportImage]:
+    """The images on which the models' captions differ most in CIDEr-D, with the captions of all.
 
-    @property
-    def results(self) -> dict[str, SplitScores]:
-        """The results by the model's name."""
-        pairs = zip(self.names, self.models, strict=True)
-        return {name: replace(model.scores[self.split], split=name) for name, model in pairs}
-
-    def intervals(self) -> dict[str, dict[str, Difference]]:
-        """{model: {metric: mean with its interval}} of the metrics that are means over images."""
-        return {
-            name: {
-                metric: paired_difference(score.per_image, [0.0] * len(score.per_image))
-                for metric, score in (result.scores.by_name if result.scores else {}).items()
-                if metric in COMPARED_BY_IMAGE and score.per_image
+    results: by the model's name. images: with the captions of the first model. Images whose captions all have the same
+    score are left out.
+    """
+    scores = {name: result.cider_by_image for name, result in results.items()}
+    found = []
+    for image in images:
+        number = int(image.image_id)
+        values = [by_image[number] for by_image in scores.values() if number in by_image]
+        if len(values) == len(scores) and max(values) > min(values):
+            captions = {
+                f"{name}, CIDEr-D {scores[name][number]:.2f}": result.captions[number]
+                for name, result in [*results.items()][1:]
             }
-            for name, result in self.results.items()
-        }
+            found.append(replace(image, alternatives=captions, contrast=max(values) - min(values)))
+    return sorted(found, key=lambda image: -(image.contrast or 0.0))[:MAX_PICTURES]
 
-    def differences(self) -> dict[str, dict[str, Difference]]:
-        """{model: {metric: difference from the first model}}. Also logs the scores of both."""
-        (first, base), *others = self.results.items()
-        found = {}
-        for name, result in others:
-            logger.info(f"\n{name} (this) and {first} (other)")
-            found[name] = compare([result], [base])
-        return found
 
-    def pictures(self, images: Sequence[ReportImage]) -> list[ReportImage]:
-        """The images on which the models' captions differ most in CIDEr-D, with the captions of all.
-
-        images: with the captions of the first model. Images that all models caption with equal scores are left out.
-        """
-        scores = {name: result.cider_by_image for name, result in self.results.items()}
-        others = list(self.results.items())[1:]
-        found = []
-        for image in images:
-            number = int(image.image_id)
-            values = [by_image[number] for by_image in scores.values() if number in by_image]
-            if len(values) == len(scores) and max(values) > min(values):
-                captions = {
-                    f"{name}, CIDEr-D {scores[name][number]:.2f}": result.captions[number] for name, result in others
-                }
-                found.append(replace(image, alternatives=captions, contrast=max(values) - min(values)))
-        return sorted(found, key=lambda image: -(image.contrast or 0.0))[:MAX_PICTURES]
+def _intervals(result: SplitScores) -> dict[str, Difference]:
+    """{metric: mean with its interval} of the metrics that are means over images."""
+    return {
+        metric: paired_difference([score.per_image], [[0.0] * len(score.per_image)])
+        for metric, score in (result.scores.by_name if result.scores else {}).items()
+        if metric in COMPARED_BY_IMAGE and score.per_image
+    }
 
 
 def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
@@ -180,24 +155,33 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
     return costs | {"macs": macs.encoder + macs.search(search.beam_size, search.max_length - 1) + backbone.macs()}
 
 
-def write_comparison(place: StoragePath, comparison: Comparison, images: Dataset, settings: RunConfig) -> None:
-    """Logs the comparison, and writes compare.json and, unless that fails, the page compare.html to a folder."""
-    results = list(comparison.results.values())
-    intervals, differences = comparison.intervals(), comparison.differences()
-    costs = {}
-    for name, model in zip(comparison.names, comparison.models, strict=True):
+def write_comparison(
+    place: StoragePath, models: Sequence[EvaluatedModel], split: str, images: Dataset, settings: RunConfig
+) -> None:
+    """Logs the comparison, and writes compare.json and, unless that fails, the page compare.html to a folder.
+
+    models: with their results on the split, of which the first one is what the others are compared with.
+    """
+    names, first = _names(models), models[0].scores
+    results = {name: replace(each.scores[split], split=name) for name, each in zip(names, models, strict=True)}
+    intervals, differences, costs = Intervals(), Intervals(), {}
+    for (name, result), model in zip(results.items(), models, strict=True):
+        intervals[name] = _intervals(result)
+        if name != names[0]:
+            logger.info(f"\n{name} (this) and {names[0]} (other)")
+            differences[name] = compare([result], [results[names[0]]])
         costs[name] = cost_of(model.scores.bundles[0], model.scores.search)
         if model.scores.seconds_per_image is not None:
             costs[name]["seconds_per_image"] = model.scores.seconds_per_image
-    columns, rows = score_table(results, with_alignment=True)
-    logger.info(f"\n{format_table(columns, rows)}\n")
-    cost_columns, cost_rows = cost_table(costs)
-    logger.info(f"{format_table(cost_columns, cost_rows)}\n")
+    columns, rows = score_table([*results.values()], with_alignment=True)
+    cost_columns, cost_rows = _cost_table(costs)
+    logger.info(f"\n{format_table(columns, rows)}\n\n{format_table(cost_columns, cost_rows)}\n")
+    bundles = dict(zip(names, (model.name for model in models), strict=True))
     content = {
-        "models": dict(zip(comparison.names, (model.name for model in comparison.models), strict=True)),
-        "split": comparison.split,
-        "signature": comparison.models[0].scores.protocol.signature,
-        "scores": {name: result.values for name, result in comparison.results.items()},
+        "models": bundles,
+        "split": split,
+        "signature": first.protocol.signature,
+        "scores": {name: result.values for name, result in results.items()},
         "intervals": {
             name: {key: [each.low, each.high] for key, each in row.items()} for name, row in intervals.items()
         },
@@ -210,18 +194,31 @@ def write_comparison(place: StoragePath, comparison: Comparison, images: Dataset
         note = f"Means over the images with {INTERVAL_NOTE}."
         if any("METEOR" in by_metric for by_metric in intervals.values()):
             note += f" {METEOR_NOTE}"
-        tables = [
-            _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
-            _table("Differences", f"Each model minus {comparison.names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
-            Table("Cost", COST_NOTE, *cost_table(costs)),
-        ]
-        page = _page(comparison, report_images(results[0], images, settings.storage.options), tables, (columns, rows))
+        pictures = _pictures(results, report_images(results[names[0]], images, settings.storage.options))
+        page = Report(
+            title=f"{len(models)} models on {split}",
+            run_id=" / ".join(names),
+            protocol=f"{first.protocol.signature}, {first[split].signature}",
+            score_columns=columns,
+            score_rows=rows,
+            stages=[],
+            images=pictures,
+            metadata=bundles,
+            language=first.language,
+            tables=[
+                _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
+                _table("Differences", f"Each model minus {names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
+                Table("Cost", COST_NOTE, cost_columns, cost_rows),
+            ],
+            gallery_note=f"The {len(pictures)} of {len(first[split].captions)} images on which CIDEr-D differs most "
+            f"between the models. The large caption and its score are those of {names[0]}.",
+        )
         (place / "compare.html").write_bytes(report_html(page).encode())
     decorations.log_failed()
     logger.info(f"comparison   {place / 'compare.html'}")
 
 
-def cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Rows]:
     """The columns and the rows of the costs, by model."""
     texts = {"parameters": "{:,.0f}", "macs": "{:.3g}", "seconds_per_image": "{:.3g}"}
     rows = [
@@ -231,7 +228,7 @@ def cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], lis
     return ["parameters", "multiply-accumulates per image", "s per image"], rows
 
 
-def _table(title: str, note: str, values: Mapping[str, Mapping[str, Difference]], form: str) -> Table:
+def _table(title: str, note: str, values: Intervals, form: str) -> Table:
     """A table of values by model and metric. form: of a cell."""
     columns = list(dict.fromkeys(metric for by_metric in values.values() for metric in by_metric))
     rows = [
@@ -239,28 +236,3 @@ def _table(title: str, note: str, values: Mapping[str, Mapping[str, Difference]]
         for name, by_metric in values.items()
     ]
     return Table(title, note, columns, rows)
-
-
-def _page(
-    comparison: Comparison,
-    images: Sequence[ReportImage],
-    tables: Sequence[Table],
-    scores: tuple[list[str], list[tuple[str, list[str]]]],
-) -> Report:
-    """The content of compare.html. images: with the captions of the first model."""
-    first, pictures = comparison.models[0].scores[comparison.split], comparison.pictures(images)
-    note = f"The {len(pictures)} of {len(first.captions)} images on which CIDEr-D differs most between the models. "
-    name = comparison.names[0]
-    return Report(
-        title=f"{len(comparison.models)} models on {comparison.split}",
-        run_id=" / ".join(comparison.names),
-        protocol=f"{comparison.models[0].scores.protocol.signature}, {first.signature}",
-        score_columns=scores[0],
-        score_rows=scores[1],
-        stages=[],
-        images=pictures,
-        metadata=dict(zip(comparison.names, (model.name for model in comparison.models), strict=True)),
-        language=comparison.models[0].scores.language,
-        tables=tables,
-        gallery_note=f"{note}The large caption and its score are those of {name}.",
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import logging
 import os
 import platform
@@ -18,7 +17,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,10 +25,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from raycap.jobs.options import Set
-from raycap.jobs.submit import Job, submit
+from raycap.jobs.submit import Job, submit, used_variables
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
 from raycap.pipeline.cluster.start import cluster_address, connect, stage_bundles
-from raycap.pipeline.cluster.submission import used_variables
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
@@ -98,7 +96,6 @@ def doctor(
     address: Annotated[
         str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
     ] = None,
-    print_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> int:
     """Check what this machine or a cluster can run.
 
@@ -109,20 +106,21 @@ def doctor(
     """
     address = cluster_address(address)
     if address is not None and address.startswith(("http://", "https://")):
-        return _submit(config, set_ or (), address, print_json)
+        # this command runs as a job, whose output is printed
+        changes = [word for override in set_ or () for word in ("--set", override)]
+        arguments, secrets = ([], []) if config is None else ([str(config)], used_variables(config))
+        job = Job("doctor", [*arguments, *changes], secrets=secrets)
+        with unchanged_level():
+            configure_logging(logging.WARNING)
+            return submit(job, address)
     run, requests = (None, {}) if config is None else _read(config, set_ or ())
-    findings: list[Finding] = []
+    failed: dict[str, None] = {}
     for finding in _examine(run, requests, address):
-        findings.append(finding)
-        if not print_json:
-            print(printable(finding.line))
-    failed = list(dict.fromkeys(finding.name for finding in findings if finding.level == "fail"))
-    if print_json:
-        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(report, indent=1))
-    else:
-        name = str(config) if config is not None else "raycap"
-        print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
+        print(printable(finding.line))
+        if finding.level == "fail":
+            failed[finding.name] = None
+    name = str(config) if config is not None else "raycap"
+    print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
     return 1 if failed else 0
 
 
@@ -147,22 +145,13 @@ def _examine(config: RunConfig | None, requests: Requests, address: str | None) 
     except Exception as error:  # Ray raises various types
         remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
         yield Finding("cluster", "fail", f"{address} cannot be joined: {one_line(error)}", remedy)
-        return
-    yield from check_nodes(config, requests)
-
-
-def _submit(path: Path | None, overrides: Sequence[str], address: str, print_json: bool) -> int:
-    """Runs this command as a job on the cluster, whose output is printed. Returns its exit code."""
-    arguments = [*([str(path)] if path else []), *(word for override in overrides for word in ("--set", override))]
-    secrets = used_variables(path) if path else ()
-    with unchanged_level():
-        configure_logging(logging.WARNING)
-        return submit(Job("doctor", [*arguments, *(["--json"] if print_json else [])], secrets=secrets), address)
+    else:
+        yield from check_nodes(config, requests)
 
 
 def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Finding]:
     """Checks this machine. on_cluster: a run computes on a cluster, not here."""
-    yield Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    yield same_versions({})
     yield find("torch", torch_pair, "install both from one place, as `uv pip install -r requirements.lock` does")
     yield java()
     yield from folders()
@@ -213,7 +202,7 @@ def space(folder: Path, least: float = 1, enough: float = 10) -> str:
 
 
 def torch_pair() -> str:
-    """Different builds of torch and torchvision fail only when an operator is called, as here."""
+    """The versions of torch and torchvision. Different builds of them fail only when an operator is called."""
     torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
     vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     return f"torch {torch.__version__}, torchvision {vision.__version__}"
@@ -280,11 +269,11 @@ def tracker(config: RunConfig) -> str:
     address = public_uri(config)
     if is_only_here(config):
         raise ScarceError(f"{address} is lost with this machine, the storage is not")
-    if urllib.parse.urlsplit(address).scheme in ("http", "https"):
-        try:
+    try:
+        if urllib.parse.urlsplit(address).scheme in ("http", "https"):
             tracking_client(config).search_experiments(max_results=1)
-        except Exception as error:
-            raise ScarceError(f"{address} does not answer: {reason_of(error)}") from error
+    except Exception as error:
+        raise OSError(f"{address} does not answer: {reason_of(error)}") from error
     return address
 
 
@@ -297,9 +286,8 @@ def versions() -> dict[str, str]:
 def same_versions(expected: Mapping[str, str]) -> Finding:
     """Compares this machine's versions with those of another. An unknown commit, as without git, is no difference."""
     found = versions()
-    different = [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]
-    text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
-    if different:
+    if different := [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]:
+        text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
         return Finding("versions", "fail", text, "give all nodes the same image")
     return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
 
@@ -317,21 +305,22 @@ def check_node(
 
 
 def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:
-    """Asks all live nodes and compares their answers. Ray must have been started."""
+    """Asks all live nodes and compares their answers. Ray must have been started.
+
+    The driver writes a file into the storage for them. It remains where the credentials may not remove files.
+    """
     import ray
 
     alive = {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
     uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles) and not computes_on_cpus()
     probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
-    with suppress(OSError):  # the check of the storage from this machine reports it
-        if probe is not None:
+    if probe is not None:
+        with suppress(OSError):  # the check of the storage from this machine reports it
             (probe[0] / probe[1]).write_bytes(b"")
-    try:
-        found, silent = _ask(alive, uses_gpus, probe)
-    finally:
+    found, silent = _ask(alive, uses_gpus, probe)
+    if probe is not None:
         with suppress(OSError):
-            if probe is not None:
-                (probe[0] / probe[1]).delete()
+            (probe[0] / probe[1]).delete()
     status = cluster_status()
     yield answering(status, silent, len(alive))
     yield from (stage_fits(status, stage, bundles) for stage, bundles in requests.items())
@@ -397,8 +386,7 @@ def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
         bad = {node: finding for node, finding in ours.items() if finding.level != "ok"}
         if bad:
             worst = min(bad.values(), key=lambda finding: finding.level)  # "fail" is before "warn"
-            text = listed({node: finding.text for node, finding in bad.items()})
-            yield replace(worst, name=f"node {name}", text=text)
+            yield replace(worst, name=f"node {name}", text=listed({node: each.text for node, each in bad.items()}))
         else:
             yield Finding(f"node {name}", "ok", "; ".join(dict.fromkeys(finding.text for finding in ours.values())))
 

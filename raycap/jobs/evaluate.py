@@ -29,15 +29,14 @@ from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
-from raycap.pipeline.evaluation.reports.report import write_summary
+from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.evaluation.results import Scores
-from raycap.pipeline.evaluation.results_folder import ResultsFolder, write_results
 from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
 from raycap.pipeline.runs.folder import RunFolder, with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
-from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run
+from raycap.pipeline.runs.results import bundle_place, bundle_run
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import decode_json

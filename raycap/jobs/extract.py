@@ -23,12 +23,8 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
-from raycap.pipeline.features.regions import changed_images
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.storage.atomic import atomic_path
-from raycap.pipeline.storage.digests import file_digest, has_digest
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
 from raycap.pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
@@ -43,8 +39,7 @@ def extract(
     """Compute the features of a data set.
 
     The features of the configuration's backbone go to the feature store. Images that the store contains already are
-    not computed again. Many new images are read once, by the tasks that compute their features. The exit code is 1 when
-    too many images give no features, or --verify finds damage.
+    not computed again. The exit code is 1 when too many images give no features, or --verify finds damage.
 
     Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
     """
@@ -92,65 +87,34 @@ def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
 
 
 def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
-    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing.
-
-    Imported region features are also compared with those in their file.
-    """
+    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing."""
     damages = store.verify()
     num_missing = int((~store.contains(with_views(dataset, config).table["key"])).sum())
     for damage in damages:
         logger.info(f"damaged      {damage}")
-    logger.info(
-        f"verify       {len(store.shards) - len(damages)} of {len(store.shards)} shards are whole, "
-        f"{num_missing} images are missing"
-    )
-    changed = [] if config.has_backbone or damages else changed_images(dataset, config, store)
-    if changed:
-        logger.info(
-            f"changed      {len(changed)} images, for example {changed[0]}, have other features in "
-            f"{config.features.hdf5} than in the store; remove the store's folder and import them again"
-        )
-    return not damages and not num_missing and not changed
+    num_whole = len(store.shards) - len(damages)
+    logger.info(f"verify       {num_whole} of {len(store.shards)} shards are whole, {num_missing} images are missing")
+    return not damages and not num_missing
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
     """The file with the initial weights of the configuration's backbone; for a storage on S3, a copy in `scratch`.
 
-    The storage caches this file, because building a backbone can take longer than the rest of an extraction that finds
-    all features in the store. The file's name is a digest of everything that decides the weights. A file beside it has
-    the SHA-256 of its content; a damaged file is made again.
+    The storage keeps this file, because building a backbone can take longer than the rest of an extraction that finds
+    all features in the store. The file's name is a digest of everything that decides the weights.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
-    identity = json.dumps([asdict(config.backbone), config.seed, versions, _size_and_mtime(config)], sort_keys=True)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+    identity = [asdict(config.backbone), config.seed, versions, _size_and_mtime(config)]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
     stored = config.storage_place / f"backbones/{digest}.safetensors"
     path = scratch / stored.name if stored.is_remote else stored.path
-    digest_file = config.storage_place / f"backbones/{stored.name}.sha256"
-    if not _fetch_whole(stored, path, digest_file):
-        from raycap.pipeline.runs.initial_weights import initial_backbone
-
+    if not stored.exists():
         save_weights(initial_backbone(config), path)
         if stored.is_remote:
             stored.upload(path)
-        digest_file.write_bytes(file_digest(path).encode())
+    elif stored.is_remote:
+        stored.download(path)
     return path
-
-
-def _fetch_whole(stored: StoragePath, path: Path, digest_file: StoragePath) -> bool:
-    """Whether the stored file exists and has its digest; it is then at `path`."""
-    if not stored.exists():
-        return False
-    if stored.is_remote:
-        with atomic_path(path, durable=False) as temporary:
-            stored.download(temporary)
-    try:
-        digest = digest_file.read_bytes().decode(errors="replace")
-    except FileNotFoundError:  # the process was killed before it wrote the digest
-        return False
-    is_whole = has_digest(path, digest)
-    if not is_whole:
-        logger.warning(f"damaged   {stored} does not have the digest in {digest_file.name}; it is made again")
-    return is_whole
 
 
 def _size_and_mtime(config: RunConfig) -> list[int]:

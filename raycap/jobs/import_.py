@@ -21,7 +21,6 @@ from raycap.pipeline.evaluation.comparison.published import shared_protocol
 
 if TYPE_CHECKING:
     from raycap.models.captioner import Captioner
-    from raycap.pipeline.data.vocabulary import Vocabulary
 
 
 def import_checkpoint(
@@ -60,9 +59,13 @@ def import_checkpoint(
         request = upstream.ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides)
         captioner, vocabulary, sizes, features = read_checkpoint(request)
         protocol = _protocol(source, captioner, objective)
-        _save(out, captioner, vocabulary, protocol, {"imported_from": checkpoint.name, "format": source})
     except ValueError as error:
         raise UserError(str(error)) from error
+    info = {"imported_from": checkpoint.name, "format": source}
+    try:
+        save_bundle(out, captioner, vocabulary, name=out.name, protocol=protocol, info=info)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
     model = captioner.model
     print(
         f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters without the backbone, "
@@ -88,14 +91,6 @@ def _read_settings(config: Path | None, overrides: Sequence[str], model: type[Mo
         apply_override(settings, override)
     settings = expand_variables(settings)
     return {name: parse_given(section_type, settings[name], name) for name, section_type in section_types.items()}
-
-
-def _save(out: Path, captioner: Captioner, vocabulary: Vocabulary, protocol: Protocol, info: Values) -> None:
-    """Writes the bundle. info: entries about its origin for the bundle's configuration."""
-    try:
-        save_bundle(out, captioner, vocabulary, name=out.name, protocol=protocol, info=info)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
 
 
 def _protocol(source: str, captioner: Captioner, objective: Literal["cross_entropy", "scst"] | None) -> Protocol:

@@ -21,7 +21,7 @@ from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, rollback
 from raycap.pipeline.retrain.retraining import retrain as retrain_once
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
-from raycap.pipeline.runs.run_bundle import local_bundle
+from raycap.pipeline.runs.results import local_bundle
 from raycap.pipeline.runtime.log import indented
 from raycap.pipeline.storage.path import StoragePath
 

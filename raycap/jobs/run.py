@@ -28,22 +28,28 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
-from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
-from raycap.pipeline.evaluation.results import Scores
-from raycap.pipeline.evaluation.results_folder import write_captions
+from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
-from raycap.pipeline.features.precision import extraction_precision
+from raycap.pipeline.features.precision import extraction_precision, with_search_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.run_bundle import bundle_place, bundle_run, local_bundle, stored_confidences
-from raycap.pipeline.runs.run_results import run_page, stored_captions, validation_by_stage, validation_lines
+from raycap.pipeline.runs.results import (
+    bundle_place,
+    bundle_run,
+    local_bundle,
+    run_page,
+    stored_captions,
+    stored_confidences,
+    validation_by_stage,
+    validation_lines,
+)
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json
@@ -74,7 +80,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
         summary = None
     missing = [] if summary is None else _repairable(summary)
     if summary is not None and not missing:
-        _finish_registration(folder, config, summary)
+        _finish_registration(folder, summary)
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
@@ -114,12 +120,12 @@ def _repairable(summary: Mapping[str, Any]) -> list[str]:
     return [name for name in summary.get("missing", {}) if why_unavailable(name) is None]
 
 
-def _finish_registration(folder: RunFolder, config: RunConfig, summary: Mapping[str, object]) -> None:
+def _finish_registration(folder: RunFolder, summary: Mapping[str, object]) -> None:
     """Registers a complete run whose tracker has not accepted everything."""
     decorations = Decorations()
-    if config.tracking.enabled and not summary["tracked"]:
+    if folder.config.tracking.enabled and not summary["tracked"]:
         with decorations.making("the registration"):
-            register(folder, config)
+            register(folder)
     decorations.log_failed()
 
 
@@ -191,7 +197,7 @@ class RunDriver:
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
         self.confidences: tuple[Confidence, ...] = ()  # in the bundle of a complete run; `raycap evaluate` adds some
-        self.tracker = Tracker(self.folder, self.config)
+        self.tracker = Tracker(self.folder)
         self.tracker.start()
 
     @property
@@ -202,8 +208,7 @@ class RunDriver:
     def _decide(self, config: RunConfig) -> None:
         """Sets the configuration with a decision in place of an `auto`."""
         if config is not self.config:
-            self.folder = replace(self.folder, config=config)
-            self.tracker.config = config  # served models compute in this precision
+            self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def _decide_precisions(self) -> None:
         """Decides the precisions that are `auto`. The first command of a storage measures them on its workers."""
@@ -214,7 +219,7 @@ class RunDriver:
             precision = extraction_precision(backbone, config.features, place, start)
             features = config.features.model_copy(update={"compute_dtype": precision})
             config = config.model_copy(update={"features": features})
-        self._decide(with_precision(config, self.address))
+        self._decide(with_search_precision(config, self.address))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""

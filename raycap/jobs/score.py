@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,13 @@ from raycap.pipeline.config.sections import ScoreInputsSection
 from raycap.pipeline.data.caption_files import ImageId, read_file_names, read_n_best, read_predictions, read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.reports.tables import format_scores
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
-from raycap.pipeline.evaluation.scores.metrics import DEFAULT_METRICS, METRICS, MetricScores, score_captions
+from raycap.pipeline.evaluation.scores.metrics import (
+    DEFAULT_METRICS,
+    METRICS,
+    MetricScores,
+    ScoreInputs,
+    score_captions,
+)
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
@@ -28,9 +34,8 @@ def score(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write scores, signature and extras to this JSON file.")
     ] = None,
-    per_image: Annotated[Path | None, typer.Option(help="Write one row per image to this .parquet or .csv.")] = None,
+    per_image: Annotated[Path | None, typer.Option(help="Write a CSV file with one row per image.")] = None,
     split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
-    complete: Annotated[bool, typer.Option("--complete", help="Require a prediction for every image.")] = False,
     metrics: Annotated[
         list[str] | None,
         typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
@@ -45,9 +50,6 @@ def score(
     n_best: Annotated[
         Path | None, typer.Option(help="Several captions per image, as `raycap evaluate` writes them, for diversity.")
     ] = None,
-    java_deadline_s: Annotated[
-        float | None, typer.Option("--java-deadline", help="Seconds that METEOR and SPICE may take.")
-    ] = None,
 ) -> MetricScores:
     """Score a COCO result file.
 
@@ -58,8 +60,6 @@ def score(
     """
     if problem := code_problem(language):
         raise UserError(f"--language {shown(language)} {problem}")
-    if per_image is not None and per_image.suffix not in (".csv", ".parquet"):
-        raise UserError(f"--per-image {per_image}: expected a name that ends in .csv or .parquet")
     for option, path in (("--json", json_file), ("--per-image", per_image)):
         if path is not None:
             check_output_file(option, path)
@@ -67,10 +67,10 @@ def score(
     captions = read_references(references, split)
     source = f"split {split} of {references}" if split else str(references)
     missing = [image for image in captions if image not in candidates]
-    if missing and (complete or split):
+    if missing and split:
         raise UserError(
             f"{len(missing)} of {len(captions)} images of {source} have no prediction in {predictions} (image ids "
-            f"{shorten(missing)}); predict them too, or leave --complete and --split out"
+            f"{shorten(missing)}); predict them too, or leave --split out"
         )
     print(f"Scoring {len(candidates)} captions of {predictions} against {source} ({len(captions)} images)", flush=True)
     if missing:
@@ -78,14 +78,17 @@ def score(
         print(f"{count} have no prediction: left out, also of the document frequencies")
     section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
     several = None if n_best is None else read_n_best(n_best)
-    uris = None if images is None else _image_files(images, references)
+    uris: dict[ImageId, str] = {}
+    if images is not None:
+        if not images.is_dir():
+            raise UserError(f"--images {images}: no such folder; give the folder of the images")
+        uris = {image: str(images.absolute() / name) for image, name in read_file_names(references).items()}
     scores = score_captions(
         captions,
         candidates,
         metrics=metrics or DEFAULT_METRICS,
-        java_deadline_s=java_deadline_s,
         language=language,
-        inputs=score_inputs(section, language, several=several, uris=uris),
+        inputs=ScoreInputs.read(section, language, several=several, uris=uris),
     )
     print(format_scores(scores))
     if json_file is not None:
@@ -98,26 +101,10 @@ def score(
     return scores
 
 
-def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
-    """The file of each image, by id. Raises UserError for a folder that does not exist."""
-    if not folder.is_dir():
-        raise UserError(f"--images {folder}: no such folder; give the folder of the images")
-    return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}
-
-
 def _write_per_image(path: Path, scores: MetricScores, captions: Sequence[str]) -> None:
     """Writes one row per image: image_id, caption, and a column for every metric with a value per image."""
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
-
     columns = {name: score.per_image for name, score in scores.by_name.items() if score.per_image is not None}
-    # a column has one type of at most 64 bits, so that all other ids become strings
-    are_numbers = all(isinstance(image, int) and -(2**63) <= image < 2**63 for image in scores.image_ids)
-    ids = scores.image_ids if are_numbers else map(str, scores.image_ids)
-    table = pa.table({"image_id": list(ids), "caption": list(captions), **columns})
-    with atomic_path(path) as temporary:
-        if path.suffix == ".csv":
-            pyarrow.csv.write_csv(table, temporary)
-        else:
-            pyarrow.parquet.write_table(table, temporary)
+    with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image_id", "caption", *columns])
+        writer.writerows(zip(scores.image_ids, captions, *columns.values(), strict=True))

@@ -22,7 +22,7 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.tracking.mlflow_client import BoundedClient, tracking_client
+from raycap.pipeline.tracking.mlflow_client import tracking_client
 from raycap.pipeline.tracking.run_tracker import tag_run
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def summarize_runs(
     decorations, metadata = Decorations(), {"runs": ", ".join(folder.run_id for folder in folders)}
     write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": stages}, decorations)
     with decorations.making("the tag of the seeds in the tracker"):
-        _tag(configs, folders, place.name)
+        _tag(folders, place.name)
     decorations.log_failed()
     logger.info(f"\nseeds        {place}")
 
@@ -121,9 +121,9 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
     return published_table(columns, published_rows(protocol, split, uris))
 
 
-def _tag(configs: Sequence[RunConfig], folders: Sequence[RunFolder], group: str) -> None:
+def _tag(folders: Sequence[RunFolder], group: str) -> None:
     """Gives the runs in the tracker the tag `raycap.seeds` with the name of their group."""
-    if configs[0].tracking.enabled:
-        client = BoundedClient(tracking_client(configs[0]))
-        for config, folder in zip(configs, folders, strict=True):
-            tag_run(folder, config, client, "raycap.seeds", group)
+    if folders[0].config.tracking.enabled:
+        client = tracking_client(folders[0].config)
+        for folder in folders:
+            tag_run(folder, client, "raycap.seeds", group)

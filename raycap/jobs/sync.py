@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,18 +12,17 @@ import typer
 
 from raycap.jobs.options import Set
 from raycap.pipeline.config.load import load_config, parse_config, read_values
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_place
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, try_lock, with_decisions_of
 from raycap.pipeline.runs.preflight import check_storage
+from raycap.pipeline.runs.results import local_bundle
 from raycap.pipeline.runtime.names import expanded_path, shown
+from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.tracking.mlflow_client import public_uri
-from raycap.pipeline.tracking.run_tracker import SentRecord, Tracker, register_run, stored_records
+from raycap.pipeline.tracking.run_tracker import SentRecord, Tracker, stored_records
 
 logger = logging.getLogger(__name__)
-
-Runs = Iterator[tuple[RunFolder, RunConfig]]
 
 
 def sync(
@@ -45,21 +45,21 @@ def sync(
         )
     num_runs, unreachable = 0, set()
     runs = _runs_of_config(place, overrides) if place.is_file() else _runs_in_folder(place, overrides)
-    for folder, config in runs:
+    for folder in runs:
         num_runs += 1
-        uri = public_uri(config)
+        uri = public_uri(folder.config)
         if uri in unreachable:  # another attempt would wait for the tracker again
             logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
-        elif not send(folder, config):
+        elif not send(folder):
             unreachable.add(uri)
     if not num_runs:
         raise UserError(f"{target} contains no run; give a run's folder, a storage's, or the configuration of a run")
     return 1 if unreachable else 0
 
 
-def send(folder: RunFolder, config: RunConfig) -> bool:
+def send(folder: RunFolder) -> bool:
     """Sends the data of one run that the tracker lacks. Returns False when the tracker does not accept everything."""
-    if not config.tracking.enabled:
+    if not folder.config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
     with try_lock(folder.path) as has_lock:
@@ -67,29 +67,34 @@ def send(folder: RunFolder, config: RunConfig) -> bool:
             logger.info(f"{folder.run_id}: another process is working on the run and sends what is missing")
             return True
         if (folder.path / "COMPLETE.json").is_file():
-            return register(folder, config)
+            return register(folder)
         # A killed driver has recorded no ending. Without one, a run on S3 may still be active on another machine.
-        status = SentRecord(folder, config).values.get("ending") or (None if folder.home else "KILLED")
-        if not Tracker(folder, config).close(status):
+        status = SentRecord(folder).values.get("ending") or (None if folder.home else "KILLED")
+        if not Tracker(folder).close(status):
             return False
-        logger.info(f"{folder.run_id}: {public_uri(config)} has everything; {status or 'not finished'}")
+        logger.info(f"{folder.run_id}: {public_uri(folder.config)} has everything; {status or 'not finished'}")
         return True
 
 
-def register(folder: RunFolder, config: RunConfig) -> bool:
-    """Sends what the tracker lacks of a complete run and its model. Returns False if it does not accept all of it."""
-    summary = folder.summary
-    if summary is not None and summary["tracked"] and public_uri(config) in stored_records(folder):
-        logger.info(f"{folder.run_id}: {public_uri(config)} has everything")
+def register(folder: RunFolder) -> bool:
+    """Sends what the tracker lacks of a complete run, with its model, and records the outcome in COMPLETE.json.
+
+    Returns False if the tracker does not accept all of it.
+    """
+    summary, uri = folder.summary or {}, public_uri(folder.config)
+    if summary["tracked"] and uri in stored_records(folder):
+        logger.info(f"{folder.run_id}: {uri} has everything")
         return True
-    registered = register_run(folder, config)
-    if registered is None:
-        return False
-    logger.info(f"{folder.run_id}: {public_uri(config)} has everything; FINISHED, model {registered}")
-    return True
+    registered = Tracker(folder).finish(summary["scores"], local_bundle(folder))
+    if summary["tracked"] != (registered is not None):
+        write_json(folder.path / "COMPLETE.json", summary | {"tracked": registered is not None})
+        folder.push("COMPLETE.json")
+    if registered is not None:
+        logger.info(f"{folder.run_id}: {uri} has everything; FINISHED, model {registered}")
+    return registered is not None
 
 
-def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
+def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
     check_storage(config)
@@ -106,10 +111,11 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Runs:
             except UserError as error:
                 logger.warning(f"{name}: not sent: {error}")
                 continue
-            yield folder, folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+            stored = folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+            yield replace(folder, config=stored)
 
 
-def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
+def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:
     """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
     path = expanded_path(path).resolve()
     is_run = (path / "run.json").is_file()
@@ -128,4 +134,4 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Runs:
         # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
         if other_trackers and config.tracking.uri is None:
             values["tracking"]["uri"] = other_trackers[-1]
-        yield opened, with_decisions_of(parse_config(values), stored)
+        yield replace(opened, config=with_decisions_of(parse_config(values), stored))

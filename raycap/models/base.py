@@ -7,7 +7,7 @@ T caption tokens, V vocabulary, E expanded vectors, H heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -204,42 +204,3 @@ def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
     if lengths is None:
         return None
     return torch.arange(count, device=lengths.device) < lengths[:, None]
-
-
-def name_problems(expected: Set[str], given: Set[str]) -> str:
-    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
-    missing, unknown = expected - given, given - expected
-    problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
-    problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
-    return " and ".join(problems)
-
-
-def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
-    """Raises ValueError unless keys, shapes and kinds of number (floating-point or not) are those of the module.
-
-    what: the name of `state` in the message. Both may be on the device "meta", because no content is read.
-    """
-    expected = module.state_dict()
-    problems = name_problems(expected.keys(), state.keys())
-    if problems:
-        raise ValueError(f"{what} {problems}; it does not belong to this configuration")
-    for name, tensor in expected.items():
-        if tensor.shape != state[name].shape:
-            raise ValueError(
-                f"{what} holds {name} with shape {tuple(state[name].shape)}; "
-                f"this configuration needs {tuple(tensor.shape)}"
-            )
-        if tensor.is_floating_point() != state[name].is_floating_point():
-            raise ValueError(f"{what} holds {name} as {state[name].dtype}; expected {tensor.dtype}")
-
-
-def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict, which messages call `what`.
-
-    Raises ValueError as `check_fits`, and for weights that are not finite.
-    """
-    check_fits(module, state, what)
-    for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):
-            raise ValueError(f"{what} holds numbers in {name} that are not finite in {tensor.dtype}; it is damaged")
-    module.load_state_dict(state)

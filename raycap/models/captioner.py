@@ -1,10 +1,14 @@
-"""A captioner: a caption model, with a backbone in front when it works on images."""
+"""Captioners: models by name, with a backbone in front when they work on images, and what they cost.
+
+`Cost.paper` counts as ExpansionNet v2's Table VI does (`ExpansionNet.paper_macs`). `Cost.executed` and
+`Cost.beam_search` count the products that this code runs in evaluation (`CaptionModel.macs`).
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -13,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from raycap.models.base import CaptionModel, Features, Memory
-from raycap.models.encoder_decoder import Layer
+from raycap.models.clustformer import ClustFormer, MaskTokenClustFormer
+from raycap.models.config import BackboneConfig, ClustFormerConfig, ModelConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone, prepare_to_compile
+from raycap.models.expansionnet import ExpansionNet, Transformer
+from raycap.models.layers import Layer
+from raycap.models.meshed_memory import MeshedMemoryTransformer
 
 MAX_FORMS = 64  # of a layer that are compiled
 
@@ -55,9 +63,10 @@ class Captioner(nn.Module):
                 if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
             }
             if not found:
-                raise ValueError(
-                    f"freeze names {pattern!r}, which matches no parameter; {_close_names(pattern, parameters)}"
-                )
+                prefixes = (prefix for name in parameters for prefix in accumulate(name.split("."), "{}.{}".format))
+                names = list(dict.fromkeys(prefixes))  # of modules and parameters
+                close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
+                raise ValueError(f"freeze names {pattern!r}, which matches no parameter; names are {', '.join(close)}")
             frozen |= found
         if not any(each.requires_grad for name, each in parameters.items() if name not in frozen):
             raise ValueError(f"freeze names {', '.join(patterns)}, and nothing is left to train; name fewer")
@@ -93,8 +102,64 @@ class Captioner(nn.Module):
         return decoding(memory) if callable(decoding) else self.model.decode(memory, decoding)
 
 
-def _close_names(pattern: str, parameters: Iterable[str]) -> str:
-    """A hint with names of modules and parameters that are close to a pattern, or with the first ones."""
-    names = list(dict.fromkeys(prefix for each in parameters for prefix in accumulate(each.split("."), "{}.{}".format)))
-    close = difflib.get_close_matches(pattern, names, n=3)
-    return f"{'close names' if close else 'names'} are {', '.join(close or names[:5])}"
+# the sizes that Table VI counts for
+TABLE_6_IMAGES = 5000
+TABLE_6_IMAGE_TOKENS = 144
+TABLE_6_CAPTION_TOKENS = 12.5
+TABLE_6_SIZES = ModelSizes(feature_width=1536, vocabulary_size=10000, max_positions=52, sos=0, eos=1, pad=2)
+
+
+def _clustformer(config: ClustFormerConfig, sizes: ModelSizes) -> ClustFormer:
+    return (MaskTokenClustFormer if config.decoder == "mask_token" else ClustFormer)(config, sizes)
+
+
+MODELS: dict[str, Callable[[Any, ModelSizes], CaptionModel]] = {
+    "expansionnet_v2": ExpansionNet,
+    "transformer": Transformer,
+    "meshed_memory": MeshedMemoryTransformer,
+    "clustformer": _clustformer,
+}
+
+
+def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
+    """A model with weights drawn as its reference draws them. ValueError for sizes that do not fit together."""
+    model = MODELS[config.name](config, sizes)
+    model.init_weights()
+    return model
+
+
+def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneConfig | None) -> Captioner:
+    """A captioner with random weights, which also replace those that the backbone's configuration names."""
+    # The backbone first: with a seed, the random weights depend on the order.
+    built = None if backbone is None else Backbone(backbone, with_weights=False)
+    return Captioner(build_model(config, sizes), built)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Multiply-accumulates per image (paper's accounting, as executed, beam search as executed), and parameters."""
+
+    paper: float | None  # None: the paper has no such accounting of this system
+    executed: float
+    beam_search: float
+    parameters: int
+
+
+def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
+    """The model without memory for its weights, for counting and for checking its settings."""
+    with torch.device("meta"):
+        return build_model(config, sizes)
+
+
+def cost(
+    config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
+) -> Cost:
+    """The cost of teacher forcing over `caption_tokens`, and of a search of `steps` steps (20 tokens take 19)."""
+    model = model_on_meta(config, sizes)
+    macs = model.macs(image_tokens)
+    return Cost(
+        paper=model.paper_macs(image_tokens, caption_tokens),
+        executed=macs.encoder + macs.decoder(caption_tokens),
+        beam_search=macs.encoder + macs.search(beams, steps),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )

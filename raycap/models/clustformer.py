@@ -27,19 +27,15 @@ Choices where the paper leaves something open:
   before they are multiplied, as Tree Transformer does.
 - Down-up sampling takes means over the members that a group has (the last group of an odd length is smaller), and
   repeats each entry of the pooled matrix. The decoder has none, because the mean of a group would contain a later word.
-- C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites, and there is no second
-  softmax. The printed softmax(A * C), where A is a softmax already, would stay within a factor e of uniform, so that a
-  binary window would leave most of the weight outside of it. The rows then sum to less than 1, which residual and norm
-  absorb. The alternatives are settings.
+- C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites. There is no second softmax:
+  the printed softmax(A * C), where A is a softmax already, stays within a factor e of uniform. The rows then sum to
+  less than 1, which residual and norm absorb.
 - The scale is sqrt(D / H).
 - Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1.
 - C is computed from the same normalized input as the queries.
 - Image tokens have no positions other than those in C; words have sinusoids.
 - The decoder is causal. That of the published code, which is not, is a setting (`MaskTokenClustFormer`).
 - The paper does not give the width and the heads: they are 512 and 8. Its Figure 5 suggests six layers on each side.
-
-The encoder arranges regions (`inputs: regions`) into a grid by their boxes. `encode` returns them in their original
-order and without dummies.
 """
 
 from __future__ import annotations
@@ -57,20 +53,17 @@ from raycap.models.base import Cache, Features, Macs, Memory, check_positions, l
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
-from raycap.models.encoder_decoder import (
+from raycap.models.layers import (
+    MASKED_SCORE,
     DecoderLayer,
     EncoderDecoder,
     Layer,
-    check_captions,
+    SelfAttention,
     layer_list,
     layer_outputs,
-    position_rows,
-)
-from raycap.models.layers import (
-    MASKED_SCORE,
-    SelfAttention,
     lm_head,
     merge_heads,
+    position_rows,
     sinusoids,
     token_embedding,
     token_macs,
@@ -254,7 +247,7 @@ class Arrangement:
         return x.gather(1, back[:, :, None].expand(-1, -1, x.shape[2]))
 
     def row_by_row(self) -> Arrangement:
-        """The same order as a sequence, with the dummies at its end."""
+        """The same order as a sequence, with the dummies at the end."""
         moved = (~self.valid_mask).to(torch.uint8).argsort(stable=True, dim=1)
         return Arrangement(self.order.gather(1, moved), self.valid_mask.gather(1, moved))
 
@@ -287,7 +280,6 @@ class ClusteredAttention(SelfAttention):
 
     def __init__(self, config: ClustFormerConfig) -> None:
         super().__init__(config.d_model, config.num_heads, causal=False)
-        self.reading = config.attention  # the chosen reading of equation 2 (`ClustFormerConfig`)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, clusters: Tensor | None = None) -> Tensor:
@@ -323,22 +315,15 @@ class ClusteredAttention(SelfAttention):
         return self.out_proj(merge_heads(mixed).flatten(0, 1), x)
 
     def _weights(self, query: Tensor, key: Tensor, attention_mask: Tensor | None, clusters: Tensor | None) -> Tensor:
-        """The attention weights, with C applied as the setting `attention` says."""
+        """The attention weights (B, H, Q, N) times C."""
         scores = query @ key.mT / math.sqrt(query.shape[-1])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        hidden = None if attention_mask is None else ~attention_mask
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, MASKED_SCORE)  # finite: -inf gives NaN for an image without regions
-        if clusters is not None and self.reading == "renormalized":
-            scores = scores + clusters[:, None].clamp_min(torch.finfo(clusters.dtype).tiny).log()
-        weights = scores.softmax(-1)
-        weights = weights if hidden is None else weights.masked_fill(hidden, 0.0)
-        if clusters is not None and self.reading != "renormalized":
-            weights = weights * clusters[:, None]
-            if self.reading == "literal":
-                weights = weights if hidden is None else weights.masked_fill(hidden, MASKED_SCORE)
-                weights = weights.softmax(-1)
-        return weights
+        if attention_mask is None:
+            weights = scores.softmax(-1)
+        else:  # finite scores: -inf gives NaN for an image without regions
+            hidden = ~attention_mask
+            weights = scores.masked_fill(hidden, MASKED_SCORE).softmax(-1).masked_fill(hidden, 0.0)
+        return weights if clusters is None else weights * clusters[:, None]
 
 
 @dataclass
@@ -508,9 +493,8 @@ class ClustFormer(EncoderDecoder):
 
     def _start_caption_pass(self, tokens: Tensor) -> PassState:
         """The state before the first decoder layer for tokens (B*K, T). A word attends to itself and earlier ones."""
-        length = tokens.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        return self._start_pass(Layout(rows=1, columns=length), mask, tokens.device)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        return self._start_pass(Layout(rows=1, columns=tokens.shape[1]), mask, tokens.device)
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
         """The arrangement of regions in a grid (else None), and the layout that the image tokens then have."""
@@ -519,11 +503,6 @@ class ClustFormer(EncoderDecoder):
             return self._arrange(features)
         if config.encoder_clusters != "2d":
             return None, Layout(1, count, config.sampling, valid_tokens(lengths, count))
-        if lengths is not None and bool((lengths != count).any()):
-            raise ValueError(
-                f"grid features have no padding, found lengths from {int(lengths.min())} to {int(lengths.max())} of "
-                f"{count}; for regions set model.inputs to regions"
-            )
         rows, columns = config.grid or (math.isqrt(count), math.isqrt(count))
         if rows * columns != count:
             raise ValueError(
@@ -533,13 +512,12 @@ class ClustFormer(EncoderDecoder):
         return None, Layout(rows, columns, config.sampling)
 
     def _arrange(self, features: Features) -> tuple[Arrangement, Layout]:
-        """`_layout` for regions. Raises ValueError when their boxes are missing or have another shape."""
-        boxes, expected, rows = features.boxes, (*features.tokens.shape[:2], 4), self.config.region_rows
-        if boxes is None or boxes.shape != expected:
-            given = "none" if boxes is None else f"shape {tuple(boxes.shape)}"
+        """`_layout` for regions. Raises ValueError when their boxes are missing."""
+        boxes, rows = features.boxes, self.config.region_rows
+        if boxes is None:
             raise ValueError(
-                f"regions are arranged by their boxes: expected boxes {expected}, found {given}; "
-                "import region features with their boxes, or set model.encoder_clusters to none"
+                "regions are arranged by their boxes, and these features have none; import region features with their "
+                "boxes, or set model.encoder_clusters to none"
             )
         arrangement = arrange_regions(boxes, features.lengths, rows)
         if self.config.encoder_clusters == "1d":
@@ -565,7 +543,7 @@ class ClustFormer(EncoderDecoder):
         return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.config.window)
 
     def macs(self, image_tokens: int) -> Macs:
-        """See `CaptionModel.macs`. The clustering matrix costs two products of vectors per pooled token and axis."""
+        """Here the clustering matrix costs two products of vectors per pooled token and axis."""
         config = self.config
         tokens, pooled = image_tokens, image_tokens
         if config.inputs == "regions" and config.encoder_clusters != "none":  # dummies fill the grid
@@ -584,14 +562,10 @@ class ClustFormer(EncoderDecoder):
 class MaskTokenClustFormer(ClustFormer):
     """Ada-ClustFormer with the decoder of its published code, which predicts each word at a mask token.
 
-    To predict the word after t tokens, the decoder reads these tokens and then a mask token. Self-attention is not
-    causal: all t + 1 tokens attend to each other, so that the states of the earlier tokens differ from word to word and
-    no keys can be cached. The logits are those at the mask token. It is PAD, whose embedding no other input uses.
-
-    Cost: teacher forcing runs the T prefixes of a caption as T rows of T + 1 tokens, where tokens after the mask are
-    hidden. The decoder's layers take T + 1 times the work and the memory of the causal decoder's, and the output layer
-    the same. A decoding step runs the whole prefix of each beam again, t + 1 tokens in place of one; only the keys and
-    values of cross-attention are computed once.
+    To predict the word after t tokens, the decoder reads these tokens and then a mask token, which is PAD. All t + 1
+    tokens attend to each other, so that the states of earlier tokens differ from word to word, and only the keys and
+    values of cross-attention can be cached. The logits are those at the mask token. Teacher forcing runs the T prefixes
+    of a caption as T rows of T + 1 tokens, which takes T + 1 times the work and memory of the causal decoder's layers.
     """
 
     steps_compute_prefix = True
@@ -603,13 +577,12 @@ class MaskTokenClustFormer(ClustFormer):
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         rows, length = tokens.shape
-        check_captions(rows, memory.batch_size)
         check_positions(length, self.sizes.max_positions)
         if self.masks is not None:
             self.masks.begin_pass(length)
         # row t of a caption has the tokens up to t, and the mask token at t + 1 and (hidden) after it
         is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
-        prefixes = self._with_mask(tokens)[:, None].expand(-1, length, -1)
+        prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)[:, None].expand(-1, length, -1)
         prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)
         shared = self._start_prefix_pass(prefixes, is_visible.repeat(rows, 1)[:, None, None])
         outputs = self.decoder_outputs(memory, prefixes, shared)
@@ -622,12 +595,11 @@ class MaskTokenClustFormer(ClustFormer):
     @torch.no_grad()
     def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
         """See `ClustFormer.decoder_clusters`: those of the pass that predicts the word after the whole caption."""
-        prefixes = self._with_mask(tokens)
+        prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)
         shared = self._start_prefix_pass(prefixes, None)
         outputs = self.decoder_outputs(memory, prefixes, shared)
         return shared.all_matrices(outputs[-1])[:, :, :-1, :-1]
 
-    @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         return EncoderDecoder.init_cache(self, memory, beams)  # without the sums and rows of the causal decoder
 
@@ -638,7 +610,7 @@ class MaskTokenClustFormer(ClustFormer):
         cache.advance()
         consumed = cache.layers[0].append("tokens", tokens.view(1, cache.images, cache.beams))[0]  # (B, slots)
         paths = consumed[:, None].expand(-1, cache.beams, -1).gather(2, cache.ancestors)  # (B, K, t)
-        prefixes = self._with_mask(paths.flatten(0, 1))
+        prefixes = F.pad(paths.flatten(0, 1), (0, 1), value=self.sizes.pad)
         shared = self._start_prefix_pass(prefixes, None)
         y = self.embed(prefixes, position=0)
         for layer, cross in zip(self.decoder, cache.cross, strict=True):
@@ -660,10 +632,6 @@ class MaskTokenClustFormer(ClustFormer):
             mixing=lambda length: length * one_pass(length),
             step=lambda slots, length: one_pass(length),
         )
-
-    def _with_mask(self, tokens: Tensor) -> Tensor:
-        """The tokens (R, T) and the mask token, (R, T + 1)."""
-        return F.pad(tokens, (0, 1), value=self.sizes.pad)
 
     def _start_prefix_pass(self, prefixes: Tensor, attention_mask: Tensor | None) -> PassState:
         """The state before the first decoder layer for prefixes with their mask token (rows, T + 1)."""

@@ -1,34 +1,88 @@
-"""Configurations of captioners, backbones and decoding. This module does not import torch: it is read quickly.
+"""Configurations of captioners, backbones and decoding, and the types of their numbers and texts.
 
-Annotations bound a number from above, for pydantic. `__post_init__` checks all that a model needs.
+pydantic checks each value by its annotation, and `__post_init__` checks values that depend on each other. The upper
+limits are far above what anyone would train: they refuse a width of a billion before memory is asked for. This module
+is read quickly: it imports neither torch nor pydantic, which finds the method of `Before` by its name.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Le, MaxLen
-
-from raycap.models.values import (
-    NUMBER,
-    TEXT,
-    Count,
-    Decimal,
-    Groups,
-    Layers,
-    Pixels,
-    Text,
-    Whole,
-    Width,
-    Words,
-)
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 # a mapping of plain values by name, as YAML and JSON give it
 Values = dict[str, Any]
+PYDANTIC = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}  # settings of every section
+
+_WHOLE = re.compile(r"[-+]?[0-9]{1,20}")
+_DECIMAL = re.compile(r"[-+]?([0-9]{1,20}\.?[0-9]{0,20}|\.[0-9]{1,20})([eE][-+]?[0-9]{1,3})?")
+# characters that no path, address or name has: control characters, and halves of characters
+_NO_TEXT = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
+MAX_TEXT = 1024  # bytes; the longest key on S3
+
+
+@dataclass(frozen=True)
+class Before:
+    """A mark on a type: pydantic calls `function` with a value before it checks its type, strictly.
+
+    Strict means that a boolean is no number, and a fraction no whole number.
+    """
+
+    function: Callable[[object], object]
+
+    def __get_pydantic_core_schema__(self, source: object, handler: Callable[[object], Values]) -> Values:
+        schema = handler(source)
+        for each in schema.get("choices", [schema]):  # the members of a union, or the only type
+            each["strict"] = True
+        return {"type": "function-before", "function": {"type": "no-info", "function": self.function}, "schema": schema}
+
+
+def read_number(value: object) -> object:
+    """The number that a text spells; any other value unchanged.
+
+    `${NAME}` in a configuration gives a text, and YAML 1.1 reads 1e-3 as a text.
+    """
+    if isinstance(value, str) and _WHOLE.fullmatch(value):
+        return int(value)
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
+        return float(value)
+    return value
+
+
+def check_text(value: object) -> object:
+    """The value unchanged. Raises ValueError for a text that cannot be a path, an address or a name."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("the text is empty; give a value, or leave the key out")
+        if _NO_TEXT.search(value):
+            raise ValueError("the text has control characters or is not UTF-8; remove them")
+        try:
+            Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError("the text begins with ~ and names no user's home folder; give another path") from error
+        if len(value.encode()) > MAX_TEXT:
+            raise ValueError(f"the text has {len(value.encode())} bytes; the limit is {MAX_TEXT}")
+    return value
+
+
+NUMBER, TEXT = Before(read_number), Before(check_text)
+
+Text = Annotated[str, TEXT]
+Whole = Annotated[int, Ge(0), NUMBER]
+Count = Annotated[int, Ge(1), Le(10_000), NUMBER]  # of heads, positions, image tokens, captions, workers and the like
+CountOrZero = Annotated[int, Ge(0), Le(10_000), NUMBER]
+Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # of vectors; the widest layers of language models have about 50,000
+Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # captioners have 3 to 12
+Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # expansion vectors; the number of parameters limits them further
+Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # of a vocabulary
+Pixels = Annotated[int, Ge(1), Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384
+Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # of dropout and the like
 
 
 class Identity(Enum):
@@ -47,12 +101,12 @@ class Identity(Enum):
 class ModelConfig:
     """The settings of every captioner; each system adds more. Raises ValueError for sizes that do not fit.
 
-    `word_vectors`: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
-    its input and output (`models/layers.py`) and trains them only with `train_word_vectors`. Bundles contain
-    the vectors, so that a bundle's configuration has a width but needs no file.
+    word_vectors: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
+    its input and output (`models/layers.py`) and trains them only with `train_word_vectors`. A bundle contains the
+    vectors, so that its configuration has a width but needs no file.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
 
     name: str = ""
     d_model: Width = 512
@@ -62,30 +116,21 @@ class ModelConfig:
     num_decoder_layers: Layers = 3
     max_positions: Count | None = None
     """None: the longest training caption with SOS and EOS."""
-    dropout: Decimal = 0.1
+    dropout: Rate = 0.1
     word_vectors: Annotated[Text | None, Identity.FILE] = None
     word_vector_width: Width | None = None
     train_word_vectors: bool = False
 
     def __post_init__(self) -> None:
-        for key, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, key) not in get_args(kind):
-                choices = " or ".join(repr(value) for value in get_args(kind))
-                raise ValueError(f"model.{key} is {getattr(self, key)!r}; it must be {choices}")
-        self._require_at_least(1, "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"model.d_model = {self.d_model} does not divide by model.num_heads = {self.num_heads} "
                 f"(remainder {self.d_model % self.num_heads}); choose heads that divide the width"
             )
-        self._require_at_least(1, "max_positions", message_suffix=", or null for the longest caption's")
-        self._require_at_least(1, "word_vector_width", message_suffix=", or null for vectors of the model's own")
         if self.word_vectors is not None and self.word_vector_width is None:
             raise ValueError(
                 "model.word_vectors needs model.word_vector_width, how many numbers its vectors have (GloVe: 50 to 300)"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
 
     @property
     def needs_boxes(self) -> bool:
@@ -99,13 +144,6 @@ class ModelConfig:
 
     def check_inputs(self, regions: bool) -> None:
         """Raises ValueError when the model cannot take region features, or grid features where `regions` is False."""
-
-    def _require_at_least(self, least: int, *keys: str, message_suffix: str = "") -> None:
-        """Raises ValueError when one of the settings `keys` is set and below `least`."""
-        for key in keys:
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ValueError(f"model.{key} is {value}; it must be {least} or more{message_suffix}")
 
 
 @dataclass(frozen=True)
@@ -123,28 +161,20 @@ class ExpansionNetConfig(ModelConfig):
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
-    static_expansion: Annotated[tuple[Groups, ...], MaxLen(100)] | None = (32, 64, 128, 256, 512)
+    static_expansion: Annotated[tuple[Groups, ...], MinLen(1), MaxLen(100)] | None = (32, 64, 128, 256, 512)
     dynamic_expansion: Count | None = 16
     encoder_dynamic_expansion: Count | None = None
-    dropout: Decimal = 0.3
+    dropout: Rate = 0.3
     expansion_dropout: Literal["reference", "factorized"] = "reference"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least(1, "dynamic_expansion", "encoder_dynamic_expansion", message_suffix=", or null for none")
-        if self.static_expansion is not None:
-            groups = list(self.static_expansion)
-            if not groups:
-                raise ValueError("model.static_expansion is an empty list; name one group or more, or null for none")
-            if min(groups) < 1:
-                raise ValueError(
-                    f"model.static_expansion = {groups} holds {min(groups)}; every group must be 1 or more"
-                )
-            if self.encoder_dynamic_expansion is not None and self.name != "transformer":
-                raise ValueError(
-                    f"model.static_expansion = {groups} and model.encoder_dynamic_expansion = "
-                    f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
-                )
+        both = self.static_expansion is not None and self.encoder_dynamic_expansion is not None
+        if both and self.name != "transformer":
+            raise ValueError(
+                f"model.static_expansion = {list(self.static_expansion or ())} and model.encoder_dynamic_expansion = "
+                f"{self.encoder_dynamic_expansion} are both set; the encoder has one of them: set the other to null"
+            )
 
 
 @dataclass(frozen=True)
@@ -159,7 +189,7 @@ class MeshedMemoryConfig(ModelConfig):
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
-    num_memory_slots: Count = 40
+    num_memory_slots: CountOrZero = 40
     """Learned keys and values in addition to those of the regions; 0 for none."""
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"
@@ -170,8 +200,6 @@ class MeshedMemoryConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least(0, "num_memory_slots")
-        self._require_at_least(1, "attended_regions", message_suffix=", or null to mask padding")
         if self.connection == "one_to_one" and self.num_encoder_layers != self.num_decoder_layers:
             raise ValueError(
                 f"model.connection is 'one_to_one' with {self.num_encoder_layers} encoder and "
@@ -190,10 +218,7 @@ class MeshedMemoryConfig(ModelConfig):
 class ClustFormerConfig(ModelConfig):
     """Ada-ClustFormer. Its settings cover all rows of the paper's ablation (Table 1); C is the clustering matrix.
 
-    `attention`: how C is applied: "product" multiplies the attention weights, "renormalized" also makes them sum to 1
-    again, "literal" takes a second softmax of the product, as equation 2 is printed.
-
-    `decoder`: "causal", where a word attends to itself and earlier words, or "mask_token" as in the published code,
+    decoder: "causal", where a word attends to itself and earlier words, or "mask_token" as in the published code,
     where each word is predicted from a bidirectional pass over the words before it (`models/clustformer.py`).
     """
 
@@ -211,9 +236,8 @@ class ClustFormerConfig(ModelConfig):
     """What equation 6 stacks (`models/clustformer.py`)."""
     sampling: Count = 2
     """Down-up sampling rate of the encoder."""
-    window: Count | None = None
+    window: CountOrZero | None = None
     """Size of a fixed window that replaces C everywhere."""
-    attention: Literal["product", "renormalized", "literal"] = "product"
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
     grid: tuple[Count, Count] | None = None
@@ -223,28 +247,19 @@ class ClustFormerConfig(ModelConfig):
     decoder: Literal["causal", "mask_token"] = "causal"
     activation: Literal["relu", "gelu"] = "relu"
     """Of the feed-forward sublayers."""
-    input_dropout: Decimal | None = None
+    input_dropout: Rate | None = None
     """Of the image tokens, also where a stage sets dropout; None: as dropout."""
     cross_attention_dropout: bool = False
     """Whether dropout reaches the weights of cross-attention too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.input_dropout is not None and not 0.0 <= self.input_dropout < 1.0:
-            raise ValueError(
-                f"model.input_dropout is {self.input_dropout}; it must be at least 0 and below 1, or null for "
-                "model.dropout"
-            )
-        self._require_at_least(1, "sampling", "region_rows")
-        self._require_at_least(0, "window", message_suffix=", or null for an adaptive one")
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):
             chosen = getattr(self, f"clustered_{side}_layers")
             if chosen is not None and (len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(1, layers + 1))):
                 raise ValueError(
                     f"model.clustered_{side}_layers = {list(chosen)} must be different numbers from 1 to {layers}"
                 )
-        if self.grid is not None and (len(self.grid) != 2 or min(self.grid) < 1):
-            raise ValueError(f"model.grid = {list(self.grid)} must be [rows, columns], both 1 or more")
         if self.inputs == "regions" and self.sampling > 1:
             raise ValueError(
                 f"model.sampling = {self.sampling} with model.inputs = regions: neighbors among regions are no "
@@ -272,7 +287,7 @@ class ClustFormerConfig(ModelConfig):
 
 
 # The systems by `model.name`. A new captioner needs a configuration class in this file, an entry here, a file with its
-# model, and an entry in `models/registry.py`. Configuration files and searches can then use it.
+# model, and a row in `models/captioner.py`. Configuration files and searches can then use it.
 MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
     "expansionnet_v2": ExpansionNetConfig,
     "transformer": ExpansionNetConfig,
@@ -283,9 +298,9 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that the data decide, and the ids of the special tokens. Raises ValueError for impossible values."""
+    """The sizes that the data decide, and the ids of the special tokens. Raises ValueError for an id without a word."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
 
     feature_width: Width
     vocabulary_size: Words
@@ -295,22 +310,15 @@ class ModelSizes:
     pad: Whole
 
     def __post_init__(self) -> None:
-        for key in ("feature_width", "vocabulary_size", "max_positions"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be 1 or more")
         for key in ("sos", "eos", "pad"):
-            if not 0 <= getattr(self, key) < self.vocabulary_size:
+            if getattr(self, key) >= self.vocabulary_size:
                 raise ValueError(
                     f"the id of {key.upper()} is {getattr(self, key)}, outside the vocabulary of "
                     f"{self.vocabulary_size} words"
                 )
 
 
-SWIN_PREFIX = "swin_"  # of timm's names for Swin (version 1)
-PATCH_SIZE = 4  # pixels, of each swin_* of timm
-NUM_SWIN_STAGES = 4  # of each swin_* of timm
-MAX_BLOCKS = 200  # Swin-L has 24
-MAX_STAGES = 8  # each stage doubles the width and halves the grid's sides
+MAX_STAGES = 8  # each stage doubles the width and halves the sides of the grid
 SIZE_KEYS = ("embed_dim", "depths", "num_heads", "window_size", "patch_size")  # replace sizes of the named model
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]*)?")
 
@@ -330,16 +338,16 @@ class BackboneConfig:
     statistics, without cropping) or "reference" (bilinear without cropping, ImageNet's statistics).
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
 
     name: Annotated[str, MaxLen(100), TEXT] = "swin_large_patch4_window12_384"
     weights: Annotated[Text, Identity.FILE] = "none"
     image_size: Pixels = 384
     embed_dim: Width | None = None
-    depths: Annotated[tuple[Layers, ...], MaxLen(MAX_STAGES)] | None = None
-    num_heads: Annotated[tuple[Count, ...], MaxLen(MAX_STAGES)] | None = None
+    depths: Annotated[tuple[Layers, ...], MinLen(1), MaxLen(MAX_STAGES)] | None = None
+    num_heads: Annotated[tuple[Count, ...], MinLen(1), MaxLen(MAX_STAGES)] | None = None
     window_size: Count | None = None
-    drop_path: Decimal = 0.0
+    drop_path: Rate = 0.0
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
     """Compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice."""
     patch_size: Pixels | None = None
@@ -353,57 +361,23 @@ class BackboneConfig:
                 f"backbone.name is {self.name!r}; expected a timm name of lower-case letters, digits and _, with a dot "
                 "before a tag, such as vit_base_patch16_clip_224.openai"
             )
-        if not 0.0 <= self.drop_path < 1.0:
-            raise ValueError(f"backbone.drop_path is {self.drop_path}; it must be at least 0 and below 1")
-        choices: dict[str, tuple[object, ...]] = {
-            "gradient_checkpointing": (True, False, "auto"),
-            "prefix_tokens": ("drop", "keep"),
-            "transform": ("auto", "squash", "reference"),
-        }
-        for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                names = [str(choice).lower() for choice in allowed]
-                raise ValueError(
-                    f"backbone.{key} is {getattr(self, key)!r}; it must be {', '.join(names[:-1])} or {names[-1]}"
-                )
-        if self.image_size < 1 or self.pool < 1:
-            raise ValueError(f"backbone.image_size is {self.image_size} and pool {self.pool}; both must be 1 or more")
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Raises ValueError for sizes that no model has, or that no Swin of timm has if one is named."""
-        for key in SIZE_KEYS:
-            value = getattr(self, key)
-            numbers = value if isinstance(value, tuple | list) else (value,)
-            if value is not None and (not numbers or min(numbers) < 1):
-                raise ValueError(f"backbone.{key} is {value}; it must be 1 or more, or null for the named model's")
-        if sum(self.depths or ()) > MAX_BLOCKS:
-            raise ValueError(f"backbone.depths asks for {sum(self.depths or ())} blocks; the limit is {MAX_BLOCKS}")
-        if not self.is_swin:
-            return
-        if self.patch_size not in (None, PATCH_SIZE):
-            raise ValueError(f"backbone.patch_size is {self.patch_size}; a Swin has {PATCH_SIZE}: leave it out")
-        if self.image_size < PATCH_SIZE or self.image_size % PATCH_SIZE:
+        if self.is_swin and self.image_size % 4:
             raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
-        num_stages = NUM_SWIN_STAGES if self.depths is None else len(self.depths)
-        num_heads = NUM_SWIN_STAGES if self.num_heads is None else len(self.num_heads)
-        if num_stages > num_heads:
+        num_heads = len(self.num_heads or (1,) * 4)  # the named models have four stages
+        if self.is_swin and len(self.depths or ()) > num_heads:
             raise ValueError(
-                f"backbone.depths asks for {num_stages} stages, and backbone.num_heads has {num_heads} numbers; give "
-                "one for each stage"
+                f"backbone.depths asks for {len(self.depths or ())} stages, and backbone.num_heads has {num_heads} "
+                "numbers; give one for each stage"
             )
 
     @property
     def is_swin(self) -> bool:
         """Whether the model is a Swin (version 1), the reference's backbone."""
-        return self.name.startswith(SWIN_PREFIX)
+        return self.name.startswith("swin_")
 
-    def feature_settings(self, *ignored: str) -> dict[str, Any]:
+    def feature_settings(self, *ignored: str) -> Values:
         """The keys and values, without those in `ignored`. Descriptions of stored results contain them."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
-
-
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "seed")
 
 
 @dataclass(frozen=True)
@@ -424,34 +398,28 @@ class Decoding:
     arXiv 1904.09751). The draws depend on `seed` and the image only.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
 
     suppress_unk: bool = True
-    min_length: Count = 2
+    min_length: Annotated[int, Ge(2), Le(10_000), NUMBER] = 2
     no_repeat_ngram: Count | None = None
     no_open_endings: bool = False
     beam_groups: Count = 1
-    diversity: Decimal = 0.5
+    diversity: Annotated[float, Ge(0), NUMBER] = 0.5
     sampling: bool = False
-    temperature: Decimal = 1.0
+    temperature: Annotated[float, Gt(0), NUMBER] = 1.0
     top_k: Words | None = None
-    top_p: Decimal | None = None
-    seed: Annotated[int, Le(2**62 - 1), NUMBER] = 0
+    top_p: Annotated[float, Gt(0), Le(1), NUMBER] | None = None
+    seed: Annotated[int, Ge(0), Lt(2**62), NUMBER] = 0
 
     def __post_init__(self) -> None:
-        least = {"min_length": 2, "no_repeat_ngram": 1, "beam_groups": 1, "top_k": 1, "seed": 0, "diversity": 0}
-        for key, value in least.items():
-            found = getattr(self, key)
-            _require(found is None or value <= found < math.inf, key, found, f"{value} or more")
-        _require(0 < self.temperature < math.inf, "temperature", self.temperature, "above 0")
-        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         if self.sampling and self.beam_groups > 1:
             raise ValueError(
                 "evaluation.decoding.sampling draws captions without beams, and evaluation.decoding.beam_groups is "
                 f"{self.beam_groups}; set one of them only"
             )
         changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        for key in changed & set(SAMPLING_KEYS) if not self.sampling else ():
+        for key in changed & {"temperature", "top_k", "top_p", "seed"} if not self.sampling else ():
             raise ValueError(
                 f"evaluation.decoding.{key} is for drawn captions, and evaluation.decoding.sampling is false; set it "
                 f"to true, or leave {key} out"
@@ -476,11 +444,6 @@ class Decoding:
             f"from the nucleus of {self.top_p}": self.top_p is not None,
         }
         return ", ".join(text for text, holds in texts.items() if holds) or "all words allowed"
-
-
-def _require(holds: bool, key: str, found: object, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"evaluation.decoding.{key} is {found}; it must be {expected}")
 
 
 # the search of the papers' codes, and of bundles that record no other one

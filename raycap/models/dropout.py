@@ -1,12 +1,9 @@
-"""Dropout, and its masks that the cached steps share with the pass that scores the captions which they sampled.
+"""Dropout, and masks that the sampling of captions shares with the teacher-forced pass that scores them.
 
-The gradient of the scoring pass is then that of the sampling itself. The n-th dropout of a step is the n-th dropout of
-the pass. A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code, which caches its
-steps. Code without a cache, as ExpansionNet v2's, computes the earlier positions anew in each step, with new masks.
-
-A beam that continues another one takes over its masks at the positions so far.
-
-`CaptionMasks` is for decoders whose step computes one token, `PrefixMasks` for those whose step computes all tokens.
+With shared masks the gradient of the pass is that of the sampling. The n-th dropout of a step is the n-th dropout of
+the pass. A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code; ExpansionNet v2's
+code has no cache and draws new masks for all positions in each step. A beam that continues another one takes over its
+masks at the positions so far.
 
 Shapes: B images, K captions per image, R = B*K rows, T positions, N further dimensions of a mask.
 """
@@ -116,9 +113,7 @@ class Dropout(nn.Module):
 
 
 def set_dropout(module: nn.Module, p: float) -> None:
-    """Sets the probability of a captioner's dropouts, except fixed ones. Raises ValueError for one outside [0, 1)."""
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
+    """Sets the probability of a captioner's dropouts, except fixed ones."""
     for child in module.modules():
         if isinstance(child, Dropout) and not child.fixed:
             child.p = p
@@ -173,18 +168,17 @@ class CaptionMasks:
 
     def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
         """The next dropout's mask: (R, T, *shape) in a pass, (R, 1, *shape) of the remaining rows in a step."""
-        mask = self._next((self.length,), shape, p)
+        mask = self._get_or_draw((self.length, len(self.sources), *shape), p)
         if self.position is not None:
             return mask[self.position, self.rows][:, None]
         return mask[torch.arange(self.sources.shape[1], device=mask.device), self.sources]
 
     def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
-        """The next dropout's mask for pairs of tokens.
+        """The next dropout's mask for pairs of tokens: (R, T, T, *shape) in a pass.
 
-        (R, T, T, *shape) in a pass. In a step, which is the later token of its pairs, (2, R, t, *shape): the pairs with
-        the tokens so far as the second token, and as the first one. Both contain the pair of the new token with itself.
+        In a step it is (2, R, t, *shape): the new token's pairs as the first token, and as the second one.
         """
-        mask = self._next((self.length, self.length), shape, p)
+        mask = self._get_or_draw((self.length, self.length, len(self.sources), *shape), p)
         if self.position is not None:
             past = slice(0, self.position + 1)
             parts = mask[self.position, past], mask[past, self.position]
@@ -192,9 +186,6 @@ class CaptionMasks:
         tokens = torch.arange(self.sources.shape[1], device=mask.device)
         later = torch.maximum(tokens[:, None], tokens)  # a pair is first computed in the step of its later token
         return mask[tokens[:, None], tokens, self.sources[:, later]]
-
-    def _next(self, positions: tuple[int, ...], shape: tuple[int, ...], p: float) -> Tensor:
-        return self._get_or_draw((*positions, len(self.sources), *shape), p)
 
     def _get_or_draw(self, expected: tuple[int, ...], p: float) -> Tensor:
         """The next dropout's masks, of the shape `expected`."""
@@ -209,8 +200,7 @@ class CaptionMasks:
 class PrefixMasks(CaptionMasks):
     """Masks for a decoder whose step computes all tokens so far and a mask token (`models/clustformer.py`).
 
-    Every step has masks of its own for all its tokens, so that a step's masks come from one row. The pass has T rows of
-    T + 1 tokens per caption, one per step, and T + 1 times as many masks as with `CaptionMasks`.
+    Every step has new masks for all of its tokens. The pass has T rows of T + 1 tokens per caption, one per step.
     """
 
     def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:

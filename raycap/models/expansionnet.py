@@ -1,8 +1,8 @@
 """ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
 
-Layers are pre-norm, x + dropout(sublayer(norm(x))). After the last layer follow x + dropout(Linear(all layers'
-outputs)) and a LayerNorm, as in the reference. A decoder row depends only on tokens before it, so that PAD after a
-caption needs no mask.
+Layers are pre-norm, x + dropout(sublayer(norm(x))). After the last layer follow x + dropout(Linear(outputs of all
+layers)) and a LayerNorm, as in the reference. PAD after a caption needs no mask, because a decoder row depends only on
+the tokens before it.
 
 The mixers are the static and the dynamic expansion (section III) in factorized form: the expanded sequence never
 exists. With A+ = relu(M), A- = relu(-M), forward weights F (A normalized over the input tokens) and backward weights R
@@ -16,14 +16,11 @@ elements of the expanded vectors, which needs the long form (`ExpansionNetConfig
 M is not divided by sqrt(D) as in equation 2: the normalization cancels the factor, with an epsilon that is sqrt(D)
 times as large (`Expansion.epsilon`).
 
-The weights F and R (equations 3, 4 and 6) and their gradient are written out by hand at the end of this file.
-Autograd's graph of these few lines would keep five tensors of the size of M per stream and pass over them about thirty
-times; the hand-written gradient keeps only the results and needs half of the passes. With y = a r and
-r = 1 / (sum a + eps), it is
+The weights F and R (equations 3, 4 and 6) and their gradient are written by hand at the end of this file. Autograd
+would keep five tensors of the size of M per stream and pass over them about thirty times; the gradient below keeps only
+the results and needs half of the passes. With y = a r and r = 1 / (sum a + eps), it is
 
     da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
-
-Elements that dropout set to 0 get no gradient, as relu has none there.
 
 Shapes: B sequences, N image tokens, R caption rows, T caption tokens, L tokens of a mixer, D width, V vocabulary, E
 expanded vectors, N_E expanded vectors a token. A leading 2 counts the streams, positive and negative. In the dynamic
@@ -45,8 +42,19 @@ from raycap.models.base import Features, Macs, Memory, linear_macs, valid_tokens
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
-from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
-from raycap.models.layers import Mixer, SelfAttention, lm_head, token_embedding, xavier_blocks_
+from raycap.models.layers import (
+    DecoderLayer,
+    EncoderDecoder,
+    Layer,
+    Mixer,
+    SelfAttention,
+    layer_list,
+    layer_outputs,
+    lm_head,
+    position_rows,
+    token_embedding,
+    xavier_blocks_,
+)
 
 EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
 EXPORT_SCALE = 2.0**30  # a power of 2, so that products with it are exact
@@ -61,8 +69,8 @@ def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 def full_precision(x: Tensor) -> torch.autocast:
     """A context without autocast, for the dynamic expansion.
 
-    Early positions are normalized over few keys, so that their weights jump where M crosses zero. A sign that bfloat16
-    rounds wrongly changes logits by 0.1 and more. bfloat16 would not be faster either, as the products are small.
+    Early positions are normalized over few keys, so that their weights jump where M crosses zero: a sign that bfloat16
+    rounds wrongly changes logits by 0.1 and more. The products are small, so that bfloat16 would not be faster.
     """
     return torch.autocast(x.device.type, enabled=False)
 
@@ -112,7 +120,8 @@ class StaticExpansion(Expansion):
         """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None."""
         key, value_positive, value_negative, gate = self.in_proj(x).chunk(4, -1)
         m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed: groups are contiguous
-        weights = static_weights(self.dropout(m), valid_mask, self.groups, self.epsilon)  # (B, L, E) each
+        mask = None if valid_mask is None else valid_mask[:, :, None].to(m.dtype)
+        weights = StaticWeights.apply(self.dropout(m), mask, self.groups, self.epsilon)  # (B, L, E) each
         biases = self.biases.to(value_positive.dtype)
         streams = []
         for value, forward, backward in ((value_positive, *weights[:2]), (value_negative, *weights[2:])):
@@ -145,10 +154,9 @@ class DynamicExpansion(Expansion):
         self.vectors = vectors
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """x (B, L, D) -> (B, L, D). Causal: only the future is masked, as padding comes last.
+        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None.
 
-        Bidirectional: valid_mask (B, L) True at valid tokens, or None; padding is masked in both normalizations, as the
-        tokens' own expanded vectors are part of the backward one.
+        A causal expansion masks the future only, because padding comes last.
         """
         with full_precision(x):
             return self._expand(self._project(x), valid_mask)
@@ -160,7 +168,7 @@ class DynamicExpansion(Expansion):
         by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
         m = self.dropout(by_condition[:, :, None] + by_vector[:, None], self._of_m)  # (B, s, N_E, t)
         forward_mask, backward_mask = self._masks(m, valid_mask)
-        forward, backward = dynamic_weights(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
+        forward, backward = DynamicWeights.apply(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
         by_token = backward.sum(3).mT.unbind()  # (B, t, s)
         offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
         rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
@@ -201,9 +209,7 @@ class DynamicExpansion(Expansion):
         return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
 
     def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: c k and e k, and for each stream R F, both parts of R times the
-        bias, and the product with V.
-        """
+        """Multiply-accumulates beside the linear maps: M, and for each stream R F, R bias and the product with V."""
         vectors, width = self.queries.shape
         return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
 
@@ -215,10 +221,9 @@ class DynamicExpansion(Expansion):
         """The next token of each beam, x (B*K, D) -> (B*K, D); causal.
 
         ancestors (B, K, t) are the slots on each beam's path, the new one last. The forward weights of past vectors
-        never change, so that they are cached too; with dropout of single elements, the expanded vectors are. Products
-        are computed for all slots of an image; then each beam picks the results of its ancestors. The leading
-        dimensions combine the two streams and the two directions, because few large operations are faster: the new
-        vectors read the past tokens, and the new token reads the past vectors.
+        never change and are cached; with dropout of single elements, the expanded vectors are. Products are computed
+        for all slots of an image, and each beam picks the results of its ancestors. The leading dimensions combine the
+        two streams and the two directions: new vectors read past tokens, and the new token reads past vectors.
         """
         with full_precision(x):
             if isinstance(slots, RowSlots):
@@ -427,10 +432,10 @@ class ExpansionNet(EncoderDecoder):
         return replace(macs, encoder=encoder, token=macs.token + linear_macs(self.decoder_sum))
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
-        """See `CaptionModel.paper_macs`: one teacher-forced pass in the materialized form, as in Table VI.
+        """One teacher-forced pass in the materialized form, without the backbone, as in Table VI.
 
-        A baseline self-attention is counted with 3 projections, and one of the encoder's two maps from 1536 to 512 is
-        left out. The backbone is not counted.
+        The table counts the baseline's self-attention with 3 projections, and one of the encoder's two maps of the
+        features.
         """
         config, n, t = self.config, image_tokens, caption_tokens
         d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size
@@ -505,11 +510,18 @@ def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: T
     return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
 
 
-class _StaticWeights(torch.autograd.Function):
-    """Computes each stream separately, because the tensors are large and their gradients arrive separately."""
+class StaticWeights(torch.autograd.Function):
+    """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
+
+    Forward weights are normalized over the tokens L where the mask (B, L, 1) is 1, and 0 elsewhere. Backward weights
+    are normalized in each group of E, divided by the number of groups, and not masked (the reference's rule). The
+    streams are computed separately, because the tensors are large and their gradients arrive separately.
+    """
 
     @staticmethod
-    def forward(ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> Any:
+    def forward(
+        ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float
+    ) -> tuple[Tensor, ...]:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
             # masked before the product, which overflows at padding in float16
@@ -546,11 +558,18 @@ class _StaticWeights(torch.autograd.Function):
         return _signed_gradient(*parts), None, None, None
 
 
-class _DynamicWeights(torch.autograd.Function):
-    """Computes both streams in one tensor: as the tensors are small, the number of operations decides the time."""
+class DynamicWeights(torch.autograd.Function):
+    """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
+
+    Forward weights are normalized over t where `forward_mask` is 1, backward weights over (s, N_E) where
+    `backward_mask` is 1; both are 0 elsewhere. The masks broadcast to M; both are None or neither. Both streams are in
+    one tensor, because the tensors are small and the number of operations decides the time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float) -> Any:
+    def forward(
+        ctx: Any, m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, ...]:
         a = signed_parts(m)  # (2, B, s, N_E, t)
         results, inverses = [], []
         for mask, dims in ((forward_mask, (4,)), (backward_mask, (2, 3))):
@@ -570,24 +589,3 @@ class _DynamicWeights(torch.autograd.Function):
             backward_da *= backward_mask
         da += backward_da
         return _signed_gradient(da[0], m, da[1], -m), None, None, None
-
-
-def static_weights(m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float) -> tuple[Tensor, ...]:
-    """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
-
-    Forward: normalized over the valid tokens L, 0 at padding; valid_mask (B, L) or None. Backward: normalized in each
-    group of E, divided by the number of groups, not masked (the reference's rule).
-    """
-    mask = None if valid_mask is None else valid_mask[:, :, None].to(m.dtype)
-    return _StaticWeights.apply(m, mask, groups, epsilon)
-
-
-def dynamic_weights(
-    m: Tensor, forward_mask: Tensor | None, backward_mask: Tensor | None, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
-
-    Forward: normalized over t where `forward_mask` is 1; backward: over (s, N_E) where `backward_mask` is 1; both are 0
-    elsewhere. The masks broadcast to M and have its dtype; both are None or neither.
-    """
-    return _DynamicWeights.apply(m, forward_mask, backward_mask, epsilon)

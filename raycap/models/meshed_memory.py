@@ -36,15 +36,20 @@ from raycap.models.base import Features, Memory, valid_tokens
 from raycap.models.config import MeshedMemoryConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache
 from raycap.models.dropout import Dropout
-from raycap.models.encoder_decoder import DecoderLayer, EncoderDecoder, Layer, layer_list, layer_outputs, position_rows
 from raycap.models.layers import (
     CrossAttention,
+    DecoderLayer,
+    EncoderDecoder,
     FeedForward,
+    Layer,
     SelfAttention,
     attend,
+    layer_list,
+    layer_outputs,
     lm_head,
     merge_heads,
     padding_bias,
+    position_rows,
     sinusoids,
     split_heads,
     token_embedding,

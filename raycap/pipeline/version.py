@@ -1,4 +1,4 @@
-"""What runs: the versions of raycap and of what it stands on, the commit, and the device.
+"""The versions of raycap and its main packages, the commit, and the device.
 
 The commit is that of git in a checkout, and of a file in a package for a cluster. No other package is imported.
 """

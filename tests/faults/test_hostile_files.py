@@ -30,18 +30,12 @@ from raycap.jobs.named_files import open_bundle
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.caption_files import read_predictions, read_references
-from raycap.pipeline.data.image_locations import read_image_file
 from raycap.pipeline.data.image_sources import MAX_PIXELS
-from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.constraints import (
-    choose_constraints,
-    read_constraints,
-    read_detections,
-    read_hierarchy,
-)
+from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.storage.lease import LeaseRecord, take_lease
@@ -64,11 +58,6 @@ ROWS = [
     {"image": "1.png", "id": 1, "captions": ["a cat", "cats"], "split": "train"},
     {"image": "2.png", "id": 2, "captions": ["a dog"], "split": "val"},
 ]
-BOXES = {
-    "categories": [{"id": 4, "name": "dog"}, {"id": 5, "name": "animal"}],
-    "annotations": [{"image_id": 1, "category_id": kind, "score": 0.5, "bbox": [0, 0, 4, 6.5]} for kind in (4, 5, 4)],
-}
-TREE = {"LabelName": "animal", "Subcategory": [{"LabelName": "dog"}, {"LabelName": "cat", "Subcategory": []}]}
 CONSTRAINTS = [{"image_id": 1, "constraints": ["horse", ["cart", "red wagon"]], "at_least": 1}]
 LEASE = LeaseRecord(token=3, nonce="a", holder="process 1 on host", until=0.0, seconds=0.01).model_dump()
 CSV = b'image,id,captions,split\n1.png,1,"[""a cat"", ""cats""]",train\n2.png,2,a dog,val\n'
@@ -174,11 +163,6 @@ def read_archive(path: Path) -> None:
         read_image_file(StoragePath(uri))
 
 
-def read_and_choose(path: Path) -> None:
-    for boxes in read_detections(path).values():
-        choose_constraints(boxes, {"animal": 1, "dog": 0})
-
-
 def use_bundle(path: Path) -> None:
     opened = open_bundle("--model", str(path.parent)).bundle
     service = CaptionService(opened, beam_size=2, max_length=5)
@@ -273,8 +257,6 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     "images.tar": of_bytes(tar(), read_archive),
     "references.json": of_document(COCO, read_references),
     "predictions.json": of_document([{"image_id": 1, "caption": "a cat"}], read_predictions),
-    "boxes.json": of_document(BOXES, read_and_choose),
-    "tree.json": of_document(TREE, read_hierarchy),
     "constraints.jsonl": of_document(CONSTRAINTS, read_constraints, as_lines),
     "glove.txt": of_bytes(GLOVE, lambda path: read_word_vectors(path, ["cat", "dog"], 2)),
     "image.png": of_picture("PNG"),

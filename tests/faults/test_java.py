@@ -6,9 +6,6 @@ What hangs or dies is in `make proof`.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -69,9 +66,9 @@ def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def meteor(deadline_s: float = DEADLINE_S) -> Score:
     """METEOR's score; checks that the other metrics have values and that the deadline held."""
     start = time.monotonic()
-    scores = score_captions(
-        REFERENCES, PREDICTIONS, metrics=["BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"], java_deadline_s=deadline_s
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(java_module, "METEOR_DEADLINE_S", (deadline_s, 0))
+        scores = score_captions(REFERENCES, PREDICTIONS, metrics=["BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"])
     assert time.monotonic() - start < deadline_s + SLACK_S
     for name in ("BLEU-4", "ROUGE-L", "CIDEr-D"):
         assert scores.by_name[name].value is not None and scores.by_name[name].unavailable is None
@@ -91,18 +88,6 @@ def test_a_working_stand_in_scores(java) -> None:
     java(WORKING)
     score = meteor(60)
     assert score.value == 0.25 and score.per_image == [0.25] * 20
-
-
-@pytest.mark.proof
-def test_hangs(java) -> None:
-    java("import time; time.sleep(1000)")
-    assert "no answer within the deadline" in (meteor().unavailable or "")
-
-
-@pytest.mark.proof
-def test_dies_in_the_middle(java) -> None:
-    java(WORKING.replace("for line in sys.stdin:", "for n, line in enumerate(sys.stdin):\n    if n == 3: sys.exit(1)"))
-    assert "ended early with exit code 1" in (meteor(10).unavailable or "")
 
 
 @pytest.mark.proof
@@ -137,7 +122,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spice(deadline_s: float = DEADLINE_S):
     start = time.monotonic()
-    scores = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"], java_deadline_s=deadline_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(java_module, "SPICE_DEADLINE_S", (deadline_s, 0))
+        scores = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"])
     assert time.monotonic() - start < deadline_s + SLACK_S
     return scores.by_name["SPICE"], scores.extras.get("spice_categories")
 
@@ -173,32 +160,3 @@ def test_spice_reads_scores_and_categories(java, models: None) -> None:
     assert categories == {
         "object": 0.5, "attribute": None, "relation": None, "color": 0.2, "count": None, "size": None
     }  # fmt: skip
-
-
-# The whole process ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("program", [None, "import time; time.sleep(1000)"])
-def test_the_process_of_raycap_score_ends(java, tmp_path: Path, program: str | None) -> None:
-    """Exit code 0; METEOR and SPICE are unavailable with a reason, all other scores are present."""
-    if program:
-        java(program)
-    references = {"images": [], "annotations": [{"image_id": n, "caption": REFERENCES[n][0]} for n in REFERENCES]}
-    (tmp_path / "refs.json").write_text(json.dumps(references))
-    results = [{"image_id": n, "caption": text} for n, text in PREDICTIONS.items()]
-    (tmp_path / "res.json").write_text(json.dumps(results))
-    script = (
-        "from pathlib import Path; from raycap.jobs.score import score; "
-        "score(Path('refs.json'), Path('res.json'), java_deadline_s=2)"
-    )
-    environment = os.environ | {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 2 + 2 + 8  # METEOR, SPICE at the most, and the imports
-    lines = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if line.startswith("  ")}
-    assert lines["METEOR"] == lines["SPICE"] == "unavailable:"
-    assert all(float(lines[name]) >= 0 for name in ("BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr-D"))

@@ -1,99 +1,42 @@
-"""Runs that lose a node, an actor or their driver, or whose worker is stopped, end with undisturbed scores.
+"""Runs and searches on nodes without a common disk that lose a node, a process or their driver, or get further nodes.
 
-All runs share one cluster of nodes without a common disk. Each has a storage of its own, so that it extracts features.
+Each run has a storage of its own, so that it extracts features.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
-from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from tests.conftest import ROOT, small_config
-from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
-from tests.support.s3_server import CREDENTIALS
+from raycap.pipeline.training.loop import NOTICE
+from tests.conftest import small_config
+from tests.support.ray_cluster import HEAD, OUTSIDE, Cluster, processes, wait_until, worker_cluster
 
-TIMEOUT_S = 500
-STOPPED_S = 30  # how long a worker is stopped
+SPOT_NODE = """
+import ray
+ray.init('{}', log_to_driver=False)
+print(*(node['NodeID'] for node in ray.nodes() if 'spot' in node['Resources']))
+"""
 pytestmark = pytest.mark.proof
 
 
-class World:
-    """A cluster with two workers, and the commands of its user."""
-
-    def __init__(self, cluster: Cluster, url: str) -> None:
-        self.cluster, self.url = cluster, url
-        self.log = cluster.folder / "command.txt"
-
-    def settings(self, name: str) -> dict[str, Any]:
-        """One stage, trained by two workers; shards are small, so that an extraction has a middle."""
-        values = small_config({"uri": f"s3://data/{name}", "endpoint_url": self.url})
-        values["stages"] = [values["stages"][0] | {"epochs": 30, "validate_every_epochs": 10}]
-        values["workers"] |= {"num_workers": 2, "dry_run": False}
-        values["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 4, "batch_size": 2}
-        values["evaluation"]["batch_size"] = 1
-        return values
-
-    def write(self, values: dict[str, Any]) -> str:
-        path = self.cluster.folder / "run.yaml"
-        path.write_text(yaml.safe_dump(values))
-        return str(path)
-
-    def start(self, command: str, config: str, node: str = HEAD, **variables: str) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "raycap", command, config, "--address", self.cluster.address]
-        return self.cluster.start(node, words, self.log, **variables)
-
-    def finish(self, program: subprocess.Popen[bytes]) -> str:
-        """The output of a command that must succeed."""
-        try:
-            code = program.wait(TIMEOUT_S)
-        finally:
-            if program.poll() is None:
-                self.cluster.kill(program)
-        assert code == 0, self.output[-6000:]
-        return self.output
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def wait_until(self, is_reached: Callable[[], object]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not is_reached():
-            assert time.monotonic() < deadline, self.output[-6000:]
-            time.sleep(0.05)
-
-    def processes(self, title: str) -> list[tuple[int, psutil.Process]]:
-        """(number of the node, process) of Ray's processes with this text in their title."""
-        found = []
-        for number, node in enumerate(self.cluster.nodes):
-            with suppress(psutil.Error):
-                for process in psutil.Process(node.pid).children(recursive=True):
-                    with suppress(psutil.Error):
-                        if title in " ".join(process.cmdline()):
-                            found.append((number, process))
-        return found
-
-    def manifests(self, name: str) -> int:
-        features = StoragePath(f"s3://data/{name}/features", StorageOptions(self.url))
-        return sum("/manifest/" in name for name in features.list())
-
-    def replace_node(self, number: int) -> None:
-        self.cluster.kill(self.cluster.nodes[number])
-        self.cluster.join_node(cpus=1)
+def settings(url: str, name: str, num_stages: int = 1) -> dict[str, Any]:
+    """Stages that two workers train; shards are small, so that an extraction has a middle."""
+    values = small_config({"uri": f"s3://data/{name}", "endpoint_url": url}, name=name)
+    values["stages"] = values["stages"][:num_stages]
+    values["stages"][0] |= {"epochs": 30, "validate_every_epochs": 10}
+    values["workers"] |= {"num_workers": 2, "dry_run": False}
+    values["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 4, "batch_size": 2}
+    values["evaluation"]["batch_size"] = 1
+    return values
 
 
 def scores(output: str) -> list[str]:
@@ -103,79 +46,159 @@ def scores(output: str) -> list[str]:
     return lines
 
 
-@pytest.fixture(scope="module")
-def world(s3: str) -> Iterator[World]:
-    with ray_cluster(cpus=0, variables=CREDENTIALS | {"PYTHONPATH": str(ROOT)}) as cluster:
-        for _ in range(2):
-            cluster.join_node(cpus=1)
-        yield World(cluster, s3)
+def run(cluster: Cluster, values: dict[str, Any], meanwhile: Callable[[Path], object] | None = None) -> str:
+    """The output of a run from the head."""
+    words = ["run", cluster.write("run.yaml", values), "--address", cluster.address]
+    return cluster.raycap(*words, meanwhile=meanwhile)
+
+
+def replace_node(cluster: Cluster, title: str) -> None:
+    """Kills the node with a process of this title; another node joins."""
+    (node, *_) = [node for node in cluster.nodes[1:] if node.poll() is None and processes(node, title)]
+    cluster.kill(node)
+    cluster.join_node()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world: World) -> list[str]:
-    return scores(world.finish(world.start("run", world.write(world.settings("undisturbed")))))
+def pair() -> Iterator[Cluster]:
+    with worker_cluster() as cluster:
+        yield cluster
 
 
-def run(world: World, name: str, disturb: Callable[[], None]) -> list[str]:
-    """The scores of a run during which `disturb` is called."""
-    program = world.start("run", world.write(world.settings(name)))
-    disturb()
-    return scores(world.finish(program))
+@pytest.fixture(scope="module")
+def undisturbed(pair: Cluster, s3: str) -> list[str]:
+    return scores(run(pair, settings(s3, "undisturbed")))
 
 
-def test_an_actor_is_killed_while_it_starts(world: World, undisturbed: list[str]) -> None:
-    def disturb() -> None:
-        for _ in range(2):  # its successor as well
-            world.wait_until(lambda: world.processes("ShardWriter"))
-            for _, process in world.processes("ShardWriter"):
-                process.kill()
-            world.wait_until(lambda: not world.processes("ShardWriter"))
-        assert not world.manifests("starting")
+def test_a_node_is_lost_in_extraction_and_another_in_evaluation(pair: Cluster, s3: str, undisturbed: list[str]) -> None:
+    features = StoragePath("s3://data/extraction/features", StorageOptions(s3))
 
-    assert run(world, "starting", disturb) == undisturbed
-    assert world.manifests("starting") == world.manifests("undisturbed")
+    def disturb(log: Path) -> None:
+        wait_until(log, lambda _: sum("/manifest/" in name for name in features.list()) > 1)
+        assert "images in" not in log.read_text(), "the extraction was over before"
+        replace_node(pair, "ShardWriter")
+        wait_until(log, lambda _: any(processes(node, "_caption_shard") for node in pair.nodes if node.poll() is None))
+        replace_node(pair, "_caption_shard")
 
-
-def test_a_node_is_lost_in_extraction(world: World, undisturbed: list[str]) -> None:
-    """The node of the actor, once the first shards are there."""
-
-    def disturb() -> None:
-        world.wait_until(lambda: world.manifests("extraction") > 1)
-        assert "images in" not in world.output, "the extraction was over before"
-        world.replace_node(world.processes("ShardWriter")[0][0])
-
-    assert run(world, "extraction", disturb) == undisturbed
-    assert world.manifests("extraction") == world.manifests("undisturbed")
+    assert scores(run(pair, settings(s3, "extraction"), disturb)) == undisturbed
 
 
-def test_a_node_is_lost_in_evaluation(world: World, undisturbed: list[str]) -> None:
-    def disturb() -> None:
-        world.wait_until(lambda: world.processes("_caption_shard"))
-        world.replace_node(world.processes("_caption_shard")[0][0])
-
-    assert run(world, "evaluation", disturb) == undisturbed
-
-
-def test_rank_0_is_stopped_for_a_while(world: World, undisturbed: list[str]) -> None:
-    def disturb() -> None:
-        world.wait_until(lambda: "xe_frozen  2/" in world.output)
-        # only rank 0 has a journal in its copy of the run
-        copies = f"disks/*/disk/cache/workers/{parse_config(world.settings('stopped')).working_path.name}"
-        journals = world.cluster.folder.glob(f"{copies}/**/{JOURNAL}/*.jsonl")
-        (number,) = {int(journal.relative_to(world.cluster.folder).parts[1]) for journal in journals}
-        (rank_0,) = [process for node, process in world.processes("RayTrainWorker") if node == number]
-        rank_0.send_signal(signal.SIGSTOP)
-        time.sleep(STOPPED_S)
-        rank_0.send_signal(signal.SIGCONT)
-
-    assert run(world, "stopped", disturb) == undisturbed
-
-
-def test_the_driver_is_killed_and_another_node_continues(world: World, undisturbed: list[str]) -> None:
-    config = world.write(world.settings("driver"))
-    program = world.start("run", config)
-    world.wait_until(lambda: "xe_frozen  2/" in world.output)
-    world.cluster.kill(program)
-    output = world.finish(world.start("run", config, node=str(len(world.cluster.nodes) - 1)))
+def test_the_driver_is_killed_and_another_node_continues(pair: Cluster, s3: str, undisturbed: list[str]) -> None:
+    words = ["run", pair.write("run.yaml", settings(s3, "driver")), "--address", pair.address]
+    log = pair.folder / "driver.txt"
+    program = pair.start(HEAD, [sys.executable, "-m", "raycap", *words], log)
+    wait_until(log, lambda text: "xe_frozen  2/" in text)
+    pair.kill(program)
+    output = pair.raycap(*words, node=str(len(pair.nodes) - 1))
     assert re.search(r"xe_frozen  continues from step [1-9]", output)
     assert scores(output) == undisturbed
+
+
+def test_a_run_survives_the_death_of_its_controller(pair: Cluster, s3: str, undisturbed: list[str]) -> None:
+    """Ray Train's controller is an actor that starts and watches the workers."""
+
+    def kill_the_controller(log: Path) -> None:
+        wait_until(log, lambda text: "xe_frozen  2/" in text)
+        (controller,) = processes(pair.nodes[0], "TrainController")
+        controller.kill()
+
+    output = run(pair, settings(s3, "controller"), kill_the_controller)
+    assert "Ray Train's controller died; training resumes" in output and scores(output) == undisturbed
+
+
+def test_a_search_survives_a_lost_node(pair: Cluster, s3: str) -> None:
+    """The lost node's trial resumes from its checkpoint, which is on S3, on the other node."""
+    pair.write("base.yaml", settings(s3, "search"))
+    search = {"name": "lost", "base": "base.yaml", "backbone": {"weights": "base"}, "algorithm": "grid"}
+    search |= {"trial": {"stages": ["xe_frozen"], "epochs": 20}, "space": {"model.dynamic_expansion": [1, 2]}}
+
+    def lose_a_node(log: Path) -> None:
+        wait_until(log, lambda text: all(f"trial {number}/2  epoch 2" in text for number in (1, 2)))
+        pair.kill(next(node for node in pair.nodes[1:] if node.poll() is None))
+        pair.join_node()
+
+    words = ["tune", pair.write("search.yaml", search), "--address", pair.address]
+    output = pair.raycap(*words, meanwhile=lose_a_node)
+    assert "lost its node; it resumes on another" in output and "resumes from epoch" in output
+    assert output.count("finished at epoch 20") == 2 and "failed" not in output
+
+
+def test_a_job_waits_for_nodes_that_come_later(s3: str) -> None:
+    with worker_cluster(0) as cluster:
+
+        def join_nodes(log: Path) -> None:
+            wait_until(log, lambda text: "waiting   " in text)
+            for _ in range(2):
+                cluster.join_node()
+
+        words = ["submit", "run", cluster.write("run.yaml", settings(s3, "later")), "--address", cluster.dashboard]
+        assert "succeeded" in cluster.raycap(*words, node=OUTSIDE, meanwhile=join_nodes)
+
+
+def drain_a_node(cluster: Cluster, log: Path) -> None:
+    """Ray learns that a node will be taken in 20 s, as from a provider of spot nodes, and the node is then killed."""
+    cluster.join_node()  # the replacement
+    node_id = printed(cluster, sys.executable, "-c", SPOT_NODE.format(cluster.address)).split()[-1]
+    drain = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--deadline-remaining-seconds", "20"]
+    drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+    printed(cluster, sys.executable, "-m", "ray.scripts.scripts", *drain)
+    wait_until(log, lambda text: "continues from step" in text)
+    cluster.kill(cluster.nodes[2])
+
+
+def terminate_a_worker(cluster: Cluster, log: Path) -> None:
+    """A worker's process gets SIGTERM, and is killed after the notice."""
+    (worker,) = processes(cluster.nodes[2], "RayTrainWorker")
+    worker.send_signal(signal.SIGTERM)
+    wait_until(log, lambda text: NOTICE in text)
+    worker.kill()
+
+
+def printed(cluster: Cluster, *command: str) -> str:
+    """What a program prints that runs on the head and must succeed."""
+    log = cluster.folder / "printed.txt"
+    assert cluster.start(HEAD, command, log).wait(300) == 0, log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.parametrize("fault", [drain_a_node, terminate_a_worker])
+def test_a_notice_saves_the_next_step(s3: str, fault: Callable[[Cluster, Path], None]) -> None:
+    """The run resumes from the checkpoint of the notice, which is its only one."""
+    with worker_cluster(1) as cluster:
+        cluster.join_node(options=['--resources={"spot": 1}'])
+        values = settings(s3, fault.__name__.replace("_", "-"))
+        values["stages"][0] |= {"epochs": 150, "validate_every_epochs": 150, "checkpoint_every_steps": 10**6}
+
+        def cause(log: Path) -> None:
+            wait_until(log, lambda text: "xe_frozen  20/" in text)
+            fault(cluster, log)
+
+        output = run(cluster, values, cause)
+        (resumed,) = map(int, re.findall(r"xe_frozen  continues from step (\d+)", output))
+        last = int(re.findall(r"xe_frozen  (\d+)/", output[: output.index(NOTICE)])[-1])
+        assert last <= resumed <= last + 2, "the step after the notice"
+        assert ("failure 1 within an hour" in output) == (fault is terminate_a_worker), "a drained node is no failure"
+        assert scores(output)
+
+
+def test_a_run_continues_with_fewer_workers_and_then_with_more(s3: str) -> None:
+    """Four workers, two after a loss, and four again, on batches of 10 samples."""
+    with worker_cluster(4) as cluster:
+        values = settings(s3, "elastic", num_stages=2)
+        values["workers"] |= {"num_workers": 4, "min_workers": 2, "log_every_steps": 20}
+        values["stages"] = [stage | {"batch_size": 10} for stage in values["stages"]]
+        # Ray Train looks for new nodes every 60 s, so the stage must take minutes
+        values["stages"][0] |= {"epochs": 1000, "validate_every_epochs": 250, "checkpoint_every_steps": 50}
+
+        def cause(log: Path) -> None:
+            wait_until(log, lambda text: "xe_frozen  60/" in text)
+            for node in cluster.nodes[3:]:
+                cluster.kill(node)
+            wait_until(log, lambda text: "with 2 workers" in text)
+            for _ in range(2):
+                cluster.join_node()
+            wait_until(log, lambda text: text.count("with 4 workers") > 1)
+
+        output = run(cluster, values, cause)
+        assert "2 to 4 workers x 2 to 5" in output and scores(output)
+        assert re.findall(r"xe_frozen .* with (\d) workers", output)[:3] == ["4", "2", "4"]

@@ -26,8 +26,7 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT
 from tests.support.champion_check import decisions, errors_of
-from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
-from tests.support.s3_server import CREDENTIALS
+from tests.support.ray_cluster import HEAD, Cluster, worker_cluster
 
 LEASE_S = 6
 TIMEOUT_S = 900
@@ -135,9 +134,7 @@ def scenes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scenes]:
         return
     with ExitStack() as stack:
         url = request.getfixturevalue("s3")
-        cluster = stack.enter_context(ray_cluster(cpus=0, variables=CREDENTIALS | {"PYTHONPATH": str(ROOT)}))
-        for _ in range(2):
-            cluster.join_node(cpus=1)
+        cluster = stack.enter_context(worker_cluster())
         yield Scenes(tmp_path, StoragePath("s3://data/retrain", StorageOptions(url)), Nodes(cluster))
 
 

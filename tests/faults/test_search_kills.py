@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.runs import output_of, start_raycap
@@ -65,25 +64,3 @@ def test_a_search_killed_at_random_runs_all_its_trials(tmp_path: Path) -> None:
     assert all(after[name] == record for name, record in before.items()), "an ended trial was run again"
     assert len({str(record["point"]) for record in after.values()}) == NUM_TRIALS
     assert sum(record["attempts"] > 1 for record in after.values()) > 0
-
-
-@pytest.mark.proof
-@pytest.mark.ray
-def test_a_trial_whose_process_is_killed_is_recorded(tmp_path: Path) -> None:
-    process = start_raycap("tune", str(search(tmp_path)))
-    deadline = time.monotonic() + 200
-    victim = None
-    while victim is None:
-        assert process.poll() is None and time.monotonic() < deadline, output_of(process)
-        time.sleep(0.1)
-        if len(ended(tmp_path)) >= 2:
-            below = psutil.Process(process.pid).children(recursive=True)
-            names = [(each, " ".join(each.cmdline())) for each in below if each.is_running()]
-            victim = next((each for each, name in names if "train_trial" in name or "ImplicitFunc" in name), None)
-    victim.kill()
-    output = output_of(process)
-    assert process.returncode == 0, output
-    states = [record["state"] for record in records_of(tmp_path).values()]
-    assert states.count("failed") == 1 and states.count("finished") == NUM_TRIALS - 1
-    (failed,) = [record for record in records_of(tmp_path).values() if record["state"] == "failed"]
-    assert "its process died" in failed["reason"] and "1 of 12 trials failed" in output

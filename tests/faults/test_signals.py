@@ -26,9 +26,8 @@ from raycap.pipeline.runtime.stopping import STOPPED
 from raycap.pipeline.training.loop import STOPPING
 from tests.conftest import ROOT, small_config
 from tests.support.bundles import make_bundle
-from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
+from tests.support.ray_cluster import HEAD, OUTSIDE, Cluster, wait_until, worker_cluster
 from tests.support.runs import STAGES, assert_same_weights, weights_of_stages, write_config
-from tests.support.s3_server import CREDENTIALS
 from tests.support.searches import write_search
 
 TIMEOUT_S = 400
@@ -195,23 +194,6 @@ def test_each_command_stops_and_continues(tmp_path: Path, name: str, number: sig
     finish(tmp_path, *words)
 
 
-def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
-    config = run_config(tmp_path)
-    command = Command(tmp_path, "run", str(config))
-
-    def twice(process: int, number: int) -> None:
-        os.kill(process, number)
-        time.sleep(1.2)
-        with suppress(ProcessLookupError):
-            os.kill(process, number)
-
-    try:
-        command.wait_for("xe_frozen  4/")
-        command.stop(signal.SIGTERM, twice, agents_s=120)
-    finally:
-        command.close()
-
-
 @pytest.mark.parametrize("how", ["job stop", "SIGTERM"])
 def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
     """Two workers on nodes without a common disk; the storage is on S3; stopped as a job, and by a signal."""
@@ -219,12 +201,10 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
     values["workers"]["num_workers"] = 2
     values["stages"] = [values["stages"][1] | {"checkpoint_every_steps": 10**6}]
     values["stages"][0] |= {"epochs": 100, "validate_every_epochs": 50}
-    with ray_cluster(cpus=0, variables=CREDENTIALS | {"PYTHONPATH": str(ROOT)}) as cluster:
-        for _ in range(2):
-            cluster.join_node(cpus=1)
-        (cluster.folder / "run.yaml").write_text(yaml.safe_dump(values))
+    with worker_cluster() as cluster:
+        cluster.write("run.yaml", values)
         program, log = start(cluster, how)
-        wait_until(log, r"xe_finetune  10/")
+        wait_until(log, lambda text: "xe_finetune  10/" in text)
         if how == "SIGTERM":
             (driver,) = [each for each in below(program) if "raycap" in each.cmdline()]
             driver.send_signal(signal.SIGTERM)
@@ -232,7 +212,7 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
         else:
             job = re.findall(r"job       (\S+):", log.read_text())[0]
             stop = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", job, "--address", cluster.dashboard]
-            assert cluster.start("laptop", stop, cluster.folder / "stop.txt").wait(TIMEOUT_S) == 0
+            assert cluster.start(OUTSIDE, stop, cluster.folder / "stop.txt").wait(TIMEOUT_S) == 0
             assert program.wait(90) == 1 and STOPPED in log.read_text(), log.read_text()[-3000:]
         assert STOPPING in log.read_text()
         last = int(re.findall(r"xe_finetune  (\d+)/", log.read_text())[-1])
@@ -245,30 +225,12 @@ def test_a_run_on_a_cluster_saves_before_it_ends(s3: str, how: str) -> None:
 def start(cluster: Cluster, how: str) -> tuple[subprocess.Popen[bytes], Path]:
     """The run as a program on the head, or submitted as a job."""
     log = cluster.folder / f"run-{len(cluster.programs)}.txt"
-    words = [
-        sys.executable,
-        "-u",
-        "-m",
-        "raycap",
-        "run",
-        str(cluster.folder / "run.yaml"),
-        "--address",
-        cluster.address,
-    ]
+    raycap, config = [sys.executable, "-u", "-m", "raycap"], str(cluster.folder / "run.yaml")
     if how == "SIGTERM":
-        return cluster.start(HEAD, words, log), log
-    words[4:4] = ["submit"]
-    words[-1] = cluster.dashboard
-    return cluster.start("laptop", words, log), log
+        return cluster.start(HEAD, [*raycap, "run", config, "--address", cluster.address], log), log
+    return cluster.start(OUTSIDE, [*raycap, "submit", "run", config, "--address", cluster.dashboard], log), log
 
 
 def below(program: subprocess.Popen[bytes]) -> list[psutil.Process]:
     process = psutil.Process(program.pid)
     return [process, *process.children(recursive=True)]
-
-
-def wait_until(log: Path, pattern: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not re.search(pattern, log.read_text()):
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.1)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ray.data
 
 import raycap.jobs.caption
 from raycap.jobs.caption import caption
 from raycap.jobs.cli import main
-from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import StalledError
-from raycap.pipeline.evaluation.captioning import ray_data
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
-from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.support.bundles import make_bundle, write_images
 
 
@@ -65,25 +59,3 @@ def test_a_cluster_that_captions_nothing_ends_the_command(
     assert ray.data.DataContext.get_current().execution_no_progress_timeout_s == -1, "Ray Data would end it first"
     assert main(words) == 0
     assert len(out.read_text().splitlines()) == 3
-
-
-def test_a_task_raises_a_failure_of_the_storage_and_records_a_missing_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = {"name": np.array([b"s3://data/1.png"])}
-    monkeypatch.setattr(StoragePath, "read_bytes", missing)
-    assert ray_data._decode(batch, ImageTransform(8))["reason"][0] == "cannot be read: no such object"
-    for method, error in ((refused, StorageError), (out_of_order, OutageError)):
-        monkeypatch.setattr(StoragePath, "read_bytes", method)
-        with pytest.raises(error):
-            ray_data._decode(batch, ImageTransform(8))
-
-
-def missing(path: StoragePath, max_bytes: int | None = None) -> bytes:
-    raise FileNotFoundError(errno.ENOENT, "no such object", path.uri)
-
-
-def refused(path: StoragePath, max_bytes: int | None = None) -> bytes:
-    raise StorageError(f"{path}: storage failed: 403")
-
-
-def out_of_order(path: StoragePath, max_bytes: int | None = None) -> bytes:
-    raise OutageError(f"{path}: storage failed for 600 s: 503")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raycap.models.base import Features, map_tensors
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import (
     ClustFormerConfig,
     ExpansionNetConfig,
@@ -23,7 +23,6 @@ from raycap.models.config import (
 )
 from raycap.models.decoding.graphed_search import GraphedSearch
 from raycap.models.decoding.search import beam_search
-from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.evaluation.captioning import search as captioning
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
@@ -194,8 +193,8 @@ def test_a_search_without_memory_takes_smaller_batches(tmp_path: Path, monkeypat
     """A limit on the memory that torch may take, so that the first batches do not fit."""
     folder, store = prepare_run(tmp_path)
     images = folder.dataset.split("train")
-    inputs = Images(images, open_store(store, folder.config.features), None, 10**6, 1)
-    model = build_model(folder.config.model, folder.sizes)
+    inputs = Images(images, open_store(store, folder.config.features), 10**6, 1)
+    model = build_model(folder.config.model, folder.metadata.sizes)
     sizes: list[int] = []
     original = captioning._caption_batch
 

@@ -1,12 +1,11 @@
-"""Damaged runs and stores: each damage is named, and stepped over or repaired where that is possible."""
+"""Damaged runs: each damage is named with a remedy, or repaired."""
 
 from __future__ import annotations
 
-import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +13,14 @@ import pytest
 import torch
 
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.folder import RunFolder, StageResult, stored_config
-from raycap.pipeline.runs.journal import read_journal
+from raycap.pipeline.runs.folder import RunFolder, stored_config
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.loop import StageJob, StageRun, stage_captioner, train_stages
-from raycap.pipeline.training.optimizer import make_optimizer
-from raycap.pipeline.training.stage_output import Progress, StageOutput
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
-from tests.support.damage import cut, empty, flip, flip_any, replace_by_garbage
+from tests.support.damage import cut, empty, replace_by_garbage
 from tests.support.runs import Killed, assert_same_weights, best_weights, prepare_run
 
 STAGE = "xe_frozen"
@@ -71,68 +65,29 @@ def copied(folder: RunFolder, root: Path) -> RunFolder:
     return replace(folder, path=Path(shutil.copytree(folder.path, root / "runs" / folder.run_id)))
 
 
-def newest(stage: Path, prefix: str) -> Path:
-    return max(stage.glob(f"{prefix}-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def train(folder: RunFolder, world: World) -> list[str]:
-    """Trains the stage to its end, and returns the texts that the driver prints."""
+def train(folder: RunFolder, world: World) -> None:
+    """Trains the stage to its end, which gives the weights of the undisturbed run."""
     train_stages(LocalContext("cpu"), StageJob(folder, (STAGE,), world.store))
     assert_same_weights(best_weights(folder.stage(STAGE)), world.weights)
-    return [entry["text"] for entry in read_journal(folder.journal) if "text" in entry]
 
 
 Damage = Callable[[Path], Any]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("step/state.pt", flip_any),
-        ("step/progress.json", empty),
-        ("step/digests.json", Path.unlink),
-        ("best/model.safetensors", cut),
-    ],
-)
-def test_a_damaged_checkpoint_is_stepped_over(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
-    folder = copied(world.folder, tmp_path)
-    stage, (prefix, file) = folder.stage(STAGE), name.split("/")
-    older, _ = sorted(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
-    path = newest(stage, prefix) / file
-    damage(path)
-    progress, (notice,) = resumed(folder)
-    assert progress.step == progress.best_step == older
-    assert notice.startswith(str(path)) and notice.endswith("; the stage resumes from an earlier state")
-
-
-def resumed(folder: RunFolder) -> tuple[Progress, list[str]]:
-    """The progress of the stage with which a worker begins, and the damages that it has found."""
-    output, section = StageOutput(folder, STAGE, writes=False), folder.config.stages[0]
-    captioner = stage_captioner(folder, section, torch.device("cpu"))
-    optimizer = make_optimizer(captioner, section.optimizer, section.lr)
-    return output.restore(output.newest_whole(captioner), captioner, optimizer), output.damages
-
-
-@pytest.mark.parametrize("num_damaged", [1, 2])
-def test_a_stage_with_damaged_checkpoints_ends_with_the_same_weights(
-    tmp_path: Path, world: World, num_damaged: int
+@pytest.mark.parametrize(("name", "damage"), [("state.pt", cut), ("progress.json", empty), ("state.pt", Path.unlink)])
+def test_the_remedy_of_a_damaged_checkpoint_gives_the_same_weights(
+    tmp_path: Path, world: World, name: str, damage: Damage
 ) -> None:
-    """From the older checkpoint, or from the beginning. Folders of others remain."""
     folder = copied(world.folder, tmp_path)
-    stage, others = folder.stage(STAGE), {"step-backup", "step-", "step-9x", "step-999"}
-    older, last = sorted(int(path.name.split("-")[1]) for path in stage.glob("step-*"))
-    for name in others:
-        (stage / name).write_text("a file") if name == "step-999" else (stage / name).mkdir()
-    for step in (last, older)[:num_damaged]:
-        cut(stage / f"step-{step}" / "state.pt")
-    texts = train(folder, world)
-    assert sum("resumes from an earlier state" in text for text in texts) == num_damaged
-    begin = "starts at step 0 of" if num_damaged == 2 else f"continues from step {older} of"
-    assert any(text.startswith(begin) for text in texts)
-    assert {path.name for path in stage.glob("step-*")} == others
+    checkpoint = max(folder.stage(STAGE).glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    damage(checkpoint / name)
+    with pytest.raises(DamagedError, match=f"{checkpoint} cannot be read: .*; remove {checkpoint}, and the same"):
+        train(folder, world)
+    shutil.rmtree(checkpoint)
+    train(folder, world)
 
 
-@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage])
+@pytest.mark.parametrize("damage", [cut, replace_by_garbage])
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "vocabulary.json", f"stages/{STAGE}/DONE.json"])
 def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World, name: str, damage: Damage) -> None:
     folder = copied(world.folder, tmp_path)
@@ -145,23 +100,7 @@ def test_a_damaged_document_is_named_with_a_remedy(tmp_path: Path, world: World,
         damage(path)
     with pytest.raises(DamagedError) as raised:
         _ = (stored_config(folder.path), folder.metadata, folder.vocabulary, folder.result(STAGE))
-    assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
-
-
-@pytest.mark.parametrize("damage", [cut, flip_any, Path.unlink])
-@pytest.mark.parametrize("part", ["best", "init"])
-def test_damaged_weights_are_named_with_a_remedy(tmp_path: Path, world: World, part: str, damage: Damage) -> None:
-    folder = copied(world.folder, tmp_path)
-    path = folder.path / "init" / "model.safetensors"
-    if part == "best":
-        path = newest(folder.stage(STAGE), "best") / "model.safetensors"
-        step = int(path.parent.name.split("-")[1])
-        result = StageResult(steps=step, best_step=step, best_score=1.0, kept=True, ended_early="")
-        write_json(folder.stage(STAGE) / "DONE.json", asdict(result))
-    damage(path)
-    with pytest.raises(DamagedError) as raised:
-        folder.delivered_weights("model")
-    assert str(raised.value).startswith(str(path)) and "restore it from a copy, or remove " in str(raised.value)
+    assert str(raised.value).startswith(str(path)) and "; re" in str(raised.value), "with a remedy"
 
 
 def flip_caption(path: Path) -> None:
@@ -171,7 +110,7 @@ def flip_caption(path: Path) -> None:
     path.write_bytes(data[: place + 1] + b"b" + data[place + 2 :])
 
 
-@pytest.mark.parametrize("damage", [empty, cut, replace_by_garbage, flip_caption])
+@pytest.mark.parametrize("damage", [cut, flip_caption])
 def test_damaged_data_are_written_again(world: World, damage: Damage, log_lines: list[str]) -> None:
     before, path = world.folder.dataset.table.to_pylist(), world.folder.path / "data.arrow"
     Path(shutil.copy(path, path.with_suffix(".new"))).replace(path)  # other tests have mapped the file
@@ -200,31 +139,3 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path, world: World) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(path.name for path in folder.stage(STAGE).iterdir()) == before
     train(folder, world)
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.proof)])
-def test_every_flipped_bit_is_found(tmp_path: Path, world: World, count: int) -> None:
-    """At first use: in a checkpoint, best weights and a shard."""
-    folder = copied(world.folder, tmp_path)
-    stage, data = folder.stage(STAGE), folder.dataset.split(*folder.config.data.train_splits)
-
-    def stage_damage() -> str:
-        return " ".join(resumed(folder)[1])
-
-    def store_damage() -> str:
-        return " ".join(FeatureStore(world.store).damaged(data.table["key"]).values())
-
-    (shard,) = world.store.path.glob("shards/*.npy")
-    checks: dict[Path, Callable[[], str]] = {
-        newest(stage, "step") / "state.pt": stage_damage,
-        newest(stage, "best") / "model.safetensors": stage_damage,
-        shard: store_damage,
-    }
-    assert not any(first_use() for first_use in checks.values())
-    rng = random.Random(0)
-    for number in range(count):
-        path = list(checks)[number % len(checks)]
-        whole = path.read_bytes()
-        flip(path, rng)
-        assert str(path) in checks[path]()
-        path.write_bytes(whole)

@@ -12,7 +12,7 @@ import raycap.pipeline.evaluation.evaluate
 from raycap.jobs.run import run
 from raycap.pipeline.evaluation.captioning.bundle import store_results
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runs.run_bundle import bundle_place, stored_confidences
+from raycap.pipeline.runs.results import bundle_place, stored_confidences
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.support.confidence import make_confidence

@@ -31,6 +31,12 @@ from tests.support.golden import import_expansionnet as imported
 from tests.unit.score_inputs.test_encoders import write_tiny_clip
 
 
+@pytest.fixture
+def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heat maps take most of the time of an evaluation."""
+    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", lambda images, *_, **__: list(images))
+
+
 def configuration(folder: Path) -> Path:
     """Writes a data set and a configuration."""
     write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
@@ -54,7 +60,7 @@ def scores(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.ray
 def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
+    tmp_path: Path, ray_session: None, log_lines: list[str], no_maps: None
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
@@ -79,7 +85,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 
 
 @pytest.mark.ray
-def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_session: None) -> None:
+def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_session: None, no_maps: None) -> None:
     """With several captions per image, and with the images themselves."""
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
@@ -114,7 +120,7 @@ def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
 
 @pytest.mark.ray
 def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_references(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], no_maps: None
 ) -> None:
     """The shipped data file with few images: every image once, in the form that COCO's server takes."""
     coco_file(tmp_path / "coco", "test2014", range(1, 6), captions=False)
@@ -135,7 +141,7 @@ def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_referen
 
 
 @pytest.mark.ray
-def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None) -> None:
+def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None, no_maps: None) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     settings = ["evaluation.num_results=3", "evaluation.beam_size=3"]
     published = [*settings, "evaluation.ranking=sum", "evaluation.collapse_repeats=true"]
@@ -202,7 +208,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
     keys = [f"{number:064d}" for number in range(len(features))]
     store = tmp_path / "store"
     write_shard(store, keys, features)
-    mark_complete(store, {}, len(keys))
+    mark_complete(storage_path(store), {}, len(keys))
     columns = [range(len(keys)), ["test"] * len(keys), keys, [["x"]] * len(keys), keys]
     part = Dataset(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
     config = load_config(configuration(tmp_path)).model_copy(

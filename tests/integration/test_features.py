@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
-from PIL import Image
 
-from raycap.jobs.cli import main
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.cluster import stalls
 from raycap.pipeline.config.sections import DataSection, FeatureSection
 from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
+from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.storage.s3 import StorageOptions
-from raycap.pipeline.storage.weights import save_weights
-from tests.conftest import small_config, write_karpathy
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions
+from raycap.pipeline.storage.weights import load_weights, save_weights
+from tests.conftest import write_karpathy
 from tests.support.damage import flip_any
-from tests.support.features import contains, gather
+from tests.support.features import gather
 from tests.support.logs import on_message
+
+SWIN = BackboneConfig(
+    "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
+)
+
+
+def make_extractor(folder: Path, **settings: Any) -> Extractor:
+    """An extractor with random weights, in float32."""
+    torch.manual_seed(0)
+    save_weights(Backbone(SWIN), folder / "backbone.safetensors")
+    values = {"compute_dtype": "float32", "stored_dtype": "float32", "rows_per_shard": 8} | settings
+    return Extractor(SWIN, folder / "backbone.safetensors", FeatureSection(**values), 10**6)
 
 
 def not_watched() -> AbstractContextManager[Callable[[], object]]:
@@ -50,14 +61,9 @@ def test_features_of_usable_images_and_reasons_for_others(
     (root / "images" / "5.png").write_bytes(b"not a picture")
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
     dataset, _ = take_snapshot(read_dataset(DataSection(root=str(root)), root), tmp_path / "manifest.parquet")
-    config = BackboneConfig(
-        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
-    )
-    torch.manual_seed(0)
-    backbone = Backbone(config).eval()
-    save_weights(backbone, tmp_path / "backbone.safetensors")
-    settings = FeatureSection(compute_dtype="float32", stored_dtype="float32", rows_per_shard=8)
-    extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
+    extractor = make_extractor(tmp_path)
+    backbone = Backbone(SWIN).eval()
+    load_weights(backbone, extractor.weights)
     lines: list[str] = []
     with on_message(lines.append):
         folder, unusable = extract(dataset, tmp_path / "features", extractor, not_watched)
@@ -86,102 +92,29 @@ def test_features_of_usable_images_and_reasons_for_others(
     (path, *_) = sorted((folder / "shards").path.glob("*.npy"))
     whole = path.read_bytes()
     flip_any(path)
-    with on_message(lines.append):
-        extract(dataset, tmp_path / "features", extractor, not_watched)
-    assert any(line.startswith(f"damaged   {path} ") for line in lines)
+    (damage,) = FeatureStore(folder).verify()
+    assert damage.startswith(f"{path} ")
+    with pytest.raises(DamagedError):
+        gather(FeatureStore(folder), [key for key in keys if key not in unusable])
+    extract(dataset, tmp_path / "features", extractor, not_watched)
     assert path.read_bytes() == whole and FeatureStore(folder).verify() == []
 
 
-def write_unusual_images(folder: Path) -> dict[str, str]:
-    """One file of each kind: {name: reason}, with an empty reason for files that can be converted."""
-    gray, color = Image.effect_noise((40, 30), 50), Image.effect_noise((40, 30), 50).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    color.convert("CMYK").save(folder / "cmyk.jpg")
-    color.quantize(16).save(folder / "palette.png")
-    color.convert("RGBA").save(folder / "alpha.png")
-    Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50).save(folder / "deep.png")
-    gray.save(folder / "gray.jpg")
-    color.rotate(90).save(folder / "turned.jpg", exif=exif)
-    color.save(folder / "whole.jpg")
-    (folder / "truncated.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:-200])
-    (folder / "empty.jpg").write_bytes(b"")
-    (folder / "text.jpg").write_text("no image")
-    Image.new("RGB", (200, 200)).save(folder / "large.png")
-    usable = dict.fromkeys(
-        ("cmyk.jpg", "palette.png", "alpha.png", "deep.png", "gray.jpg", "turned.jpg", "whole.jpg"), ""
-    )
-    unusable = {"truncated.jpg": "cannot be decoded", "empty.jpg": "empty file", "text.jpg": "not an image"}
-    return {**usable, **unusable, "large.png": "more than 20000", "missing.jpg": "cannot be read"}
-
-
 @pytest.mark.ray
-def test_a_folder_with_every_kind_of_unusual_image(tmp_path: Path, ray_session: None) -> None:
-    root = write_karpathy(tmp_path / "set", {"train": 196, "val": 2, "test": 2})
-    kinds = write_unusual_images(root / "images")
-    data = json.loads((root / "dataset.json").read_text())
-    sentences = [{"raw": "unusual"}]
-    for number, name in enumerate(kinds):
-        data["images"].append({"filename": f"images/{name}", "imgid": number, "split": "train", "sentences": sentences})
-    (root / "dataset.json").write_text(json.dumps(data))
-    config = small_config(tmp_path / "storage", data={"root": str(root), "min_count": 1, "max_pixels": 20000})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-
-    command = ["extract", str(tmp_path / "run.yaml"), "--verify"]
-    assert main([*command, "--set", "data.max_bad_fraction=0.02"]) == 1, "5 of 212 are more than 2 %"
-    assert main([*command, "--set", "data.max_bad_fraction=0.03"]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    reasons = {Path(row["uri"]).name: row["reason"] for row in listed}
-    unusable = {name: reason for name, reason in kinds.items() if reason}
-    assert reasons.keys() == unusable.keys()
-    assert all(reason in reasons[name] for name, reason in unusable.items()), reasons
-    store = FeatureStore(folder)
-    for path in (root / "images").iterdir():
-        key = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert contains(store, key) == (path.name not in unusable), path.name
-
-    # A larger limit accepts the large image; a repaired file leaves the list.
-    (root / "images" / "empty.jpg").write_bytes((root / "images" / "whole.jpg").read_bytes())
-    assert main([*command, "--set", "data.max_bad_fraction=0.03", "--set", "data.max_pixels=50000"]) == 0
-    listed = pq.read_table(folder / "quarantine.parquet").to_pylist()
-    assert {Path(row["uri"]).name for row in listed} == unusable.keys() - {"large.png", "empty.jpg"}
-
-
-@pytest.mark.proof
-@pytest.mark.ray
-def test_photographs_and_gray_ones_among_them(shared: Path, tmp_path: Path, ray_session: None) -> None:
-    """505 rows; gray files give what their RGB conversions give; nothing is computed twice."""
-    images = shared / "data" / "coco_subset" / "images"
-    gray = ["COCO_val2014_000000007888.jpg", "COCO_val2014_000000431848.jpg"]
-    config = small_config(tmp_path / "storage", data={"root": str(images.parent), "min_count": 1})
-    config["features"] = {"rows_per_shard": 256, "batch_size": 16, "max_images_for_tasks": 0}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
-    (folder,) = (tmp_path / "storage" / "features").iterdir()
-    assert len(FeatureStore(folder)) == 505
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert main(["extract", str(tmp_path / "run.yaml"), "--verify"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "nothing was written again"
-
-    converted = tmp_path / "converted"
-    converted.mkdir()
-    rows = []
-    for number, name in enumerate([*gray, gray[0], gray[1]]):
-        with Image.open(images / name) as image:
-            assert image.mode == "L"
-            image.convert("RGB").save(converted / f"{number}.png")
-        split = ("train", "train", "val", "test")[number]
-        rows.append({"image": f"{number}.png", "captions": ["gray"], "split": split})
-    (converted / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config["data"] |= {"root": str(converted), "annotations": "t.jsonl"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert main(["extract", str(tmp_path / "run.yaml")]) == 0
-    store = FeatureStore(folder)
-    keys = [hashlib.sha256((images / name).read_bytes()).hexdigest() for name in gray]
-    keys += [hashlib.sha256((converted / f"{number}.png").read_bytes()).hexdigest() for number in range(2)]
-    features = gather(store, keys)
-    assert features.std() > 0 and np.array_equal(features[:2], features[2:])
+def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image goes to the quarantine, because the images are not at fault."""
+    root = write_karpathy(tmp_path / "set", {"train": 10, "val": 1, "test": 1})
+    images, _ = take_snapshot(read_dataset(DataSection(root=str(root)), root), tmp_path / "manifest.parquet")
+    unreachable = StorageOptions("http://127.0.0.1:9", "us-east-1", retry_minutes=0)
+    uris = [f"s3://data/images/{key}" for key in images.column("key")]
+    table = images.table.set_column(images.table.schema.get_field_index("uri"), "uri", [uris])
+    extractor = replace(make_extractor(tmp_path, max_images_for_tasks=0), options=unreachable)
+    monkeypatch.setattr(stalls, "MAX_STORAGE_RETRIES", 0)
+    with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
+        extract(Dataset(table), tmp_path / "features", extractor, not_watched)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.ray
@@ -192,18 +125,13 @@ def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session:
     (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
     (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
     dataset = read_dataset(DataSection(root=str(root)), root)
-    config = BackboneConfig(
-        "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
-    )
-    torch.manual_seed(0)
-    save_weights(Backbone(config), tmp_path / "backbone.safetensors")
-    settings = FeatureSection(
-        compute_dtype="float32", stored_dtype="float32", rows_per_shard=8, max_images_for_tasks=most
-    )
-    extractor = Extractor(config, tmp_path / "backbone.safetensors", settings, 10**6)
+    extractor = make_extractor(tmp_path, max_images_for_tasks=most)
     expected = take_snapshot(dataset, tmp_path / "threads.parquet")[0]
     two_passes, _ = extract(expected, tmp_path / "two", extractor, not_watched)
-    hash_files = hashing_extraction(tmp_path / "one", extractor, not_watched)
+
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        return hashing_extraction(uris, tmp_path / "one", extractor, not_watched)
+
     found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet", hash_files=hash_files)
     assert found.table.equals(expected.table) and not unreadable
     assert pq.read_table(tmp_path / "manifest.parquet").equals(pq.read_table(tmp_path / "threads.parquet"))

@@ -14,12 +14,12 @@ from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.synthetic.scenes import write_dataset
 from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
-from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.reports.page import report_html
 from raycap.pipeline.evaluation.reports.report import compute_maps, report, score_table
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import storage_path

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from raycap.models.captioner import Captioner
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
-from raycap.pipeline.evaluation.captions import RankedCaption
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, open_folder
 from raycap.pipeline.runs.journal import read_journal
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module
@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.proof), 3])
 def test_interrupted_anywhere_the_weights_are_bit_identical(
     tmp_path: Path, undisturbed: RunFolder, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,9 +160,7 @@ def test_stages_follow_each_other(undisturbed: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("deliver", "scores", "model", "backbone"),
     [
-        ("last", (0.3, 0.6, 0.5, 0.55), "scst_finetune", "scst_finetune"),
         ("last", (0.3, 0.6, 0.5, 0.45), "scst_frozen", "xe_finetune"),  # keep_if_better drops the last stage
-        ("best", (0.3, 0.6, 0.5, 0.55), "xe_finetune", "xe_finetune"),
         ("best", (0.6, 0.3, 0.5, 0.55), "xe_frozen", "init"),
     ],
 )
@@ -171,6 +169,7 @@ def test_a_run_delivers_its_best_stage_or_its_last_one(
 ) -> None:
     folder, store = prepare_run(tmp_path, deliver=deliver)
     by_stage = dict(zip(STAGES, scores, strict=True))
+    monkeypatch.setattr("raycap.pipeline.training.loop.caption_images", lambda *_: {})
     monkeypatch.setattr(StageRun, "_score", lambda self, _: by_stage[self.stage.name])
     train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     text = describe_delivered(folder)
@@ -385,13 +384,9 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     that are exchanged in bfloat16.
     """
     cases = []
-    kinds = [
-        (name, gradient_accumulation_steps, "float64")
-        for name in ("xe_frozen", "xe_finetune")
-        for gradient_accumulation_steps in (1, 2)
-    ]
     for name, gradient_accumulation_steps, precision in (
-        *kinds,
+        ("xe_frozen", 2, "float64"),
+        ("xe_finetune", 1, "float64"),
         ("xe_frozen", 1, "float32"),
         ("xe_frozen", 1, "bfloat16 gradients"),
         ("xe_finetune", 1, "options float64"),

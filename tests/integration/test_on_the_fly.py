@@ -59,7 +59,14 @@ def weights(folder: RunFolder, stage: str) -> list[tuple[str, torch.Tensor]]:
     return list(best_weights(folder.stage(stage)).items())
 
 
-@pytest.mark.parametrize("features", [{}, {"views": 2}, {"compute_dtype": "bfloat16", "stored_dtype": "float32"}])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"views": 2},
+        pytest.param({}, marks=pytest.mark.proof),
+        pytest.param({"compute_dtype": "bfloat16", "stored_dtype": "float32"}, marks=pytest.mark.proof),
+    ],
+)
 def test_the_weights_are_bit_identical_also_after_a_kill(
     tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

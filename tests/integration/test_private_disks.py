@@ -2,7 +2,7 @@
 
 Every process asks for a GPU, which the nodes have by number only, so that the placement on GPUs is tested without any.
 The tests build on each other in this order, as one user's work does: features, a run, its evaluation, captions, a
-search, and retraining. `make proof` runs the long forms (tests/faults/test_private_disks.py).
+search, and retraining. tests/faults/test_lost_nodes.py has the faults.
 """
 
 from __future__ import annotations
@@ -10,23 +10,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from tests.conftest import ROOT, small_config
+from tests.conftest import small_config
 from tests.support.bundles import make_bundle, write_images
-from tests.support.ray_cluster import HEAD, Cluster, ray_cluster
-from tests.support.s3_server import CREDENTIALS
-
-OUTSIDE = "laptop"  # a machine outside the cluster, with a disk of its own
-TIMEOUT_S = 400
+from tests.support.ray_cluster import HEAD, OUTSIDE, Cluster, worker_cluster
 
 
 class World:
@@ -35,72 +28,47 @@ class World:
     def __init__(self, cluster: Cluster, url: str) -> None:
         self.cluster = cluster
         self.storage = StoragePath("s3://data/private", StorageOptions(url))
-        self.config = self.write("run.yaml", self.settings(url))
-        self.search = self.write_search("search", {"gpus": 1}, [1, 2])
-
-    @staticmethod
-    def settings(url: str) -> dict[str, Any]:
         settings = small_config({"uri": "s3://data/private", "endpoint_url": url})
         settings["stages"] = settings["stages"][:2]  # one with frozen features, one end to end
-        settings["workers"]["num_workers"] = 2
-        settings["workers"]["gpus_per_worker"] = 1
+        settings["workers"] |= {"num_workers": 2, "gpus_per_worker": 1}
         settings["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 16, "gpus_per_actor": 1}
-        return settings
+        self.config = cluster.write("run.yaml", settings)
 
-    def write_search(self, name: str, resources: dict[str, int], choices: list[int]) -> Path:
+    def write_search(self, name: str, resources: dict[str, int], choices: list[int]) -> str:
         """A search with a trial per choice."""
         search = {"base": "run.yaml", "backbone": {"weights": "base"}, "trial": {"stages": ["xe_frozen"]}}
         search |= {"resources": resources, "space": {"model.dynamic_expansion": choices}}
-        return self.write(f"{name}.yaml", search | {"name": name, "algorithm": "grid"})
-
-    def write(self, name: str, values: dict[str, Any]) -> Path:
-        path = self.cluster.folder / name
-        path.write_text(yaml.safe_dump(values))
-        return path
-
-    def raycap(self, *words: str, node: str = HEAD, exit_code: int = 0) -> str:
-        """The output of a raycap command, which runs on a node's disk and must end with `exit_code`."""
-        log = self.cluster.folder / "command.txt"
-        program = self.cluster.start(node, [sys.executable, "-m", "raycap", *words], log)
-        try:
-            code = program.wait(TIMEOUT_S)
-        finally:
-            if program.poll() is None:
-                self.cluster.kill(program)
-        assert code == exit_code, log.read_text()[-4000:]
-        return log.read_text()
+        return self.cluster.write(f"{name}.yaml", search | {"name": name, "algorithm": "grid"})
 
     def joined(self, command: str, *words: str) -> str:
         """A command whose driver runs on the head."""
-        return self.raycap(command, *words, "--address", self.cluster.address)
+        return self.cluster.raycap(command, *words, "--address", self.cluster.address)
 
     def submitted(self, command: str, *words: str) -> str:
         """A command that is submitted as a job from a machine outside the cluster."""
-        return self.raycap("submit", command, *words, "--address", self.cluster.dashboard, node=OUTSIDE)
+        return self.cluster.raycap("submit", command, *words, "--address", self.cluster.dashboard, node=OUTSIDE)
 
 
 @pytest.fixture(scope="module")
 def world(s3: str) -> Iterator[World]:
-    variables = CREDENTIALS | {
-        "PYTHONPATH": str(ROOT),  # the checkout under test need not be the installed one
+    variables = {
         "RAYCAP_DEVICE": "cpu",  # the nodes' GPUs exist by number only
         "AWS_ENDPOINT_URL_S3": s3,  # `raycap caption` has no configuration that could name the server
     }
-    with ray_cluster(cpus=0, variables=variables) as cluster:
-        for _ in range(2):
-            cluster.join_node(cpus=1, options=["--num-gpus=1"])
+    with worker_cluster(options=["--num-gpus=1"], **variables) as cluster:
         yield World(cluster, s3)
 
 
+@pytest.mark.proof
 def test_doctor(world: World) -> None:
     """A job on the cluster asks the nodes, one of which cannot make its cache; then all answer the joined driver."""
     cache = world.cluster.folder / "disks" / "1" / "disk" / "cache"
     cache.touch()
-    arguments = ("doctor", str(world.config), "--address")
-    output = world.raycap(*arguments, world.cluster.dashboard, node=OUTSIDE, exit_code=1)
+    words = ("doctor", world.config, "--address", world.cluster.dashboard)
+    output = world.cluster.raycap(*words, node=OUTSIDE, exit_code=1)
     assert re.search(r"fail  node cache .*cannot be written", output)
     cache.unlink()
-    output = world.raycap(*arguments, world.cluster.address)
+    output = world.joined("doctor", world.config)
     assert re.search(r"ok    nodes +nodes: 2 x \(1 CPU \+ 1 GPU\)", output)
     assert "training asks for 2 x (1 CPU + 1 GPU), and live nodes have it" in output
     for name in ("node versions", "node storage", "tracker"):
@@ -109,26 +77,23 @@ def test_doctor(world: World) -> None:
 
 
 def test_extract(world: World) -> None:
-    assert "job" in (output := world.submitted("extract", str(world.config))) and "succeeded" in output
+    assert "job" in (output := world.submitted("extract", world.config)) and "succeeded" in output
     (store,) = {name.split("/")[0] for name in (world.storage / "features").list()}
     assert f"{store}: 60 images" in output
 
 
 def test_run(world: World) -> None:
-    output = world.joined("run", str(world.config))
+    output = world.joined("run", world.config)
     assert "52 of 52 images there, 0 to compute" in output, "the extraction before has the run's features"
     assert "registration" in output and "finished in" in output
     (run,) = {name.split("/")[0] for name in (world.storage / "runs").list()}
     for name in ("scores.json", "report.html", "COMPLETE.json"):
         assert (world.storage / "runs" / run / name).exists()
     assert (world.storage / "models" / "demo" / run / "model.safetensors").exists()
-    assert "nothing to do" in world.submitted("run", str(world.config))
 
 
 def test_evaluate(world: World) -> None:
-    output = world.joined("evaluate", str(world.config), "--split", "test")
-    assert "CIDEr-D" in output
-    assert "CIDEr-D" in world.submitted("evaluate", str(world.config), "--split", "val")
+    assert "CIDEr-D" in world.joined("evaluate", world.config, "--split", "test")
 
 
 def test_caption(world: World, tmp_path: Path) -> None:
@@ -144,6 +109,7 @@ def test_caption(world: World, tmp_path: Path) -> None:
     assert len(rows) == 60 and all(row["caption"] for row in rows)
 
 
+@pytest.mark.proof
 def test_a_submitted_caption_reads_and_writes_s3(world: World, tmp_path: Path) -> None:
     """Images, model and output are on S3; the machine that submits has none of them."""
     names, bundle = write_images(tmp_path / "images", 10), make_bundle(tmp_path / "bundle")
@@ -158,19 +124,21 @@ def test_a_submitted_caption_reads_and_writes_s3(world: World, tmp_path: Path) -
 
 
 def test_tune(world: World) -> None:
-    output = world.submitted("tune", str(world.search))
+    search = world.write_search("search", {"gpus": 1}, [1, 2])
+    output = world.submitted("tune", search)
     assert re.search(r"N_E 1\s+finished", output) and re.search(r"N_E 2\s+finished", output)
     (lease,) = [name for name in (world.storage / "searches").list() if "lease" in name]
     assert "/" not in lease, "a push of the search's folder must not replace its lease"
     shutil.rmtree(world.cluster.folder / "disks" / HEAD / "disk" / "cache")  # as on a new machine
-    again = world.joined("tune", str(world.search))
+    again = world.joined("tune", search)
     assert "continues with 2 trials done and 0 unfinished" in again, "the search is in the storage"
 
 
+@pytest.mark.proof
 def test_a_trial_on_two_workers(world: World) -> None:
     """Its process runs Ray Train, whose workers are on both nodes, and reads their journal from the storage."""
     search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
-    output = world.joined("tune", str(search))
+    output = world.joined("tune", search)
     assert "2 x 1 CPU, 1 GPU each" in output and re.search(r"N_E 1\s+finished", output)
     names = (world.storage / "searches").list()
     (name,) = {name.split("/")[0] for name in names if name.startswith("workers-") and "/" in name}
@@ -180,5 +148,5 @@ def test_a_trial_on_two_workers(world: World) -> None:
 
 
 def test_retrain(world: World) -> None:
-    assert "decision  first" in world.joined("retrain", str(world.config))
-    assert "the champion stays" in world.submitted("retrain", str(world.config))
+    assert "decision  first" in world.joined("retrain", world.config)
+    assert "the champion stays" in world.submitted("retrain", world.config)

@@ -1,23 +1,28 @@
-"""Command lines that cannot be meant: exit code 2, one line, no traceback, and nothing is left behind."""
+"""Command lines that cannot be meant: exit code 2, one line, and nothing is left behind."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import ROOT, small_config
+from raycap.jobs.cli import main
+from tests.conftest import small_config, write_karpathy
+from tests.support.runs import write_config
 from tests.support.searches import G, write_search
+
+GROUPS = f"space={{{G}: {{generate: {{groups: [1000000000], smallest: 1, largest: 2}}}}}}"
 
 
 @pytest.mark.parametrize(
     ("words", "found"),
     [
+        (["run", "nothing.yaml"], "nothing.yaml"),
+        (["run", "run.yaml", "--set", "model.d_modle=64"], "unknown key model.d_modle"),
         (["run", "run.yaml", "--set", "model.static_expansion=[1000000000000]"], "input should be less than"),
+        (["run", "run.yaml", "--set", "workers.num_workers=9"], "9 workers"),
+        (["run", "run.yaml", "--set", "backbone.name=resnet50"], "backbone.num_heads does not apply to resnet50"),
         (["run", "run.yaml", "--set", "data.test_splits=[tset]"], "data.test_splits (tset): no image"),
         (["run", "run.yaml", "--address", "nonsense"], "nonsense (or RAY_ADDRESS) is no address of a Ray cluster"),
         (["extract", "run.yaml", "--set", "backbone.weights=/nowhere"], "backbone.weights: /nowhere does not exist"),
@@ -26,25 +31,36 @@ from tests.support.searches import G, write_search
         (["evaluate", "run.yaml", "--stage", "nothing"], "--stage nothing: the configuration has the stages"),
         (["check", "run.yaml", "--set", "data.val_split=dev"], "data.val_split: no image"),
         (["retrain", "run.yaml", "--set", "init_from=/nowhere"], "init_from: /nowhere is not a model bundle"),
-        (["tune", "search.yaml", "--set", 
-          f"space={{{G}: {{generate: {{groups: [1000000000], smallest: 1, largest: 2}}}}}}"], "groups.0 = 1000000000"),
+        (["tune", "search.yaml", "--set", GROUPS], "groups.0 = 1000000000"),
         (["tune", "search.yaml", "--set", "backbone.weights=/nowhere"], "backbone.weights: /nowhere is no file"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
-)  # fmt: skip
-def test_a_command_that_cannot_be_meant_leaves_nothing_behind(tmp_path: Path, words: list[str], found: str) -> None:
+)
+def test_a_command_that_cannot_be_meant_leaves_nothing_behind(
+    tmp_path: Path, words: list[str], found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
     write_search(tmp_path)
+    monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    result = subprocess.run(
-        [sys.executable, "-m", "raycap", *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith("raycap: ") and result.stderr.count("\n") == 1 and found in result.stderr
-    assert not result.stdout and sorted(tmp_path.rglob("*")) == before
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("raycap: ") and printed.err.count("\n") == 1 and found in printed.err
+    assert not printed.out and sorted(tmp_path.rglob("*")) == before
+
+
+def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 8, "val": 2, "test": 2})
+    data = small_config(tmp_path / "storage", data={"root": str(root), "train_splits": ["train"], "min_count": 1})
+
+    def refused(**changes: object) -> str:
+        config = write_config(tmp_path / "run.yaml", data | {"data": data["data"] | changes})
+        assert main(["run", str(config)]) == 2
+        return capsys.readouterr().err
+
+    assert "nowhere" in refused(root=str(tmp_path / "nowhere")) and "other.json" in refused(annotations="other.json")
+    assert "vocabulary is empty" in refused(min_count=100_000)
+    for path in list((root / "images").iterdir())[:4]:
+        path.unlink()
+    assert "4 of 12 images cannot be read" in refused()
+    assert not (tmp_path / "storage" / "runs").exists()

@@ -17,7 +17,7 @@ from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, load_bu
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.batches import Batches, CaptionTokens
@@ -44,7 +44,7 @@ def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, syste
     bundle = load_bundle(path)
     assert bundle.captioner.backbone is None and bundle.transform is None
     part = folder.dataset.split("test")
-    images = Images(part, FeatureStore(store), None, 10**6, 1)
+    images = Images(part, FeatureStore(store), 10**6, 1)
     captions = caption_images(
         bundle.captioner, images, bundle.vocabulary, folder.config.evaluation, LocalContext("cpu")
     )
@@ -86,7 +86,7 @@ def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[st
 def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY)
     train = folder.dataset.split("train")
-    images = Images(train, FeatureStore(store), None, 10**6, 1)
+    images = Images(train, FeatureStore(store), 10**6, 1)
     batches = Batches(
         images,
         CaptionTokens(folder.tokens(), train.rows, folder.vocabulary.pad),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raycap.jobs.cli import main
-from tests.conftest import start_ray, stop_ray
 from tests.support.retrain_world import World
 from tests.support.s3_server import reads
 
@@ -24,21 +22,12 @@ class Small(World):
         return settings | {"stages": settings["stages"][:2], "workers": workers}
 
 
-@pytest.fixture
-def own_ray() -> Iterator[None]:
-    """A Ray whose workers have the credentials of S3; those of the session's Ray may lack them."""
-    stop_ray()
-    yield
-    stop_ray()
-    start_ray()
-
-
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_retraining_lists_the_data_once_and_reads_each_new_image_once(
-    tmp_path: Path, s3: str, own_ray: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: str, ray_session: None
 ) -> None:
     """Images are read to check, extract, train and compare them, and to show them on both pages."""
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
     world = Small(tmp_path, s3)
     prefix = world.data.uri.removeprefix("s3://data/")
 

@@ -13,7 +13,7 @@ from raycap.jobs.run import run
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.run_bundle import bundle_place
+from raycap.pipeline.runs.results import bundle_place
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
@@ -25,6 +25,7 @@ SYSTEMS: list[dict[str, Any]] = [
     MESHED_MEMORY,
     {"name": "clustformer"},
 ]
+QUICK = [(0, "never"), (2, "always")]  # `make proof` tests the others
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("store", ["always", "never"])
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system["name"])
+@pytest.mark.parametrize(
+    ("system", "store"),
+    [
+        pytest.param(system, store, marks=[pytest.mark.proof] * ((number, store) not in QUICK))
+        for number, system in enumerate(SYSTEMS)
+        for store in ("always", "never")
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else value,
+)
 def test_a_run_and_its_bundle_have_equal_scores(
     tmp_path: Path, ray_session: None, system: dict[str, Any], store: str
 ) -> None:

@@ -33,6 +33,7 @@ def runs_of(storage: Path) -> dict[int, Path]:
     return {yaml.safe_load((folder / "config.yaml").read_text())["seed"]: folder for folder in folders}
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_each_seed_has_a_run_and_complete_ones_are_skipped(
     tmp_path: Path, ray_session: None, capfd: pytest.CaptureFixture[str]
@@ -67,12 +68,13 @@ def test_each_seed_has_a_run_and_complete_ones_are_skipped(
 
 
 def test_training_after_another_run_in_the_same_process_gives_the_same_weights(tmp_path: Path) -> None:
-    """All four stages of seed 1, before and after seed 0 was trained in this process, without Ray."""
+    """Two stages of seed 1, before and after seed 0 was trained in this process, without Ray."""
+    stages = STAGES[:2]
 
     def train(name: str, seed: int) -> dict[str, torch.Tensor]:
         folder, store = prepare_run(tmp_path / name, seed=seed)
-        train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
-        return {f"{stage}/{key}": value for stage in STAGES for key, value in best_weights(folder.stage(stage)).items()}
+        train_stages(LocalContext("cpu"), StageJob(folder, stages, store))
+        return {f"{stage}/{key}": value for stage in stages for key, value in best_weights(folder.stage(stage)).items()}
 
     before, other, after = train("a", 1), train("b", 0), train("b", 1)
     assert_same_weights(after, before)

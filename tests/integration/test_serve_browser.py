@@ -102,6 +102,7 @@ def test_every_model_captions_a_sample_and_words_show_heat_maps(opened: Opened) 
     assert all(url.startswith((opened.url, "blob:")) for url in page.requests), "nothing from elsewhere"
 
 
+@pytest.mark.proof
 def test_an_error_is_shown_and_a_script_from_elsewhere_is_not_run(opened: Opened) -> None:
     page = opened.page
     page.visit(opened.url)
@@ -116,6 +117,7 @@ def test_an_error_is_shown_and_a_script_from_elsewhere_is_not_run(opened: Opened
     page.problems.clear()
 
 
+@pytest.mark.proof
 def test_the_page_asks_for_the_token(opened: Opened) -> None:
     page = opened.page
     models = {"main": LocalCaptioners(host_of(opened.bundles[0]))}

@@ -214,6 +214,7 @@ def test_limits_hold_through_the_proxy(served: Served, tmp_path: Path) -> None:
     assert statuses == {200, 429}
 
 
+@pytest.mark.proof
 def test_the_command_listens_on_the_loopback_and_ends_with_ctrl_c(served: Served, tmp_path: Path) -> None:
     left_out = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAYCAP_SERVE_TOKEN")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}

@@ -7,12 +7,8 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ import pytest
 from raycap.pipeline.data.image_sources import NOT_READABLE
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from raycap.pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel
@@ -47,9 +43,9 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     """A model of a run that has not trained yet, registered in a database of its own."""
     folder, _ = prepare_run(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
     bundle = bundle_run(folder)
-    sync(folder, folder.config, tracking_client(folder.config))
-    assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
-    assert register_model(folder, folder.config, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
+    sync(folder, tracking_client(folder.config))
+    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
+    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
     images = [Path(uri) for uri in folder.dataset.column("uri")[:2]]
     roots = [str(images[0].parent), "s3://data/photos"]
     model = PyfuncModel(CaptionService(load_bundle(bundle), beam_size=2, max_length=12), roots)
@@ -169,7 +165,7 @@ def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch:
     with pytest.raises(ValueError, match="row 0: image is larger than 33554432 bytes"):
         registered.model.predict({"image": [bytes(2**25 + 1)]})
     size = registered.images[0].stat().st_size
-    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.image_locations.MAX_BYTES"):
+    for limit in ("tracking.pyfunc.MAX_IMAGE_BYTES", "data.images.MAX_BYTES"):
         monkeypatch.setattr(f"raycap.pipeline.{limit}", size - 1)
     data = registered.images[0].read_bytes()
     for image in (data, base64.b64encode(data + bytes(4)).decode()):
@@ -226,68 +222,3 @@ def test_images_on_s3_are_read_below_the_roots_only(
     for uri in ("s3://data/private/a.png", "s3://data/photos/missing.png", "s3://data/photos/../private/a.png"):
         with pytest.raises(ValueError, match=NOT_READABLE):
             registered.model.predict({"uri": [uri]})
-
-
-@pytest.fixture(scope="module")
-def fresh(registered: Registered, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a new virtual environment with only the packages that the model's metadata names."""
-    import mlflow
-
-    folder = tmp_path_factory.mktemp("fresh")
-    mlflow.set_tracking_uri(registered.uri)
-    try:
-        requirements = mlflow.pyfunc.get_model_dependencies("models:/demo/1")
-    finally:
-        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    python = folder / "venv" / "bin" / "python"
-    uv = Path(shutil.which("uv") or Path(sys.executable).with_name("uv"))  # far quicker; pip does as well
-    install = [uv, "pip", "install", "--python", python] if uv.is_file() else [python, "-m", "pip", "install"]
-    subprocess.run([*install, "--quiet", "-r", requirements], check=True)
-    return folder / "venv" / "bin"
-
-
-def environment_of(fresh: Path, registered: Registered) -> dict[str, str]:
-    """Variables without a path to this checkout or its environment; with the tracker's address."""
-    kept = {key: os.environ[key] for key in ("HOME", "TMPDIR", "LANG") if key in os.environ}
-    roots = json.dumps({"uri_roots": [str(registered.images[0].parent)]})
-    own = {"PATH": f"{fresh}:/usr/bin:/bin", "MLFLOW_TRACKING_URI": registered.uri}
-    return kept | own | {"MLFLOW_PYFUNC_INFERENCE_CONFIG": roots}
-
-
-@pytest.mark.proof
-def test_mlflow_models_serve_answers(registered: Registered, fresh: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [fresh / "mlflow", "models", "serve", "--model-uri", "models:/demo/1", "--env-manager", "local"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment_of(fresh, registered),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        coded = [base64.b64encode(path.read_bytes()).decode() for path in registered.images]
-        body = json.dumps({"dataframe_records": [{"image": text} for text in coded]}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"}
-        )
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    captions = json.load(answer)["predictions"]
-                break
-            except urllib.error.URLError as error:
-                refused = isinstance(error.reason, ConnectionRefusedError)
-                assert refused and time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.5)
-        same(captions, registered.expected)
-    finally:
-        os.killpg(server.pid, 9)
-        server.wait()

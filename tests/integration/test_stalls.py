@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ray
 WORKERS = WorkersSection()
 
 
-def numbers(count: int, marker: Path | None = None, *, always: bool = False) -> Iterator[int]:
+def numbers(count: int, marker: Path | None = None, always: bool = False) -> Iterator[int]:
     """Yields 0, 1, ... The process is killed in the middle of the first attempt if there is a marker, or of each."""
     for number in range(count):
         if marker is not None and number == count // 2 and (always or not marker.exists()):
@@ -32,12 +32,9 @@ def numbers(count: int, marker: Path | None = None, *, always: bool = False) -> 
         raise ValueError("the end")
 
 
-def stream(watch: StallWatch, *arguments: Any, always: bool = False, **options: Any) -> list[int]:
-    import ray
-
-    task = ray.remote(numbers).options(num_returns="streaming", **options)
+def stream(watch: StallWatch, *arguments: Any, **options: Any) -> list[int]:
     with watch:
-        return list(watch.results([task.remote(*each, always=always) for each in arguments]))
+        return list(watch.stream(numbers, arguments, options))
 
 
 def test_the_values_of_a_killed_task_come_once(ray_session: None, tmp_path: Path) -> None:
@@ -53,7 +50,7 @@ def test_an_error_of_a_task_is_raised_and_a_task_that_always_dies_ends_the_stage
     with pytest.raises(ValueError, match="the end"):
         stream(StallWatch("captioning", WORKERS), (3,))
     with pytest.raises(JobFailedError, match="captioning lost a process several times"):
-        stream(StallWatch("captioning", WORKERS), (3, tmp_path / "a"), always=True, max_retries=1)
+        stream(StallWatch("captioning", WORKERS), (3, tmp_path / "a", True), max_retries=1)
 
 
 def test_a_request_that_is_never_served_ends_the_stage(ray_session: None) -> None:

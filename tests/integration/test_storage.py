@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +12,12 @@ import torch
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.image_locations import UNREADABLE
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore, write_shard
 from raycap.pipeline.storage import s3
-from raycap.pipeline.storage.cache import ImageCache, ShardCache
+from raycap.pipeline.storage.cache import ImageCache
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import write_karpathy
@@ -65,21 +62,6 @@ def test_large_objects_are_transferred_in_parts(
     assert large.read_bytes() == body[::-1]
 
 
-def test_storage_that_cannot_be_reached_is_named() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    unreachable = StoragePath("s3://data/x", StorageOptions(address, retry_minutes=0.01))
-    for request in (
-        unreachable.read_bytes,
-        unreachable.stat,
-        unreachable.list,
-        lambda: unreachable.write_if(b"", None),
-    ):
-        with pytest.raises(StorageError, match=r"s3://data/x: storage failed in every attempt: .*" + address):
-            request()
-
-
 def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_path: Path) -> None:
     folder, rng = StoragePath("s3://data/store", options), np.random.default_rng(0)
     rows = rng.normal(size=(40, 6, 50)).astype(np.float16)
@@ -98,20 +80,6 @@ def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_
     assert store.verify() == []
 
 
-def test_a_cached_shard_is_checked_and_the_oldest_is_removed_first(options: StorageOptions, tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path / "cache", 250)
-    places = []
-    for number in range(3):
-        places.append(StoragePath(f"s3://data/shard/{number}.npy", options))
-        places[-1].write_bytes(bytes([number]) * 100)
-    digests = [hashlib.sha256(bytes([number]) * 100).hexdigest() for number in range(3)]
-    paths = [cache.get(place, 100, digest) for place, digest in zip(places, digests, strict=True)]
-    assert [path is not None and path.exists() for path in paths] == [False, True, True]
-    with pytest.raises(StorageError, match="digest"):
-        cache.get(places[0], 100, "0" * 64)
-    assert cache.get(places[0], 251, digests[0]) is None
-
-
 def test_images_are_fetched_once_and_checked_by_digest(
     options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,14 +90,14 @@ def test_images_are_fetched_once_and_checked_by_digest(
     found = read_dataset(DataSection(root="s3://data/epochs"), "s3://data/epochs", options)
     dataset = take_snapshot(found, tmp_path / "there.parquet", options)[0].split("train")
     here = read_dataset(DataSection(root=str(local)), local).split("train")
-    expected = Images(here, None, ImageTransform(16), 10**6, 1).load(np.arange(6)).tokens
+    expected = Images(here, ImageTransform(16), 10**6, 1).load(np.arange(6)).tokens
 
     reads: list[str] = []
     original = StoragePath.read_bytes
     monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: (reads.append(self.name), original(self))[1])
     for limit, left in ((2**30, 6), (0, 0)):
         cache = ImageCache(tmp_path / str(limit), limit)
-        images = Images(dataset, None, ImageTransform(16), 10**6, 1, options, cache)
+        images = Images(dataset, ImageTransform(16), 10**6, 1, options, cache)
         for _ in range(2):
             assert torch.equal(images.load(np.arange(6)).tokens, expected)
         assert sum(path.suffix != ".lock" for path in (tmp_path / str(limit)).glob("*/*")) == left

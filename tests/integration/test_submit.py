@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from ray.job_submission import JobSubmissionClient
 from raycap.jobs.cli import main
 from raycap.jobs.submit import follow
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.version import commit
 from tests.conftest import ROOT, small_config
 from tests.support.logs import on_message
 from tests.support.ray_cluster import Cluster, free_port, ray_cluster
@@ -172,6 +169,7 @@ def raycap(cluster: Cluster, *words: str, token: str | None = None) -> subproces
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_job_on_a_cluster_with_a_token(tmp_path: Path) -> None:
     """Without one and with a wrong one: a sentence each, exit 2. With it: the job's log and its exit code, 0 or 1."""
@@ -187,42 +185,3 @@ def test_a_job_on_a_cluster_with_a_token(tmp_path: Path) -> None:
         assert "fit to train on" in done.stdout and "succeeded" in done.stdout and TOKEN not in done.stdout
         failed = raycap(cluster, "check", str(config), "--secret", "RAYCAP_NOT_THERE", token=TOKEN)
         assert failed.returncode not in (0, 1) and "RAYCAP_NOT_THERE" in failed.stdout
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], deadline_s: float = 300.0) -> None:
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.2)
-
-
-@pytest.mark.proof
-@pytest.mark.ray
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_a_node_killed_in_the_middle_of_training_does_not_end_the_job(tmp_path: Path, token: str | None) -> None:
-    """Two nodes with a worker each, the second killed with kill -9; another one joins, and the job ends well."""
-    stages = small_config(tmp_path)["stages"][:1]
-    stages[0] |= {"epochs": 60, "validate_every_epochs": 30, "checkpoint_every_steps": 5}
-    settings = {"stages": stages, "workers__num_workers": 2, "workers__dry_run": False}
-    config = tmp_path / "run.yaml"
-    storage = tmp_path / "storage"
-    config.write_text(yaml.safe_dump(small_config(storage, **settings)))
-    with ray_cluster(token) as cluster:
-        node = cluster.add_node()
-        environment = os.environ | ({"RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"})
-        command = [sys.executable, "-u", "-m", "raycap", "submit", "run", str(config), "--address", cluster.dashboard]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            wait_for(lambda: bool(list(storage.glob("runs/*/stages/xe_frozen/step-*"))), process)
-            assert not list(storage.glob("runs/*/COMPLETE.json"))
-            assert cluster.kill(node) > 1
-            cluster.add_node()
-            output, _ = process.communicate(timeout=500)
-        finally:
-            process.kill()
-        assert process.returncode == 0, output
-        assert "xe_frozen  continues from step" in output and "succeeded" in output
-        (run,) = storage.glob("runs/*")
-        assert json.loads((run / "run.json").read_text())["commit"] == commit(), "the packed code ran"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from raycap.models.base import Features
+from raycap.models.captioner import build_model
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.search import CHECK_EVERY, Decoder, beam_search
-from raycap.models.registry import build_model
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config

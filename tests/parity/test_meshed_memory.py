@@ -20,7 +20,7 @@ from raycap.models.decoding.search import ScoreRules, beam_search
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.upstream import read_meshed_vocabulary, read_plain_pickle
+from raycap.pipeline.evaluation.captioning.upstream import read_meshed_vocabulary
 from tests.support.golden import MESHED_MEMORY as GOLDEN
 from tests.support.golden import MESHED_WORDS as WORDS
 from tests.support.golden import write_published_form
@@ -197,13 +197,6 @@ def test_nothing_in_these_files_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read_tensors(path)
     assert not sprung.exists()
     assert set(torch.serialization.get_safe_globals()) == allowed
-
-
-def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:
-    path = tmp_path / "vocabulary.pkl"
-    path.write_bytes(b"\x80\x03}r" + (0x7FFFFFFF).to_bytes(4, "little") + b".")
-    with pytest.raises(ValueError, match="asks for place 2147483647 in a memo"):
-        read_plain_pickle(path)
 
 
 @pytest.mark.parametrize(

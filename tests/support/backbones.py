@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.registry import build_model
 
 _PLAIN: dict[str, Any] = {"image_size": 32, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "patch_size": 8}
 _STAGES: dict[str, Any] = {"image_size": 64, "embed_dim": 8, "depths": (1, 1, 1, 1)}

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_results
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, confidence_search

@@ -12,7 +12,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
+from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.context import LocalContext
@@ -36,7 +36,9 @@ class Captioning:
             raise KeyboardInterrupt
         (model,), ((name, (images, constraints)),) = models, splits.items()
         bundle, store = model.load(), None if model.store is None else open_store(model.store, config.features)
-        inputs = Images(images, store, bundle.transform, max_pixels=10**6, threads=1, options=config.storage.options)
+        source = bundle.transform if store is None else store
+        assert source is not None
+        inputs = Images(images, source, max_pixels=10**6, threads=1, options=config.storage.options)
         search = CaptionSearch(config.evaluation, bundle.vocabulary, with_values, True, with_values)
         found, begin = {}, time.monotonic()
         context = LocalContext(torch.device("cpu"))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore, Decision
 
 
 def decisions(store: ChampionStore, state: ChampionState) -> list[Decision]:
-    """The decisions, newest first. OSError for a file that is missing or changed."""
-    found, record = list[Decision](), state.decision
-    while record is not None:
-        found.append(store.decision(record))
-        record = found[-1].previous
+    """The decisions, newest first. OSError for a file that is missing."""
+    found, name = list[Decision](), state.decision
+    while name is not None:
+        found.append(store.decision(name))
+        name = found[-1].previous
     return found
 
 
@@ -19,23 +21,22 @@ def errors_of(store: ChampionStore) -> list[str]:
     """One sentence per error. Reads every champion's bundle and all records once.
 
     The champion and all bundles that rollbacks can restore must be intact. The decisions must form a complete chain
-    which ends with this champion. Every referenced file must have its recorded digest.
+    which ends with this champion. Every referenced file must exist.
     """
     try:
         state = store.read()
     except UserError as error:
         return [str(error)]
     errors = []
-    for bundle in state.bundles:
-        try:
-            store.require_intact(bundle)
-        except OSError as error:
-            errors.append(str(error))
     try:
+        for bundle in state.bundles:
+            for name, digest in bundle.files.items():
+                if hashlib.sha256((store.storage / bundle.bundle / name).read_bytes()).hexdigest() != digest:
+                    errors.append(f"{bundle.bundle}/{name} has changed")
         chain = decisions(store, state)[::-1]
-        for record in (state.snapshot, state.held_out, *(decision.snapshot for decision in chain)):
-            if record:
-                store.read_file(record)
+        for name in (state.snapshot, state.held_out, *(decision.snapshot for decision in chain)):
+            if name:
+                (store.folder / name).read_bytes()
     except (OSError, ValueError) as error:
         return [*errors, f"{type(error).__name__}: {error}"]
     return errors + _chain_errors(state, chain)
@@ -58,7 +59,7 @@ def _chain_errors(state: ChampionState, chain: list[Decision]) -> list[str]:
             break
     if tuple(champions) != state.bundles:
         errors.append("the champions of the decisions are not those of champion.json")
-    tokens = tuple(decision.token for decision in chain)
-    if tokens != state.decided or list(tokens) != sorted({*tokens}) or max((0, *tokens)) > state.token:
-        errors.append(f"the decisions' tokens {tokens} are not those of champion.json, or not increasing")
+    tokens = [decision.token for decision in chain]
+    if tokens[-1:] != [state.decided] * bool(tokens) or tokens != sorted({*tokens}) or state.decided > state.token:
+        errors.append(f"the decisions' tokens {tokens} do not end with that of champion.json, or do not grow")
     return errors

@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import find_captions

@@ -10,7 +10,7 @@ import torch
 from raycap.models.base import Features
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.search import caption_batches
-from raycap.pipeline.evaluation.captions import RankedCaption
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.runtime.context import LocalContext
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features, Memory
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.clustformer import ClusterMaps
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.constraints import ConstraintAutomaton
 from raycap.models.decoding.search import Captions
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.expansionnet import ExpansionNet
-from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 
 SIZES = ModelSizes(feature_width=7, vocabulary_size=11, max_positions=12, sos=0, eos=1, pad=2)

@@ -1,14 +1,11 @@
-"""Annotation tables and snapshots as plain loops over lists and dicts, with which the bounded forms are compared."""
+"""Snapshots as a plain loop over lists and dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside
-from raycap.pipeline.data.image_locations import ImageLocation, reason_of
-from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted
+from raycap.pipeline.data.images import ImageLocation, reason_of
 
 Stored = dict[str, tuple[int, str, str]]  # {URI: (size, tag, key)}
 
@@ -45,26 +42,3 @@ def plain_snapshot(uris: Sequence[str], stored: Stored, key_of: Callable[[str], 
     after = {uri: (*tags[uri], keys[uri]) for uri in tags if uri in keys}
     after |= {uri: row for uri, row in stored.items() if uri not in keys}
     return PlainSnapshot([keys.get(uri) for uri in uris], unreadable, after, read)
-
-
-def plain_table(source: Source, entries: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The images of a table of annotations, as `add_table` adds them. Raises its errors."""
-    row_of: dict[str, tuple[int, Any]] = {}  # by name its row, and the split in its column
-    found: list[dict[str, Any]] = []
-    for number, entry in enumerate(entries):
-        location = f"{source.annotations}: row {number + 1}"
-        image = source.value(entry, "image", location)
-        captions = as_texts(as_list(source.value(entry, "captions", location)), location, Rows())
-        uri, name = inside(source.images, image, location)
-        stated = source.value(entry, "split", location)
-        if name in row_of:
-            row, first = row_of[name]
-            if stated not in (None, "", first):
-                splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
-                raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-            found[row]["captions"].extend(captions)
-            continue
-        image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
-        row_of[name] = len(found), stated
-        found.append({"image_id": image_id, "split": split, "uri": uri, "captions": captions, "key": None})
-    return found

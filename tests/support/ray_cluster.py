@@ -17,17 +17,20 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 ADDRESS = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = "0"
+HEAD, OUTSIDE = "0", "laptop"  # a machine outside the cluster has a disk of its own, too
+TIMEOUT_S = 900
 # $1: what is private to a node, $2: the cluster's folder. Ray's folder is private, too: nodes that share it replace the
 # unpacked code of a job below each other's processes.
 MOUNT = (
@@ -121,6 +124,30 @@ class Cluster:
         self.programs.append(program)
         return program
 
+    def write(self, name: str, values: dict[str, Any]) -> str:
+        """Writes a configuration, which all nodes can read; returns its path."""
+        (self.folder / name).write_text(yaml.safe_dump(values))
+        return str(self.folder / name)
+
+    def raycap(
+        self, *words: str, node: str = HEAD, exit_code: int = 0, meanwhile: Callable[[Path], object] | None = None
+    ) -> str:
+        """The output of `raycap WORDS` on the disk of a node, which must end with `exit_code`.
+
+        meanwhile: called with the log of the command while it runs.
+        """
+        log = self.folder / f"command-{len(self.programs)}.txt"
+        program = self.start(node, [sys.executable, "-m", "raycap", *words], log)
+        try:
+            if meanwhile is not None:
+                meanwhile(log)
+            code = program.wait(TIMEOUT_S)
+        finally:
+            if program.poll() is None:
+                self.kill(program)
+        assert code == exit_code, log.read_text()[-6000:]
+        return log.read_text()
+
     def _start_node(self, options: Sequence[str], cpus: int) -> subprocess.Popen[bytes]:
         name = str(len(self.nodes))
         command = node_command(self.folder, name, cpus, options)
@@ -186,6 +213,14 @@ def processes(node: subprocess.Popen[bytes], title: str) -> list[psutil.Process]
     return [child for child in psutil.Process(node.pid).children(recursive=True) if title in " ".join(child.cmdline())]
 
 
+def wait_until(log: Path, is_reached: Callable[[str], object]) -> None:
+    """Waits until a condition holds for the text of a log."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_reached(log.read_text()):
+        assert time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.1)
+
+
 @contextmanager
 def ray_cluster(
     token: str | None = None,
@@ -201,3 +236,12 @@ def ray_cluster(
         yield cluster
     finally:
         cluster.close()
+
+
+@contextmanager
+def worker_cluster(count: int = 2, options: Sequence[str] = (), **variables: str) -> Iterator[Cluster]:
+    """A cluster of a head without CPUs and `count` workers with one CPU each, whose programs import this checkout."""
+    with ray_cluster(cpus=0, variables={"PYTHONPATH": str(ROOT)} | variables) as cluster:
+        for _ in range(count):
+            cluster.join_node(options=options)
+        yield cluster

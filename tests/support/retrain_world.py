@@ -1,7 +1,7 @@
 """A retraining without Ray and torch: colored images, and a "model" that stores one caption per color.
 
-python -m tests.support.retrain_world CONFIG [--die TEXT] [--stop TEXT]    `raycap retrain` with it;
-with kill -9 (or SIGSTOP) of the process at the first log line that starts with TEXT
+python -m tests.support.retrain_world CONFIG TEXT    `raycap retrain` with it; the first log line that starts with TEXT
+kills the process (SIGKILL)
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from PIL import Image
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.evaluate import caption_scores
-from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption, SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, retrain
 from raycap.pipeline.runs.identity import config_identity
@@ -200,22 +198,15 @@ def scored(captions: Mapping[int, str], part: Dataset, config: RunConfig) -> Spl
 
 
 def main() -> int:
-    path, *rest = sys.argv[1:]
-    ways = dict(zip(rest[::2], rest[1::2], strict=True))
+    path, last_line = sys.argv[1:]
 
     def act(text: str) -> None:
         print(text, flush=True)
-        if "--die" in ways and text.startswith(ways["--die"]):
+        if text.startswith(last_line):
             os.kill(os.getpid(), signal.SIGKILL)
-        if "--stop" in ways and text.startswith(ways["--stop"]):
-            os.kill(os.getpid(), signal.SIGSTOP)
 
-    try:
-        with on_message(act):
-            return retrain(load_config(Path(path)), Colors())
-    except UserError as error:
-        print(error)
-        return 2
+    with on_message(act):
+        return retrain(load_config(Path(path)), Colors())
 
 
 if __name__ == "__main__":

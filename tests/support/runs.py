@@ -19,8 +19,7 @@ from raycap.models.encoders.transform import augmented
 from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import decode_image
+from raycap.pipeline.data.images import decode_image, read_image_file
 from raycap.pipeline.features.extraction import Extractor, with_views
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.features.store import feature_key, write_shard
@@ -29,7 +28,6 @@ from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from tests.conftest import ROOT, small_config
-from tests.support.s3_server import CREDENTIALS
 
 STAGES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
 FROZEN_STAGES = ("xe_frozen", "scst_frozen")
@@ -134,7 +132,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 def run_with_own_cache(config: Path, cache: Path) -> str:
     """What `raycap run` prints in a process with its own cache, as on a machine of its own."""
-    environment = {**os.environ, **CREDENTIALS, "RAYCAP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "RAYCAP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "raycap", "run", str(config)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr

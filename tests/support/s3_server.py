@@ -6,7 +6,6 @@ python -m tests.support.s3_server SHARE    SHARE of all requests fail; prints it
 from __future__ import annotations
 
 import io
-import os
 import random
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LATE_S = 3.0  # the longest delay of an answer
+LATE_S = 1.0  # the longest delay of an answer
 ROOT = Path(__file__).resolve().parents[2]
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -73,7 +72,7 @@ class BadDay:
         number = self.random.random()
         is_outage = time.monotonic() < self.outage_until
         if number < self.share / 3 and not is_outage:
-            time.sleep(self.random.uniform(0.5, LATE_S))
+            time.sleep(self.random.uniform(0.1, LATE_S))
         elif number < self.share * 2 / 3 or is_outage:
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
@@ -119,11 +118,10 @@ def reads(url: str) -> list[str]:
 
 @contextmanager
 def s3_server(share: float = 0.0, delay_s: float = 0.0) -> Iterator[str]:
-    """The URL of a new server with the bucket `data`; credentials are set in the environment.
+    """The URL of a new server with the bucket `data`.
 
     share: of the requests that fail or are late. delay_s: by which each answer is late, as in a distant region.
     """
-    os.environ.update(CREDENTIALS)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.s3_server", str(share), str(delay_s)],
         cwd=ROOT,

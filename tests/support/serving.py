@@ -63,8 +63,7 @@ def crown(storage: StoragePath | Path, name: str, bundle: Path, token: int) -> B
         for path in bundle.iterdir():
             (copy / path.name).write_bytes(path.read_bytes())
     store = ChampionStore(storage, name)
-    decided = tuple(sorted({*store.read().decided, token}))
-    store._write(ChampionState(number=len(decided), decided=decided, champion=record))
+    store._write(ChampionState(number=store.read().number + 1, decided=token, champion=record))
     return record
 
 

@@ -122,9 +122,3 @@ class Clients:
             return min(counts[client] for client in range(self.count)) >= 4 and (not model or digests == [digest] * 20)
 
         self.wait_until(is_settled, f"calm answers of {model or 'all models'} {digest}")
-
-
-def as_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -56,7 +56,6 @@ class FakeStorage:
             sizes=ModelSizes(4, 9, 5, 2, 0, 1),
             num_tokens=3,
             parameters={"model": 1, "backbone": 1},
-            vocabulary="v",
         )
         self.write(f"{folder}/run.json", asdict(metadata))
         if complete:
@@ -95,7 +94,7 @@ class FakeStorage:
             decision = store.write_file(f"decisions/000001-t{lease.token:06d}.json", b"{}", lease)
             update = {
                 "number": 1,
-                "decided": (lease.token,),
+                "decided": lease.token,
                 "champion": record,
                 "decision": decision,
             }

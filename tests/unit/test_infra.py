@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ import pytest
 import yaml
 
 from raycap.jobs.serve import deployments
-from raycap.jobs.submit import STOP_WAIT_S
-from raycap.pipeline.runtime.stopping import SAVE_LIMIT_S
 from raycap.pipeline.serving.settings import TOKEN_VARIABLE, ServeArguments
 from raycap.pipeline.storage.cache import SIZE_VARIABLE
 from tests.conftest import ROOT
@@ -111,19 +108,6 @@ def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
             ServeArguments(**application.args | bad)
 
 
-def test_the_launcher_file_is_valid_by_rays_schema() -> None:
-    import ray
-
-    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    config = yaml.safe_load((INFRA / "ray-cluster-aws.yaml").read_text())
-    jsonschema.validate(config, schema)
-    kinds = config["available_node_types"]
-    assert config["head_node_type"] in kinds
-    spot = {name for name, kind in kinds.items() if "InstanceMarketOptions" in kind["node_config"]}
-    assert spot and config["head_node_type"] not in spot
-    assert all("RAY_AUTH_MODE=token" in command for command in ray_starts(config))
-
-
 def ray_starts(config: dict[str, Any]) -> list[str]:
     commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
     found = [command for command in commands if "ray start" in command]
@@ -183,17 +167,6 @@ def without_serving(document: dict[str, Any]) -> dict[str, Any]:
         for name in ("ports", "startupProbe", "readinessProbe"):
             del container[name]
     return spec
-
-
-def test_a_pod_may_save_a_checkpoint_before_it_is_killed() -> None:
-    """Ray drains a node for some time after SIGTERM, and Kubernetes sends SIGKILL later than that."""
-    for document in ray_manifests():
-        for group in groups(document):
-            pod = group["template"]["spec"]
-            values = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
-            drain, stop = values["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"], values["RAY_JOB_STOP_WAIT_TIME_S"]
-            assert SAVE_LIMIT_S + 20 < float(drain) < pod["terminationGracePeriodSeconds"] - 10
-            assert stop == STOP_WAIT_S
 
 
 def pod_specs(node: Any) -> Iterator[dict[str, Any]]:

@@ -12,11 +12,11 @@ import torch
 from raycap.jobs.bench_gpu.measuring import Measured, measure
 from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.decoding.graphed_search import GraphedSearch
 from raycap.models.decoding.search import beam_search, sample
 from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.models.registry import build_model
 from raycap.pipeline.runtime.processor import float32_products
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption

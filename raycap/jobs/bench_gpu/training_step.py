@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.models.registry import build_model
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import OptimizerSection, ScstSection
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary

@@ -94,7 +94,7 @@ def run_trials(log: TrialLog, plan: SearchPlan, on_end: Callable[[], None], *, o
     search, scratch = log.search, log.folder.path / "log" / "ray"
     per_trial, fitting = search.config.resources, concurrency(search, ray.cluster_resources())
     logger.info(
-        f"resources {fitting} trials at a time{' on the nodes of now' if on_cluster else ''}, "
+        f"resources {fitting} trials at a time{' on the present nodes' if on_cluster else ''}, "
         f"{per_trial.workers} x {per_trial.cpus:g} CPU, {per_trial.gpus:g} GPU each"
     )
     log.folder.clear_exchange()  # a killed search may have left files
@@ -190,7 +190,7 @@ class TuneAdapter:
     def limit(self) -> float:
         """The number of trials that may have a process or wait for one, at most budget.concurrent.
 
-        On a cluster it does not depend on the nodes of now, because each request that waits makes the autoscaler start
+        On a cluster it does not depend on the present nodes, because each request that waits makes the autoscaler start
         a node.
         """
         budget, per_trial = self.log.search.config.budget, self.log.search.config.resources
@@ -201,7 +201,7 @@ class TuneAdapter:
 
     @property
     def _num_fitting(self) -> int:
-        """The number of trials that the nodes of now can hold."""
+        """The number of trials that the present nodes can hold."""
         import ray
 
         return concurrency(self.log.search, ray.cluster_resources())

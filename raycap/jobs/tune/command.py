@@ -26,8 +26,7 @@ from raycap.pipeline.cluster.start import check_address, connect, require_others
 from raycap.pipeline.config.shipped import named_search
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
-from raycap.pipeline.evaluation.scores.metrics import why_unavailable
+from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, why_unavailable
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import readable
@@ -55,7 +54,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     if not address and "RAY_ADDRESS" not in os.environ:
         # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
         _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
-    inputs = score_inputs(search.base.evaluation.inputs, search.base.data.language, search.base.data)
+    inputs = ScoreInputs.read(search.base.evaluation.inputs, search.base.data.language, search.base.data)
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
             raise UserError(f"the objective {name} cannot be computed here: {reason}")

@@ -22,7 +22,7 @@ from raycap.models.base import Features
 from raycap.models.captioner import Captioner
 from raycap.models.clustformer import ClusterCache, ClustFormer, MaskTokenClustFormer
 from raycap.models.decoding.cache import RowSlots, TreeCache
-from raycap.models.encoder_decoder import EncoderDecoder, cross_bias
+from raycap.models.layers import EncoderDecoder, cross_bias
 
 # Sizes of the example tensors. Those of different dimensions differ, and none is 0 or 1, which torch.export would take
 # for constants.

@@ -7,7 +7,7 @@ import pickle
 import resource
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from raycap.models.base import check_fits
-
 # What loading a PyTorch file may take in addition to 4 times its size. A pickle of 100 kB can copy a dictionary a
 # thousand times, with the classes that `weights_only` allows.
 LOADING_BYTES = 4 * 2**30
 MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class _Ignored:
@@ -43,14 +37,9 @@ _NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
 
 
 def check_file(path: Path, module: nn.Module) -> None:
-    """Raises ValueError unless a safetensors file has the tensors of a module. It reads only the file's header."""
-    check_fits(module, read_header(path), str(path))
+    """Raises ValueError unless a safetensors file has the tensors of a module, and fits into this machine's memory.
 
-
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The names, shapes and dtypes in a safetensors file, as tensors on the device "meta", which have no content.
-
-    Raises ValueError for any other file, and for one that this machine could not load.
+    It reads only the file's header.
     """
     try:
         _require_memory(path)
@@ -58,15 +47,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
-        # Without a tensor's content, NumPy serves as well as torch, which would map the file as private memory.
+        # without the content of tensors, NumPy serves as well as torch, which would map the file as private memory
         with safe_open(path, "numpy") as content:
             parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - it is no dictionary
-        return {
-            name: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
-            for name, part in parts.items()
-        }
+        state = {}
+        for name, part in parts.items():
+            dtype = torch.float32 if "F" in part.get_dtype() else torch.int64
+            state[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     except Exception as error:  # a damaged file can raise almost any exception
         raise ValueError(f"{path} is no readable safetensors file ({_reason(error)})") from error
+    check_fits(module, state, str(path))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -171,3 +161,42 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
         if wrong is not None:
             raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
+
+
+def name_problems(expected: Set[str], given: Set[str]) -> str:
+    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
+    missing, unknown = expected - given, given - expected
+    problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
+    problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
+    return " and ".join(problems)
+
+
+def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
+    """Raises ValueError unless keys, shapes and kinds of number (floating-point or not) are those of the module.
+
+    what: the name of `state` in the message. Both may be on the device "meta", because no content is read.
+    """
+    expected = module.state_dict()
+    problems = name_problems(expected.keys(), state.keys())
+    if problems:
+        raise ValueError(f"{what} {problems}; it does not belong to this configuration")
+    for name, tensor in expected.items():
+        if tensor.shape != state[name].shape:
+            raise ValueError(
+                f"{what} holds {name} with shape {tuple(state[name].shape)}; "
+                f"this configuration needs {tuple(tensor.shape)}"
+            )
+        if tensor.is_floating_point() != state[name].is_floating_point():
+            raise ValueError(f"{what} holds {name} as {state[name].dtype}; expected {tensor.dtype}")
+
+
+def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    """Loads a state dict, which messages call `what`.
+
+    Raises ValueError as `check_fits`, and for weights that are not finite.
+    """
+    check_fits(module, state, what)
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):
+            raise ValueError(f"{what} holds numbers in {name} that are not finite in {tensor.dtype}; it is damaged")
+    module.load_state_dict(state)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycap.models.base import name_problems
-from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes, Values
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
+from raycap.models.convert.tensor_files import name_problems
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
 PUBLISHED_HEADS = 8
@@ -29,7 +29,7 @@ SWIN_PREFIX = "swin_transf."
 MESHED_REGIONS = 50  # to which the Meshed-Memory reference pads each image
 
 _SWIN_TABLE = re.compile(r"layers\.(\d{1,3})\.blocks\.(\d{1,3})\.attn\.relative_position_bias_table")
-# Our linear layers and norms, and those of ExpansionNet v2's reference.
+# our linear layers and norms, and those of the references
 _FEED_FORWARD = {"feed_forward.inner": "ff.linear_1", "feed_forward.outer": "ff.linear_2"}
 _ENCODER_LAYER = {
     "mixer.in_proj": "stc_exp.key_embed stc_exp.class_a_embed stc_exp.class_b_embed stc_exp.selector_embed",
@@ -48,7 +48,6 @@ _DECODER_LAYER = {
     "cross.out_proj": "mha.out_linear",
     **_FEED_FORWARD,
 }
-# Our linear layers and norms, and upstream's.
 _MESHED_FEED_FORWARD = {
     "feed_forward.inner": "pwff.fc1",
     "feed_forward.outer": "pwff.fc2",
@@ -101,11 +100,6 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def convert_expansionnet(tensors: Mapping[str, Tensor], config: ExpansionNetConfig) -> dict[str, Tensor]:
-    """The upstream captioner's tensors under our names. Raises ValueError for missing and unknown keys."""
-    return join_rows(tensors, upstream_names(config), "an ExpansionNet v2", config)
-
-
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
@@ -120,16 +114,16 @@ def join_rows(
             f"the checkpoint {problems}; expected the {len(expected)} tensors of {what} with "
             f"{config.num_encoder_layers} encoder and {config.num_decoder_layers} decoder layers"
         )
-    for parts in names.values():
-        shapes = {tuple(tensors[part].shape[1:]) for part in parts if tensors[part].ndim}
-        if len(shapes) != 1 or not all(tensors[part].ndim for part in parts):
-            first, last = parts[0], parts[-1]
-            other = f" or with that of {last!r}, {tuple(tensors[last].shape)}" if len(parts) > 1 else ""
+    state = {}
+    for ours, parts in names.items():
+        try:
+            state[ours] = torch.cat([tensors[part] for part in parts])
+        except RuntimeError as error:
+            first = parts[0]
             raise ValueError(
-                f"the checkpoint's {first!r} has shape {tuple(tensors[first].shape)}, which does not go with "
-                f"{what}{other}"
-            )
-    return {ours: torch.cat([tensors[part] for part in parts]) for ours, parts in names.items()}
+                f"the checkpoint's {first!r} has shape {tuple(tensors[first].shape)}, which does not go with {what}"
+            ) from error
+    return state
 
 
 @dataclass(frozen=True)
@@ -159,7 +153,7 @@ def count_layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
-    """Reads the sizes off the shapes. Raises ValueError for tensors that are no ExpansionNet v2."""
+    """The settings that the shapes give. Raises ValueError for tensors that are no ExpansionNet v2."""
     shape = partial(shape_of, tensors, "ExpansionNet v2")
     width, features = shape("input_linear.weight")
     return Inferred(
@@ -277,21 +271,6 @@ def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> Ba
     return BackboneConfig(**(sizes | given | {"image_size": image_size}))
 
 
-def imported_sizes(inferred: Inferred, words: Mapping[str, int]) -> ModelSizes:
-    """The model's sizes from a checkpoint, and from `words`: the ids "sos", "eos", "pad" and the "count" of words.
-
-    Raises ValueError when the checkpoint has another number of words.
-    """
-    if words["count"] != inferred.vocabulary_size:
-        raise ValueError(
-            f"the vocabulary has {words['count']} words, the checkpoint predicts {inferred.vocabulary_size}; "
-            f"they do not belong together"
-        )
-    return ModelSizes(
-        inferred.feature_width, words["count"], inferred.max_positions, words["sos"], words["eos"], words["pad"]
-    )
-
-
 def meshed_memory_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
     """For each of our tensors, the upstream tensors whose rows it consists of, in order."""
     names = linear_names({"input": "encoder.fc", "input_norm": "encoder.layer_norm"})
@@ -322,7 +301,7 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
-    """Reads the sizes off the shapes. Raises ValueError for tensors that are no Meshed-Memory Transformer."""
+    """The settings that the shapes give. Raises ValueError for tensors that are no Meshed-Memory Transformer."""
     shape = partial(shape_of, tensors, "Meshed-Memory Transformer")
     width, features = shape("encoder.fc.weight")
     shape("decoder.layers.0.fc_alpha1.weight")  # checks that the first gate is present

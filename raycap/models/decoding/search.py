@@ -1,10 +1,7 @@
 """Greedy decoding, sampling and beam search with one model or an ensemble, and the rules that forbid words.
 
 `models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
-Log-probabilities are float32 (float64 for a float64 model) and outside autocast.
-
-Rules do not change their inputs, and no processor waits for a GPU, so that a CUDA graph can capture them. They do not
-change the log-probabilities of allowed words: captions keep the log-probabilities of their model.
+Log-probabilities are float32 (float64 for a float64 model). Rules do not change those of allowed words.
 
 Shapes: B images, K beams or samples per image, R = B*K rows (or captions in progress of t tokens with SOS), T caption
 tokens, V vocabulary.
@@ -44,55 +41,46 @@ class ScoreRules:
     open_endings: tuple[int, ...] = ()
     length_normalization: bool | float = True
 
-    def restriction(self, sizes: ModelSizes, max_length: int, device: torch.device) -> Restriction:
-        return Restriction(self, sizes, max_length, device)
+    def restriction(
+        self, sizes: ModelSizes, max_length: int, device: torch.device
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function that forbids words in captions of at most `max_length` tokens with SOS and EOS.
 
-
-class Restriction:
-    """The words that rules forbid in captions of at most `max_length` tokens with SOS and EOS."""
-
-    def __init__(self, rules: ScoreRules, sizes: ModelSizes, max_length: int, device: torch.device) -> None:
-        decoding = rules.decoding
-        self.min_length, self.order, self.max_length = decoding.min_length, decoding.no_repeat_ngram, max_length
-        self.is_eos = word_mask([sizes.eos], sizes.vocabulary_size, device)
-        self.is_unk = self.is_open = None
-        if decoding.suppress_unk and rules.unk is not None:
-            self.is_unk = word_mask([rules.unk], sizes.vocabulary_size, device)
-        if decoding.no_open_endings:
-            self.is_open = word_mask(rules.open_endings, sizes.vocabulary_size, device)
-
-    def __call__(self, log_probs: Tensor, tokens: Tensor) -> Tensor:
-        """The log-probabilities (R, V) of the words after `tokens` (R, t), with -inf for forbidden words.
-
+        It maps the log-probabilities (R, V) of the words after tokens (R, t) to those with -inf for forbidden words.
         EOS is allowed where every word would be forbidden.
         """
-        length = tokens.shape[1]
-        masks = []
-        if self.is_unk is not None:
-            masks.append(self.is_unk[None])
-        if length + 1 < self.min_length:
-            masks.append(self.is_eos[None])
-        if self.order is not None and length >= self.order:
-            masks.append(repeating_words(tokens, self.order, log_probs.shape[1]))
-        if self.is_open is not None:
-            masks.append(self.is_open[tokens[:, -1:]] & self.is_eos)
-            if length + 1 == self.max_length:  # the next word is the last one
-                masks.append(self.is_open[None])
-        if not masks:
-            return log_probs
-        forbidden = functools.reduce(torch.logical_or, masks)
-        forbidden = forbidden & ~(forbidden.all(-1, keepdim=True) & self.is_eos)
-        return log_probs.masked_fill(forbidden, -torch.inf)
+        decoding = self.decoding
 
+        def mask_of(words: Sequence[int]) -> Tensor:
+            """(V,) True for the words."""
+            mask = torch.zeros(sizes.vocabulary_size, dtype=torch.bool, device=device)
+            # A list as an index is copied to the GPU, and so is True in `mask[word] = True` with some versions of
+            # torch. A CUDA graph cannot capture either.
+            for word in words:
+                mask[word].fill_(True)
+            return mask
 
-def word_mask(words: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
-    """(V,) True for the words."""
-    mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-    # A list as an index is copied to the GPU, and so is True in `mask[word] = True` with some versions of torch. A CUDA
-    # graph cannot capture either.
-    for word in words:
-        mask[word].fill_(True)
-    return mask
+        is_eos, is_open = mask_of([sizes.eos]), mask_of(self.open_endings if decoding.no_open_endings else ())
+        is_unk = mask_of([self.unk]) if decoding.suppress_unk and self.unk is not None else None
+
+        def restrict(log_probs: Tensor, tokens: Tensor) -> Tensor:
+            length, order = tokens.shape[1], decoding.no_repeat_ngram
+            masks = [] if is_unk is None else [is_unk[None]]
+            if length + 1 < decoding.min_length:
+                masks.append(is_eos[None])
+            if order is not None and length >= order:
+                masks.append(repeating_words(tokens, order, log_probs.shape[1]))
+            if decoding.no_open_endings:
+                masks.append(is_open[tokens[:, -1:]] & is_eos)
+                if length + 1 == max_length:  # the next word is the last one
+                    masks.append(is_open[None])
+            if not masks:
+                return log_probs
+            forbidden = functools.reduce(torch.logical_or, masks)
+            forbidden = forbidden & ~(forbidden.all(-1, keepdim=True) & is_eos)
+            return log_probs.masked_fill(forbidden, -torch.inf)
+
+        return restrict
 
 
 def repeating_words(tokens: Tensor, order: int, vocabulary: int) -> Tensor:
@@ -106,7 +94,7 @@ def repeating_words(tokens: Tensor, order: int, vocabulary: int) -> Tensor:
 
 
 def most_probable(log_probs: Tensor, count: int) -> Tensor:
-    """The log-probabilities (R, V) with -inf for all but the `count` greatest; equals of the last one remain, too."""
+    """The log-probabilities (R, V) with -inf for all but the `count` greatest. Words equal to the last one remain."""
     limit = log_probs.topk(min(count, log_probs.shape[1]), -1).values[:, -1:]
     return log_probs.masked_fill(log_probs < limit, -torch.inf)
 
@@ -114,7 +102,7 @@ def most_probable(log_probs: Tensor, count: int) -> Tensor:
 def nucleus(log_probs: Tensor, share: float) -> Tensor:
     """The log-probabilities (R, V) with -inf outside of the fewest words that have this share of the probability.
 
-    Words that are as probable as the last one of them remain, too. The rows need not be normalized.
+    Words as probable as the last one of them remain. The rows need not be normalized.
     """
     ordered = log_probs.double().softmax(-1).sort(-1, descending=True)
     before = ordered.values.cumsum(-1) - ordered.values  # the probability of all more probable words
@@ -124,7 +112,7 @@ def nucleus(log_probs: Tensor, share: float) -> Tensor:
 
 
 def length_divisor(lengths: Tensor, normalization: bool | float) -> Tensor:
-    """By what the sums of log-probabilities of captions with these lengths (with SOS and EOS) are divided to rank them.
+    """The divisors of the sums of log-probabilities by which captions are ranked, from their lengths with SOS and EOS.
 
     normalization: True for the lengths, so that means are ranked; False for 1; a number for the exponent alpha of the
     length penalty ((5 + n) / 6) ** alpha, where n counts the tokens without SOS (Wu et al. 2016, arXiv 1609.08144,
@@ -156,12 +144,10 @@ class Decoder:
     ) -> None:
         self.models = [models] if isinstance(models, CaptionModel) else list(models)
         memories = [memories] if isinstance(memories, Memory) else list(memories)
-        if not self.models or len(self.models) != len(memories):
-            raise ValueError(f"{len(self.models)} models and {len(memories)} memories; give one memory for each model")
         if max_length < 2:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
-        for index, (model, memory) in enumerate(zip(self.models, memories, strict=True)):
+        for index, model in enumerate(self.models):
             described, first = (
                 f"a vocabulary of {s.vocabulary_size} words (SOS {s.sos}, EOS {s.eos}, PAD {s.pad})"
                 for s in (model.sizes, self.sizes)
@@ -171,8 +157,6 @@ class Decoder:
                     f"model {index + 1} of the ensemble has {described}, model 1 has {first}; "
                     "they must share one vocabulary"
                 )
-            if memory.batch_size != memories[0].batch_size:
-                raise ValueError(f"memories of {memories[0].batch_size} and {memory.batch_size} images; expected equal")
             check_positions(max_length - 1, model.sizes.max_positions)
         self.beams, self.keeps_images = beams, keeps_images
         self.device = memories[0].states.device
@@ -210,10 +194,10 @@ class Decoder:
         self.caches = [cache.select(index) for cache in self.caches]
 
     def drop_finished(self, finished: Tensor) -> Tensor | None:
-        """Drops the images where `finished` (B,) is True, but only if they are at least half, because this copies data.
+        """Drops the images where `finished` (B,) is True if they are at least half, in every `check_every`-th step.
 
-        Returns the indices of the remaining images, or None when nothing was dropped. Only every `check_every`-th step
-        drops images. An image that has ended can stay, because its captions do not change any more.
+        Returns the indices of the remaining images, or None if none was dropped. Images that have ended may stay,
+        because their captions do not change any more; dropping them copies data.
         """
         if self.keeps_images or self.caches[0].length % self.check_every:
             return None
@@ -257,8 +241,6 @@ def sample(
     number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the captions are
     reproducible.
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
     decoder, decoding = Decoder(models, memories, num_samples, max_length), rules.decoding
     restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
     total = len(decoder.images) * num_samples
@@ -291,10 +273,10 @@ def image_draws(seeds: Sequence[int], num_samples: int, max_length: int) -> Tens
 
 
 def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index (R,) where cumulated probabilities (R, V) pass uniform numbers (R,) in [0, 1).
+    """The index (R,) at which cumulated probabilities (R, V) exceed uniform numbers (R,) in [0, 1).
 
-    This is sampling by inversion, which needs one random number per row instead of the V of torch.multinomial. It finds
-    first a block of words and then the word in this block, so that only few numbers are cumulated, in float64.
+    Sampling by inversion needs one random number per row; torch.multinomial draws V. The function finds a block of
+    words and then the word in it, so that it cumulates only few numbers, in float64.
     """
     count = probabilities.shape[-1]
     width = math.isqrt(count)
@@ -322,10 +304,10 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
-    """Decodes rows independently.
+    """Decodes rows independently of each other.
 
-    `choose` gets log-probabilities (R, V) of the R unfinished rows, the indices (R,) of these rows and their tokens
-    (R, t); it returns their next tokens (R,).
+    `choose` returns the next tokens (R,) of the R unfinished rows, from their log-probabilities (R, V), their indices
+    (R,) and their tokens (R, t).
     """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -358,8 +340,8 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
 def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` greatest log-probabilities of each row of (R, V), greatest first, and their words: (R, count) each.
 
-    Every word is in a column of `COLUMN_WORDS` words, and the best words are in the columns with the greatest maxima.
-    torch.topk over all words takes twice as long on a CPU. Among equal values it may choose other words.
+    They are in the columns of `COLUMN_WORDS` words with the greatest maxima. torch.topk over all words takes twice as
+    long on a CPU, and may choose other words among equal ones.
     """
     words = log_probs.shape[-1]
     columns = words // COLUMN_WORDS
@@ -389,10 +371,9 @@ def beam_search(
     """The `num_results` best captions per image, best first, as ExpansionNet v2's reference searches.
 
     Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
-    keeps its sum and stays a candidate. The search stops when every beam has ended or at `max_length` (counting SOS and
-    EOS). Captions are then ranked by their sum divided by `length_divisor`, by default their number of tokens. When the
-    search finds fewer than `num_results` captions, the remaining results have score -inf. `rules` forbid words, divide
-    the beams into groups, and choose the ranking.
+    keeps its sum and remains a candidate. The search stops when every beam has ended or at `max_length` (counting SOS
+    and EOS). Captions are ranked by their sum divided by `length_divisor`, by default their number of tokens. Results
+    beyond the captions that were found have score -inf.
     """
     check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)

@@ -26,9 +26,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from raycap.models.base import load_strictly
 from raycap.models.config import SIZE_KEYS, BackboneConfig, Values
-from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.convert.tensor_files import load_strictly, read_tensors
 from raycap.models.encoders.transform import ImageTransform
 
 # Keys of sizes by timm's module, and the constructor's argument for each: "depth" takes one number, and "dims" a width
@@ -79,7 +78,9 @@ class Backbone(nn.Module):
         self.config = config
         self.layout = layout = find_layout(config)
         network = _create(config, pretrained=with_weights and config.weights == "pretrained")
-        _remove(network, layout)
+        for name in layout.unused:  # data-parallel training waits for the gradients of all weights
+            parent, _, child = name.rpartition(".")
+            setattr(network.get_submodule(parent), child, nn.Identity())
         # A Swin's tensors keep the prefix that they have in older files, on which feature keys depend.
         self._name = "swin" if config.is_swin else "timm"
         self.add_module(self._name, network)
@@ -93,7 +94,13 @@ class Backbone(nn.Module):
             )
         self.set_gradient_checkpointing(config.gradient_checkpointing is True)
         set_drop_path(self, config.drop_path)
-        self.grid = _pooled_grid(config, layout.grid)
+        rows, columns = layout.grid
+        self.grid = (rows // config.pool, columns // config.pool)
+        if rows % config.pool or columns % config.pool:
+            raise ValueError(
+                f"backbone.pool is {config.pool}, which does not divide the grid of {rows} x {columns} tokens that "
+                f"{config.name} gives at {config.image_size} px; choose a divisor, or another backbone.image_size"
+            )
         self.num_prefix_tokens = num_prefix_tokens(config)
         self.width: int = layout.width
         self.num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
@@ -109,13 +116,26 @@ class Backbone(nn.Module):
         return image_transform(self.config)
 
     def macs(self) -> int:
-        """Multiply-accumulates per image of its products and convolutions."""
-        return backbone_macs(self.config)
+        """Multiply-accumulates per image of its products and convolutions. It takes no memory."""
+        with torch.device("meta"), torch.no_grad():
+            backbone = Backbone(self.config, with_weights=False).eval()
+            with FlopCounterMode(display=False) as counter:
+                backbone(torch.empty(1, 3, self.config.image_size, self.config.image_size))
+        return counter.get_total_flops() // 2
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks of the timm model, from input to output."""
-        return _blocks(self.network)
+        """The modules in the lists that timm calls blocks, layer1, stages and the like, from input to output."""
+
+        def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
+            for name, child in module.named_children():
+                is_list = isinstance(child, nn.Sequential | nn.ModuleList)
+                if inside and not is_list and not _has_blocks(child):
+                    yield child
+                else:
+                    yield from walk(child, inside=is_list and (inside or _BLOCKS.fullmatch(name) is not None))
+
+        return list(walk(self.network, inside=False))
 
     def num_layers_above(self) -> dict[str, int]:
         """The number of layers between each parameter's own layer and the model's output, by the parameter's name.
@@ -154,7 +174,9 @@ class Backbone(nn.Module):
         features: Tensor = self.network.forward_features(images)
         if layout.norm:
             features = self.network.get_submodule(layout.norm)(features)
-        tokens = _tokens(features, layout)
+        tokens = features
+        if layout.form != "tokens":
+            tokens = features.flatten(1, 2) if layout.form == "rows first" else features.flatten(2).mT.contiguous()
         if not layout.num_prefix and pool == 1:
             return tokens
         prefix, tokens = tokens[:, : layout.num_prefix], tokens[:, layout.num_prefix :]
@@ -193,15 +215,6 @@ def image_transform(config: BackboneConfig) -> ImageTransform:
         ) from error
 
 
-def backbone_macs(config: BackboneConfig) -> int:
-    """Multiply-accumulates per image of the products and convolutions of a backbone. It takes no memory."""
-    with torch.device("meta"), torch.no_grad():
-        backbone = Backbone(config, with_weights=False).eval()
-        with FlopCounterMode(display=False) as counter:
-            backbone(torch.empty(1, 3, config.image_size, config.image_size))
-    return counter.get_total_flops() // 2
-
-
 def num_prefix_tokens(config: BackboneConfig) -> int:
     """The number of class and register tokens before those of the grid. Raises ValueError as `find_layout`."""
     return find_layout(config).num_prefix if config.prefix_tokens == "keep" else 0
@@ -220,32 +233,23 @@ def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
     return replace(thin, depths=(1,) * num_stages)
 
 
+@lru_cache(maxsize=16)
 def find_layout(config: BackboneConfig) -> Layout:
     """The layout of a timm model's features, found with a forward pass that takes no memory and draws no numbers.
 
     Raises ValueError for a model without a grid of image tokens, and for an image size that it does not take.
     """
-    sizes = {key: getattr(config, key) for key in ("name", "image_size", *SIZE_KEYS)}
-    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items()}
-    return _find_layout(tuple(hashable.items()))
-
-
-@lru_cache(maxsize=16)
-def _find_layout(sizes: tuple[tuple[str, Any], ...]) -> Layout:
-    """`find_layout` of the configuration with these keys and values."""
-    config = BackboneConfig(**dict(sizes))
-    size, called = config.image_size, set()
-
-    def called_hook(name: str) -> Any:
-        return lambda module, inputs, output: called.add(name)
-
+    size, called = config.image_size, set[str]()
     with torch.device("meta"), torch.no_grad():
         network = _create(config, pretrained=False).eval()
-        _require_patches(config, network)
-        if any(isinstance(module, nn.RNNBase) for module in network.modules()):
-            raise ValueError(f"backbone.name is {config.name!r}, which has recurrent layers; choose another model")
+        stride = getattr(getattr(getattr(network, "patch_embed", None), "proj", None), "stride", (1,))
+        if size % max(stride):
+            raise ValueError(
+                f"backbone.image_size is {size}; for {config.name} it must be a multiple of the patches' "
+                f"{max(stride)} px"
+            )
         for name, module in network.named_modules():
-            module.register_forward_hook(called_hook(name))
+            module.register_forward_hook(lambda *_, name=name: called.add(name))
         try:
             features = network.forward_features(torch.empty(1, 3, size, size))
         except Exception as error:  # models refuse sizes with errors of many kinds
@@ -306,35 +310,11 @@ def _final_norm(network: Any, features: Tensor, unused: list[str]) -> str:
     return ""
 
 
-def _tokens(features: Tensor, layout: Layout) -> Tensor:
-    """The features of `forward_features` as tokens (B, N, C), the prefix before the grid's."""
-    if layout.form == "tokens":
-        return features
-    if layout.form == "rows first":
-        return features.flatten(1, 2)
-    return features.flatten(2).mT.contiguous()
-
-
-def _pooled_grid(config: BackboneConfig, grid: tuple[int, int]) -> tuple[int, int]:
-    """The grid after pooling. Raises ValueError for a grid that does not divide."""
-    rows, columns = (side // config.pool for side in grid)
-    if (rows * config.pool, columns * config.pool) != grid:
-        raise ValueError(
-            f"backbone.pool is {config.pool}, which does not divide the grid of {grid[0]} x {grid[1]} tokens that "
-            f"{config.name} gives at {config.image_size} px; choose a divisor, or another backbone.image_size"
-        )
-    return rows, columns
-
-
 def _require_known(config: BackboneConfig) -> None:
     """Raises ValueError unless timm has the model, and weights under its tag if it has one."""
     architecture, dot, _ = config.name.partition(".")
     if not timm.is_model(architecture):
-        names, family = timm.list_models(), architecture.partition("_")[0]
-        close = (
-            difflib.get_close_matches(architecture, names, n=5)
-            or [name for name in names if name.partition("_")[0] == family][:5]
-        )
+        close = difflib.get_close_matches(architecture, timm.list_models(), n=5)
         hint = f"close names: {', '.join(close)}" if close else "timm.list_models() has the names"
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; {hint}")
     if dot and config.name not in (tags := timm.list_models(f"{architecture}.*", pretrained=True)):
@@ -398,26 +378,6 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
         raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
 
 
-def _require_patches(config: BackboneConfig, network: object) -> None:
-    """Raises ValueError unless the image divides into the patches of a model that has some."""
-    embedding = getattr(network, "patch_embed", None)
-    patch, stride = getattr(embedding, "patch_size", None), getattr(getattr(embedding, "proj", None), "stride", None)
-    side = max(patch) if isinstance(patch, tuple | list) else patch
-    overlaps = stride is not None and max(stride) != side
-    if isinstance(side, int) and not overlaps and config.image_size % side:
-        raise ValueError(
-            f"backbone.image_size is {config.image_size}; for {config.name} it must be a multiple of the patches' "
-            f"{side} px"
-        )
-
-
-def _remove(network: Any, layout: Layout) -> None:
-    """Replaces modules whose weights no feature depends on: data-parallel training waits for all gradients."""
-    for name in layout.unused:
-        parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, nn.Identity())
-
-
 def _can_checkpoint(network: Any) -> bool:
     """Whether the model can compute activations again in the backward pass."""
     try:
@@ -425,20 +385,6 @@ def _can_checkpoint(network: Any) -> bool:
     except (AssertionError, AttributeError, NotImplementedError):
         return False
     return True
-
-
-def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The modules in the lists that timm calls blocks, layer1, stages and the like, from input to output."""
-
-    def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
-        for name, child in module.named_children():
-            is_list = isinstance(child, nn.Sequential | nn.ModuleList)
-            if inside and not is_list and not _has_blocks(child):
-                yield child
-            else:
-                yield from walk(child, inside=is_list and (inside or _BLOCKS.fullmatch(name) is not None))
-
-    return list(walk(network, inside=False))
 
 
 def _has_blocks(module: nn.Module) -> bool:
@@ -488,10 +434,8 @@ def prepare_to_compile(backbone: Backbone) -> None:
 def set_drop_path(module: nn.Module, rate: float) -> None:
     """Sets the stochastic depth of all backbones in `module`: 0 in the first block, rising to `rate` in the last one.
 
-    Raises ValueError for a rate outside [0, 1), and for a rate above 0 if a backbone has no stochastic depth.
+    Raises ValueError for a rate above 0 if a backbone has no stochastic depth.
     """
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"drop_path is {rate}; it must be at least 0 and below 1")
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
         by_block = [slots for block in backbone.blocks if (slots := _slots(block))]
         if rate and not by_block:

@@ -9,9 +9,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from raycap.models.values import Decimal
+from annotated_types import Ge, Le
+
+from raycap.models.config import NUMBER, PYDANTIC, Rate, Values
 
 VERSION = 1  # of `encoders.transform.augmented`; raise it when its pixels change, which makes views again
 
@@ -25,17 +27,11 @@ class Augmentation:
     are then wrong.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
 
-    min_area: Decimal = 0.8
-    color: Decimal = 0.2
+    min_area: Annotated[float, Ge(0.01), Le(1), NUMBER] = 0.8
+    color: Rate = 0.2
     mirror: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0.01 <= self.min_area <= 1.0:
-            raise ValueError(f"features.augmentation.min_area is {self.min_area}; it must be between 0.01 and 1")
-        if not 0.0 <= self.color < 1.0:
-            raise ValueError(f"features.augmentation.color is {self.color}; it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Ray: start it or join a cluster, wait for its resources, submit a command as a job."""
+"""Ray: start it or join a cluster, wait for its resources, watch for stalls."""

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_EVERY_S = 30.0
 POLL_S = 2.0
-STATUS_TIMEOUT_S = 10
 REMEDY = (
     "lower workers.cpus_per_worker, workers.gpus_per_worker, features.gpus_per_actor, workers.resources or the number "
     "of workers and actors, or join a cluster with larger nodes or more of them"
@@ -55,10 +54,11 @@ class ClusterStatus:
         """Whether the live nodes could hold the bundles at the same time if nothing else ran on them."""
         free = [dict(node) for node in self.nodes]
         for bundle in sorted(bundles, key=lambda resources: -sum(resources.values())):
-            node = next((node for node in free if _holds(node, bundle)), None)
+            wanted = bundle.items()
+            node = next((node for node in free if all(node.get(name, 0) + 1e-9 >= n for name, n in wanted)), None)
             if node is None:
                 return False
-            for name, amount in bundle.items():
+            for name, amount in wanted:
                 node[name] = node.get(name, 0) - amount
         return True
 
@@ -68,7 +68,7 @@ def cluster_status() -> ClusterStatus:
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
 
-    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_S)
+    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=10)
     demands, usage = status.resource_demands, {each.resource_name: each.used for each in status.cluster_resource_usage}
     return ClusterStatus(
         nodes=[node.total_resources() for node in (*status.active_nodes, *status.idle_nodes)],
@@ -93,9 +93,8 @@ def wait_for(
 ) -> None:
     """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
 
-    bundles: the resources of each process of the stage. A process needs one node. limit_name: the setting of the limit.
-    remedy: what a user can lower, for the message.
-    Logs what is pending, at once and every 30 s. Raises WaitedTooLongError after `limit_s` seconds.
+    bundles: the resources of each process of the stage. limit_name, remedy: the setting of the limit and what a user
+    can lower, for the error. Logs what is pending, at once and every 30 s. Raises WaitedTooLongError.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -119,10 +118,6 @@ def wait_for(
                 last_message = now
     finally:
         remove_placement_group(group)
-
-
-def _holds(node: Resources, bundle: Resources) -> bool:
-    return all(node.get(name, 0) + 1e-9 >= amount for name, amount in bundle.items())
 
 
 def readable(resources: Resources) -> str:

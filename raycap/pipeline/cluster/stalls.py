@@ -10,17 +10,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from raycap.pipeline.cluster.capacity import MESSAGE_EVERY_S, cluster_status
 from raycap.pipeline.config.sections import WorkersSection
 from raycap.pipeline.errors import JobFailedError
+from raycap.pipeline.storage.s3 import OutageError, StorageError
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 QUIET_S = 120.0  # the time without progress before the first message; the first step and the first batch take long
+MAX_INIT_DEATHS = 3  # actors in a row that may die while they start, for example because memory is short
+MAX_STORAGE_RETRIES = 5  # of a task; each attempt repeats its requests for minutes, and pauses follow it
 SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM stop the command
 
 
@@ -69,37 +73,25 @@ class StallWatch:
         self._progress_at = time.monotonic()
 
     def stream(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], options: Any) -> Iterator[Any]:
-        """The values that calls of a function yield, as `results`. Each call is a Ray task with these options."""
+        """The values that calls of a function yield, as they come. Each call is a Ray task; each value is progress.
+
+        Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated
+        task must yield the same values. Errors are those of `one_sentence`. options: of the tasks.
+        """
         import ray
 
         task = ray.remote(function).options(num_returns="streaming", **options)
-        return self.results([task.remote(*arguments) for arguments in calls])
-
-    def results(self, tasks: Sequence[object]) -> Iterator[Any]:
-        """The values that Ray tasks with `num_returns="streaming"` yield, as they come. Each value is progress.
-
-        Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated
-        task must yield the same values. Raises an error of a task's function, and JobFailedError for a task whose
-        process is lost too often.
-        """
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
-        running = list(tasks)
-        while running:
-            ready: list[Any] = ray.wait(running)[0]
-            try:
-                value = ray.get(next(ready[0]))
-            except StopIteration:
-                running.remove(ready[0])
-                continue
-            except RayTaskError:
-                raise
-            except RayError as error:
-                reason = " ".join(str(error).split())
-                raise JobFailedError(f"{self.stage} lost a process several times, last with: {reason}") from error
-            self.progressed()
-            yield value
+        running = [task.remote(*arguments) for arguments in calls]
+        with one_sentence(self.stage):
+            while running:
+                ready: Any = ray.wait(running)[0][0]
+                try:
+                    value = ray.get(next(ready))
+                except StopIteration:
+                    running.remove(ready)
+                    continue
+                self.progressed()
+                yield value
 
     def _watch(self) -> None:
         """Runs in the background thread."""
@@ -134,3 +126,34 @@ def situation() -> str:
     except Exception as error:  # of any type: the report must not end with the thread
         return f"the cluster does not report its state ({' '.join(str(error).split())})"
     return status.text if status.pending else f"{status.text}; no request is pending, so a process is slow or hangs"
+
+
+def repeat_interrupted_tasks() -> None:
+    """Repeats what an outage of the storage has interrupted. Ray Data itself repeats the tasks of lost nodes.
+
+    A repeated task must be harmless.
+    """
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.max_consecutive_actor_init_deaths = MAX_INIT_DEATHS
+    context.retried_map_errors = [StorageError.__name__, OutageError.__name__]
+    context.max_map_retries = MAX_STORAGE_RETRIES
+    context.raise_original_map_exception = True  # otherwise the type of the error is lost
+
+
+@contextmanager
+def one_sentence(stage: str) -> Iterator[None]:
+    """Raises a StorageError of a task as such, and JobFailedError for processes that Ray has lost too often."""
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, StorageError):
+            raise type(error.cause)(str(error.cause).splitlines()[0]) from error  # Ray Data adds lines
+        raise
+    except RayError as error:
+        reason = " ".join(str(error).split())
+        raise JobFailedError(f"{stage} lost a process several times, last with: {reason}") from error

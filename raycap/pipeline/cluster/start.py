@@ -15,8 +15,7 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
 
-# A local Ray starts a process for each CPU that it is given, and processes may share a core.
-MAX_CPUS_PER_CORE = 32
+MAX_CPUS_PER_CORE = 32  # a local Ray starts a process for each CPU that it is given, and processes may share a core
 JOIN_WAIT_S = 10.0
 AGENTS_S = 3.0  # for processes to end
 
@@ -205,8 +203,7 @@ def _start_local_ray(**options: Any) -> None:
     import ray
 
     protect_token()
-    with ending_children():
-        ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
+    ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
     atexit.register(_shut_down)  # before Ray's own shutdown, which was registered earlier
 
 
@@ -216,30 +213,9 @@ def _shut_down() -> None:
 
     started = psutil.Process().children(recursive=True)
     ray.shutdown()
-    _kill(psutil.wait_procs(started, AGENTS_S)[1])
-
-
-@contextmanager
-def ending_children() -> Iterator[None]:
-    """Ends the processes that the block has started if it raises an exception, also KeyboardInterrupt.
-
-    Ray itself ends its node's main process, and the node's agents notice that only up to two minutes later.
-    """
-    process = psutil.Process()
-    before = set(process.children(recursive=True))
-    try:
-        yield
-    except BaseException:
-        _kill([child for child in process.children(recursive=True) if child not in before])
-        raise
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    """Kills processes and waits until they have ended."""
-    for process in processes:
+    for process in psutil.wait_procs(started, AGENTS_S)[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, AGENTS_S)
 
 
 def private_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Configurations from YAML files: `extends`, `--set`, `${VARIABLE}`, checks whose errors are one sentence.
+"""Reads configurations from YAML files, with `extends`, `--set` and `${VARIABLE}`, and checks them.
 
 A file may begin with `extends: other.yaml`, a path relative to the file. Its values are merged over those of the other
 file: mappings key by key, lists of named items (the stages) by name. All other values are replaced. A section that gets
@@ -35,10 +35,10 @@ from raycap.pipeline.storage.untrusted.documents import (
 )
 
 SectionType = TypeVar("SectionType")
-MAX_EXTENDED = 20  # files in a chain of `extends`
 MAX_KEY_PARTS = 20  # of a dotted key
 DATA_FILE_SECTIONS = ("data", "features", "evaluation")
-MISSING = ("missing", "missing_argument")  # pydantic's types of the error of a key that is not there
+# pydantic's types of an error: for a key that is not there, and for one that the section does not have
+MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -50,8 +50,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def with_data(config: RunConfig, path: Path) -> RunConfig:
-    """The configuration with the images of a data file: a YAML file with the section `data`, which replaces that of the
-    configuration, and optionally `features` and `evaluation`, which are merged over those of the configuration.
+    """The configuration with the images of a data file.
+
+    The file's section `data` replaces that of the configuration. Its optional sections `features` and `evaluation` are
+    merged over those of the configuration.
 
     Raises UserError as `load_config`, and unless the file names region features exactly if the configuration does.
     """
@@ -125,24 +127,16 @@ def _extended_file(name: object, chain: Sequence[Path]) -> Path:
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
         raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted_value(name)}")
-    if len(chain) >= MAX_EXTENDED:
-        raise UserError(f"{chain[0]} extends more than {MAX_EXTENDED} files, one after the other; merge some of them")
     file = referenced_file(last.parent, name)
-    try:
-        is_outside = Path(name).is_absolute() or not (file.resolve().is_relative_to(folder) or is_shipped(file))
-        is_file = file.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, or a link to itself
-        reason = getattr(error, "strerror", None) or "it has a NUL or is a link to itself"
-        raise UserError(f"{last}: extends names {quoted_value(name)}, which cannot be a file: {reason}") from error
-    if is_outside:
-        raise UserError(
-            f"{last}: extends names {shown(name)}, which is outside of {folder}; give a relative path to a file in "
-            "this folder or below it"
-        )
-    if not is_file:
+    if not is_file(file):
         raise UserError(
             f"{last}: extends names {shown(name)}, which does not exist; give the path of a YAML file, or the name of "
             "a shipped one"
+        )
+    if Path(name).is_absolute() or not (file.resolve().is_relative_to(folder) or is_shipped(file)):
+        raise UserError(
+            f"{last}: extends names {shown(name)}, which is outside of {folder}; give a relative path to a file in "
+            "this folder or below it"
         )
     if file.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(map(shown, (*chain, file)))
@@ -151,7 +145,7 @@ def _extended_file(name: object, chain: Sequence[Path]) -> Path:
 
 
 def _read_yaml(path: Path) -> Values:
-    """The mapping in one YAML file. Raises UserError."""
+    """The mapping in one YAML file, with the section `storage` in its long form. Raises UserError."""
     if not is_file(path):
         problem = "is a folder" if is_folder(path) else "does not exist"
         raise UserError(f"configuration {shown(path)} {problem}; give the path of a YAML file")
@@ -159,7 +153,8 @@ def _read_yaml(path: Path) -> Values:
         text = read_regular_file(path, max_bytes=4 * MAX_YAML_CHARACTERS)
     except OSError as error:
         raise UserError(f"configuration {path} cannot be read: {error}") from error
-    return dict(require_mapping(parse_yaml(text, str(path)), str(path)))
+    values = dict(require_mapping(parse_yaml(text, str(path)), str(path)))
+    return values | {key: long_storage(value) for key, value in values.items() if key == "storage"}
 
 
 def merge(base: Values, changes: Values) -> Values:
@@ -167,8 +162,6 @@ def merge(base: Values, changes: Values) -> Values:
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
-        if key == "storage":
-            before, value = long_storage(before), long_storage(value)
         if isinstance(before, dict) and isinstance(value, dict):
             is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
             merged[key] = value if is_other_kind else merge(before, value)
@@ -205,14 +198,14 @@ def apply_override(values: Values, override: str) -> None:
 
 def set_value(data: Values, key: str, value: object, source: str) -> None:
     """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
+    if key == "storage" and isinstance(value, str):
+        key = "storage.uri"  # another place on the same server
     parts = key.split(".")
     if len(parts) > MAX_KEY_PARTS:
         raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
     node: Any = data
     for depth, part in enumerate(parts):
         index: int | str = part
-        if parts[:depth] == ["storage"] and isinstance(node, str):
-            node = data["storage"] = long_storage(node)
         if isinstance(node, list):
             index = _stage_index(node, part, f"{source} {shown(key)}")
         elif not isinstance(node, dict):
@@ -220,8 +213,7 @@ def set_value(data: Values, key: str, value: object, source: str) -> None:
         elif node.get(part) is None:
             node[part] = {}
         parent, node = node, node[index]
-    is_place = parts == ["storage"] and isinstance(node, dict) and isinstance(value, str)
-    parent[index] = node | long_storage(value) if is_place else value  # another place on the same server
+    parent[index] = value
 
 
 def _stage_index(items: list[Any], part: str, source: str) -> int:
@@ -236,6 +228,7 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
 
 def parse_config(data: Values) -> RunConfig:
     """A checked configuration from plain values. Raises UserError as `load_config`."""
+    data = data | {"storage": long_storage(data.get("storage", {}))}
     remember_secrets(data)  # an error may quote any of them
     return parse_section(RunConfig, data).with_references(data)
 
@@ -286,35 +279,28 @@ def shown_values(config: RunConfig, *, only_changes: bool = False) -> Values:
 
 
 def _sentence(error: ValidationError, data: object, section_type: object, section: str) -> str:
-    """Pydantic's first error as a sentence with the dotted key."""
+    """One of pydantic's errors as a sentence with the dotted key: that of an unknown key before that of a missing one.
+
+    A key is often missing because its name has a typing error.
+    """
     prefix = (section,) if section else ()
-    errors = [(_location((*prefix, *details["loc"])), details) for details in error.errors()]
-    unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    location, first = errors[0]
-    if first["type"] in MISSING:  # perhaps because its name has a typing error
-        for place, details in errors:
-            is_beside = details["type"] in unknown and place[:-1] == location[:-1]
-            if is_beside and difflib.get_close_matches(str(place[-1]), [str(location[-1])]):
-                location, first = place, details
-                break
+    errors = error.errors()
+    missing = [details["loc"] for details in errors if details["type"] in MISSING]
+    for key, other, command in (("data", "base", "tune"), ("base", "data", "run")):
+        if not section and (key,) in missing and isinstance(data, Mapping) and other in data:
+            return f"key {key} is missing; this configuration is for `raycap {command}`"
+    unknown = [details for details in errors if details["type"] in UNKNOWN]
+    first = unknown[0] if unknown and errors[0]["type"] in MISSING else errors[0]
+    location = _location((*prefix, *first["loc"]))
     key = _dotted(location, data)
     if first["type"] == "union_tag_invalid":
         name = first["ctx"]["tag"]
         return f"model.name is {quoted_value(name)}, which is unknown: {_hint(name, MODEL_CONFIGS, 'known')}"
-    if first["type"] in unknown:
+    if first["type"] in UNKNOWN:
         valid_keys = _keys_at(first["loc"][:-1], section_type)
         return f"unknown key {key}: {_hint(str(location[-1]), valid_keys, 'known here')}"
     if first["type"] in MISSING:
-        kinds = {
-            "base": "this configuration is for `raycap tune`",
-            "data": "this configuration is for `raycap run`",
-        }
-        other = next((text for name, text in kinds.items() if isinstance(data, Mapping) and name in data), "")
-        if not section and key in kinds and other:
-            return f"key {key} is missing; {other}"
-        beside = [str(at[-1]) for at, details in errors if details["type"] in unknown and at[:-1] == location[:-1]]
-        unknown_keys = f", and unknown there: {', '.join(map(shown, beside))}" if beside else ""
-        return f"key {key} is missing{unknown_keys}; add it to the configuration"
+        return f"key {key} is missing; add it to the configuration"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         names = [part for part in key.split(".") if part and not part.isdigit()]
@@ -330,9 +316,9 @@ def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without what it adds that is no key: a system's name after `model`, and a value's type.
+    """Pydantic's location without its parts that are no keys: a system's name after `model`, and the type of a value.
 
-    Of a mapping's key that is not allowed, and that the message quotes, it is the location of the mapping.
+    For a mapping's key that is not allowed, it is the location of the mapping, because the message quotes the key.
     """
     if location[-1:] == ("[key]",):
         location = location[:-2]

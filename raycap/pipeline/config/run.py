@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 
 from raycap.models.config import BackboneConfig, Identity, Values
 from raycap.pipeline.config.sections import (
@@ -27,7 +27,6 @@ from raycap.pipeline.config.sections import (
     StorageSection,
     TrackingSection,
     WorkersSection,
-    long_storage,
 )
 from raycap.pipeline.config.variables import Expanded, Location, remember_secrets, restore_references
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
@@ -56,14 +55,9 @@ class RunConfig(Section):
     retrain: Annotated[RetrainSection, Identity.IGNORED] = RetrainSection()
     _expanded: dict[Location, Expanded] = PrivateAttr(default_factory=dict)
 
-    @field_validator("storage", mode="before")
-    @classmethod
-    def _short_storage(cls, value: object) -> Any:
-        return long_storage(value)
-
     def with_references(self, data: Values) -> Self:
         """Keeps the references to variables of the plain values from which this configuration was made."""
-        self._expanded = remember_secrets(data | {"storage": long_storage(data.get("storage"))})
+        self._expanded = remember_secrets(data)
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:

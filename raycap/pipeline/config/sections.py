@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
@@ -15,22 +15,27 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    field_validator,
     model_validator,
 )
 
-from raycap.models.config import MODEL_CONFIGS, Decoding, Identity, ModelConfig, Values
+from raycap.models.config import (
+    MODEL_CONFIGS,
+    NUMBER,
+    TEXT,
+    Count,
+    Decoding,
+    Identity,
+    ModelConfig,
+    Text,
+    Values,
+    read_number,
+)
 from raycap.models.encoders.views import Augmentation, Views
-from raycap.models.values import NUMBER, TEXT, Count, Text, read_number
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.secrets import split_userinfo
 from raycap.pipeline.storage.lease import MAX_LEASE_S
 from raycap.pipeline.storage.s3 import RETRY_MINUTES, StorageOptions
-
-# A `:` before an @, both after the scheme and before a path or query, where digits after the `:` are a port
-_MAY_HOLD_PASSWORD = re.compile(r"(?:[\w+.-]+://|file:)?+[^/?#]*:(?!\d{1,5}(?:/[^@?]*)?\?[\w.-]+=).*@", re.DOTALL)
 
 
 def _check_file_name(name: str) -> str:
@@ -79,7 +84,7 @@ Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
-# Limits are far above what anyone would train (`models/values.py`). A type without a special limit has one that keeps
+# Limits are far above what anyone would train (`models/config.py`). A type without a special limit has one that keeps
 # products in 64 bits, or in the range of float32.
 Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
 Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]
@@ -99,28 +104,10 @@ Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the rows of `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
-FurtherMetrics = Annotated[
-    tuple[
-        Literal[
-            "CIDEr-R",
-            "CHAIR-i",
-            "CHAIR-s",
-            "Div-1",
-            "Div-2",
-            "mBLEU-4",
-            "self-CIDEr",
-            "CLIPScore",
-            "RefCLIPScore",
-            "PAC-S",
-            "RefPAC-S",
-            "BERTScore",
-            "BERTScore-P",
-            "BERTScore-R",
-        ],
-        ...,
-    ],
-    Field(max_length=100),
-]
+ObjectMetric = Literal["CHAIR-i", "CHAIR-s"]
+DiversityMetric = Literal["Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
+FurtherMetric = Literal["CIDEr-R", ObjectMetric, DiversityMetric, EncoderMetric]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
 RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
 TEXT_ENCODER_FILES = ("model.safetensors", "config.json", "tokenizer.json")
@@ -215,16 +202,6 @@ class SceneConfig:
     language: Literal["en", "zh"] = "en"
     """Of the captions; the pictures do not depend on it."""
 
-    def values(self) -> Values:
-        """What identifies the data set: its keys, without the language of English captions.
-
-        Data sets that were written before there were other languages therefore have the same values.
-        """
-        values = asdict(self)
-        if self.language == ENGLISH:
-            del values["language"]
-        return values
-
     def __post_init__(self) -> None:
         if self.num_images < len(SPLIT_CYCLE):
             raise UserError(
@@ -295,29 +272,27 @@ class DataSection(Section):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
             )
-        if self.synthetic is not None:
-            self._check_synthetic(self.synthetic)
+        if self.synthetic is None:
+            return
+        for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        if self.synthetic.language != self.language:
+            raise ValueError(
+                f"data.synthetic.language = {self.synthetic.language} and data.language = {self.language} differ; set "
+                "the same"
+            )
+        if self.synthetic.image_size**2 > self.max_pixels:
+            raise ValueError(
+                f"data.synthetic.image_size = {self.synthetic.image_size} gives images of more than data.max_pixels = "
+                f"{self.max_pixels}; raise data.max_pixels"
+            )
 
     @property
     def rewarded_splits(self) -> tuple[str, ...]:
         """The training splits with people's captions: without those of sources with `rewarded: false`."""
         taught = {source.split for source in self.sources if not source.rewarded}
         return tuple(name for name in self.train_splits if name not in taught)
-
-    def _check_synthetic(self, scenes: SceneConfig) -> None:
-        """Raises ValueError for keys that do not go with the synthetic data set."""
-        for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
-        if scenes.language != self.language:
-            raise ValueError(
-                f"data.synthetic.language = {scenes.language} and data.language = {self.language} differ; set the same"
-            )
-        if scenes.image_size**2 > self.max_pixels:
-            raise ValueError(
-                f"data.synthetic.image_size = {scenes.image_size} gives images of more than data.max_pixels = "
-                f"{self.max_pixels}; raise data.max_pixels"
-            )
 
 
 # The CPUs of an actor that extracts features and of a task that decodes images for it. They differ, because Ray Data
@@ -347,7 +322,7 @@ class FeatureSection(Section):
     views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
     """Random versions of each training image, of which every epoch reads one; 0: the images as they are."""
     augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()
-    """Of the views."""
+    """How a view differs from its image."""
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
     """The largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
     room; None: half of the disk's free space when the cache is opened."""
@@ -506,9 +481,9 @@ class StageSection(Section):
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """The decay per step of an average of the weights, which is validated and kept in place of the weights."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    """Of the products; tf32 is float32 with factors of 10 bits on a GPU (since Ampere), and float32 elsewhere."""
+    """Of matrix products. tf32 rounds their factors to 10 bits on a GPU (since Ampere), and is float32 elsewhere."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which workers exchange gradients."""
+    """The type in which workers exchange gradients."""
     scst: ScstSection | None = None
     validate_every_epochs: Epochs = 1.0
     patience: Positive | None = None
@@ -622,7 +597,7 @@ class TextEncoderSection(Section):
     folder: Annotated[Text, Identity.TEXT_ENCODER]
     """With model.safetensors, config.json and tokenizer.json."""
     layer: Annotated[int, Field(ge=0, le=200), NUMBER]
-    """Whose hidden states are compared."""
+    """The layer whose hidden states are compared."""
     idf: bool = False
     """Whether rare tokens of the references count more."""
     baseline: Annotated[Text | None, Identity.FILE] = None
@@ -672,8 +647,8 @@ class EvaluationSection(Section):
     num_results: Beams = 1
     """Captions per image, at most beam_size without decoding.sampling."""
     ranking: Ranking = "mean"
-    """Of finished beams: by the mean log-probability of their tokens, by the sum, or by the sum over the length penalty
-    with this alpha (`models.decoding.search.length_divisor`)."""
+    """Finished beams are ranked by the mean log-probability of their tokens, by the sum, or by the sum divided by the
+    length penalty with this exponent (`models.decoding.search.length_divisor`)."""
     decoding: Decoding = Decoding()
     collapse_repeats: bool = False
     """Equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions."""
@@ -689,7 +664,7 @@ class EvaluationSection(Section):
     constraints: Annotated[Text | None, Identity.FILE] = None
     """A file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format).
     """
-    metrics: FurtherMetrics = ()
+    metrics: Annotated[tuple[FurtherMetric, ...], Field(max_length=100)] = ()
     """Metrics that are computed besides the default ones."""
     inputs: ScoreInputsSection = ScoreInputsSection()
 
@@ -755,23 +730,11 @@ class TrackingSection(Section):
     """The MLflow server or file to which metrics and models are sent."""
 
     enabled: bool = True
-    uri: Text | None = Field(default=None, repr=False)
+    uri: Annotated[Text, AfterValidator(str.strip)] | None = Field(default=None, repr=False)
     """None: a SQLite file in the storage."""
     experiment: Name = "raycap"
     registered_name: Name | None = None
     """None: the run's name."""
-
-    @field_validator("uri")
-    @classmethod
-    def _check_uri(cls, uri: str | None) -> str | None:
-        """Removes blanks around the address. Refuses one in which a password may not be recognized."""
-        uri = None if uri is None else uri.strip()
-        if uri and not split_userinfo(uri)[0] and _MAY_HOLD_PASSWORD.match(uri):
-            raise ValueError(
-                "tracking.uri contains an @, and it is unclear whether a password precedes it; write "
-                "SCHEME://USER:PASSWORD@HOST with %40 and %2F inside the password, or ./ before a path"
-            )
-        return uri
 
 
 class RetrainSection(Section):

@@ -26,17 +26,17 @@ def named_config(path: Path | None) -> Path | None:
 
     Raises UserError for what is neither a file nor the name of a shipped configuration, with a fitting name.
     """
-    return None if path is None else _named(path, "", "configuration", "demo")
+    return None if path is None else _named(path, "", "configuration")
 
 
 def named_search(path: Path) -> Path:
     """As `named_config`, for a search."""
-    return _named(path, "", "search", "search_demo")
+    return _named(path, "", "search")
 
 
 def named_data(path: Path | None) -> Path | None:
     """As `named_config`, for the data files in raycap/configs/data/."""
-    return None if path is None else _named(path, "data", "data file", "nocaps_val")
+    return None if path is None else _named(path, "data", "data file")
 
 
 def referenced_file(folder: Path, name: str) -> Path:
@@ -59,21 +59,17 @@ def is_shipped(path: Path) -> bool:
     return is_file(path) and path.resolve().is_relative_to(_folder("").resolve())
 
 
-def _named(path: Path, folder: str, kind: str, example: str) -> Path:
-    """kind: what the argument names, for messages. example: a name in the folder."""
+def _named(path: Path, folder: str, kind: str) -> Path:
+    """The file that an argument names. kind: what it is called in messages. folder: below raycap/configs/."""
     file = path if is_file(path) else _shipped_file(path, folder)
     if file is not None:
         return file
-    names = shipped_names(folder)
-    if is_folder(path) or path.name != str(path) or path.suffix:
-        problem = "is a folder" if is_folder(path) else "does not exist"
-        raise UserError(
-            f"{kind} {shown(path)} {problem}; give the path of a YAML file, or the name of a shipped one without "
-            f"folder and suffix, for example {path.stem if path.stem in names else example}"
-        )
-    similar = difflib.get_close_matches(str(path)[:MAX_QUOTED], names, n=3)
+    problem = "is a folder" if is_folder(path) else "does not exist"
+    similar = difflib.get_close_matches(path.stem[:MAX_QUOTED], shipped_names(folder), n=3)
     hint = f"did you mean {' or '.join(similar)}?" if similar else "`raycap config --list` prints the names"
-    raise UserError(f"{shown(path)} is neither a file here nor the name of a shipped {kind}; {hint}")
+    raise UserError(
+        f"{kind} {shown(path)} {problem}; give the path of a YAML file, or the name of a shipped one: {hint}"
+    )
 
 
 def _shipped_file(path: Path, folder: str) -> Path | None:

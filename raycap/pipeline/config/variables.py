@@ -88,7 +88,7 @@ def is_secret(location: Location, text: str) -> bool:
 
 
 def quoted_value(value: object) -> str:
-    """A configuration's value as a message shows it, without secrets; of a mapping or list with a secret, its size."""
+    """A configuration's value as a message shows it. A mapping or list that contains a secret is shown by its size."""
     if isinstance(value, dict | list) and any(is_secret(*found) for found in texts_in(value)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     return quoted(value, without_secrets)

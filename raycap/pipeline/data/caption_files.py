@@ -23,16 +23,11 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
-    return parse_json(read_content(path), str(path))
-
-
-def read_content(path: Path) -> bytes:
-    """The bytes of a file, unpacked if it is gzipped, under any name. Raises UserError."""
     try:
         data = read_document(path)
     except OSError as error:
         raise UserError(f"file {path} cannot be read: {error}") from error
-    return gunzip(data, str(path)) if data.startswith(_GZIP_START) else data
+    return parse_json(gunzip(data, str(path)) if data.startswith(_GZIP_START) else data, str(path))
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
@@ -89,8 +84,7 @@ def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[Im
 
 def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
     """Raw captions by image id from the list of a Karpathy file, of one split or (None) of all."""
-    names = [image.get("split") for image in images if isinstance(image, dict)]
-    splits = Counter(name for name in names if isinstance(name, str))
+    splits = Counter(str(image.get("split")) for image in images if isinstance(image, dict))
     if split is not None and split not in splits:
         available = shorten(f"{name} ({count} images)" for name, count in splits.items())
         raise UserError(f"{path} has no images in split {split!r}; it has {available}")

@@ -4,9 +4,8 @@ The files are read by threads of this process, or by an extraction, whose tasks 
 
 The manifest, a Parquet file, holds the URI, size, tag and content key of each image; the tag is the modification time,
 or the ETag on S3. A file with the same size and tag as in the manifest counts as unchanged. Images in an archive or
-table have the size and tag of this file. The cost is one stat per file and one read per new or changed image. On S3 the
-sizes and tags of a thousand files come from one listing request. The manifest is also written while images are read, so
-that a kill or an outage loses little of this work.
+table have the size and tag of this file. The manifest is also written while images are read, so that a kill or an
+outage loses little of this work.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import UNREADABLE, ImageLocation, forget_row_groups, is_part, reason_of
-from raycap.pipeline.data.images import hash_batch
+from raycap.pipeline.data.images import PARTS, UNREADABLE, ImageLocation, forget_row_groups, hash_batch, reason_of
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import Entry, StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import Entry, StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.tables import read_cache, write_table
 
-_FILES_PER_TASK = 8192  # files whose sizes a thread looks up in one task
+_FILES_PER_TASK = 64  # files whose sizes a thread looks up in one task
 _NUM_THREADS = 8
 _URIS_PER_SLICE = 1000  # files that are hashed between two looks at the clock
 # The manifest is written once a minute, and so seldom that this takes a twentieth of the time.
 _WRITE_EVERY_S, _WRITE_SHARE = 60.0, 1 / 20
-# A listing ends after this many objects plus ten per image: one image may be in a bucket of a billion objects.
+# One image may be in a bucket of a billion objects.
 _LISTED_OBJECTS = 1000
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
@@ -67,11 +65,6 @@ class HashedFiles(NamedTuple):
 HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 
-def numbered(uris: pa.Array) -> pa.Table:
-    """URIs with their numbers, as a table for Ray with the columns uri and number."""
-    return pa.table({"uri": uris, "number": np.arange(len(uris))})
-
-
 def take_snapshot(
     dataset: Dataset,
     manifest: StoragePath | Path,
@@ -88,7 +81,7 @@ def take_snapshot(
     """
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
-    files = [ImageLocation.parse(uri).file.uri if is_part(uri) else uri for uri in uris.to_pylist()]
+    files = [ImageLocation.parse(uri).file.uri if uri.startswith(PARTS) else uri for uri in uris.to_pylist()]
     entries, reasons = _find_entries(
         dict.fromkeys(files), options, ENTRIES.empty_table() if listing is None else listing
     )
@@ -110,94 +103,79 @@ def take_snapshot(
 
     changed = np.flatnonzero(pc.and_(pc.invert(is_same), pc.is_valid(sizes)).to_numpy())
     if len(changed):
-        batches = (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options)
-        for batch in _written_often(batches, len(changed), write):
-            keys[changed[batch.numbers]] = batch.keys
-            unreadable |= batch.reasons
+        count, write_at = 0, time.monotonic() + _WRITE_EVERY_S
+        with progress("content keys", len(changed)) as advance:
+            for batch in (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options):
+                keys[changed[batch.numbers]] = batch.keys
+                unreadable |= batch.reasons
+                count += len(batch.numbers)
+                advance(len(batch.numbers))
+                if (begin := time.monotonic()) > write_at:
+                    write()
+                    now = time.monotonic()
+                    write_at = now + max(_WRITE_EVERY_S, (now - begin) / _WRITE_SHARE)
+        if count != len(changed):
+            raise RuntimeError(f"{count} of {len(changed)} files were hashed; repeat the command")
         write()
     column = pa.array(keys, pa.string()).take(pc.index_in(dataset.table["uri"], value_set=uris).combine_chunks())
     return dataset.with_column("key", column), unreadable
-
-
-def _written_often(batches: Iterator[HashedFiles], total: int, write: Callable[[], None]) -> Iterator[HashedFiles]:
-    """The batches of `total` files. `write` is called after some of them, when their keys are noted."""
-    count, write_at = 0, time.monotonic() + _WRITE_EVERY_S
-    with progress("content keys", total) as advance:
-        for batch in batches:
-            yield batch
-            count += len(batch.numbers)
-            advance(len(batch.numbers))
-            begin = time.monotonic()
-            if count < total and begin > write_at:
-                write()
-                now = time.monotonic()
-                write_at = now + max(_WRITE_EVERY_S, (now - begin) / _WRITE_SHARE)
-    if count != total:
-        raise RuntimeError(f"{count} of {total} files were hashed; repeat the command")
 
 
 def _find_entries(
     files: Collection[str], options: StorageOptions, listing: pa.Table
 ) -> tuple[dict[str, Entry], dict[str, str]]:
     """The sizes and tags of files and objects, and {path or URI: reason} for missing ones."""
-    entries, reasons = dict[str, Entry](), dict[str, str]()
+    objects = {uri for uri in files if is_remote(uri)}
+    listed = listing.filter(pc.is_in(listing["uri"], value_set=pa.array(objects, pa.string()))).to_pylist()
+    entries = {row["uri"]: Entry(row["size"], row["tag"]) for row in listed}
+    found, unfinished = _list_objects(objects - entries.keys(), options)
+    entries |= found
+    reasons = dict.fromkeys(objects - entries.keys(), "no such object")
 
-    def stat(file: str) -> Entry | str:
-        """The entry of a local file, or why there is none."""
+    def ask(file: str) -> Entry | str:
+        """The entry of a file or object, or why there is none."""
         try:
+            if is_remote(file):
+                return StoragePath(file, options).stat()
             status = os.stat(file)  # noqa: PTH116 (making a Path costs more than the stat)
             return Entry(status.st_size, str(status.st_mtime_ns))
+        except StorageError:
+            raise
         except OSError as error:
             return reason_of(error)
 
-    local = [file for file in files if not is_remote(file)]
-    slices = [local[start : start + _FILES_PER_TASK] for start in range(0, len(local), _FILES_PER_TASK)]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # threads, because a stat on a network file system mostly waits
-        found = pool.map(lambda part: list(map(stat, part)), slices)
-        for file, entry in zip(local, itertools.chain.from_iterable(found), strict=True):
-            if isinstance(entry, Entry):
-                entries[file] = entry
-            else:
-                reasons[file] = entry
-    if len(local) < len(files):
-        objects = {uri for uri in files if is_remote(uri)}
-        listed = listing.filter(pc.is_in(listing["uri"], value_set=pa.array(objects, pa.string()))).to_pylist()
-        entries |= {row["uri"]: Entry(row["size"], row["tag"]) for row in listed}
-        entries |= _list_objects(objects - entries.keys(), options)
-        reasons |= dict.fromkeys([uri for uri in files if uri in objects and uri not in entries], "no such object")
+    asked = [file for file in files if file not in objects or (file in reasons and file.startswith(unfinished))]
+    slices = [asked[start : start + _FILES_PER_TASK] for start in range(0, len(asked), _FILES_PER_TASK)]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # threads, because requests and network file systems mostly wait
+        answers = pool.map(lambda part: list(map(ask, part)), slices)
+        for file, answer in zip(asked, itertools.chain.from_iterable(answers), strict=True):
+            if isinstance(answer, Entry):
+                entries[file] = answer
+                reasons.pop(file, None)
+            elif file not in objects:
+                reasons[file] = answer
     return entries, reasons
 
 
-def _list_objects(uris: Collection[str], options: StorageOptions) -> dict[str, Entry]:
-    """The sizes and tags of those objects that exist, from one listing per folder.
+def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """The sizes and tags of objects from one listing per folder, and the folders whose listings ended too early.
 
-    The listing of a folder with n images ends after 1 + n / 100 requests, of 1000 objects each. If more than nine of
-    ten objects are no images of the data set, some images are not found by then; each of these is one more request.
+    The listing of a folder with n images ends after _LISTED_OBJECTS + 10 n objects.
     """
-    found, unfinished = dict[str, Entry](), list[str]()
     images_in = Counter[str]()
     folder = ""
     for own_folder, count in sorted(Counter(uri.rsplit("/", 1)[0] for uri in uris).items()):
         if not folder or not own_folder.startswith(f"{folder}/"):  # a listing includes the folders below
             folder = own_folder
         images_in[folder] += count
+    found, unfinished = dict[str, Entry](), list[str]()
     for folder, count in images_in.items():
         limit = _LISTED_OBJECTS + 10 * count
         objects = list(itertools.islice(StoragePath(folder, options).walk(), limit))
         found |= {f"{folder}/{name}": entry for name, entry in objects if f"{folder}/{name}" in uris}
         if len(objects) == limit:
             unfinished.append(f"{folder}/")
-
-    def ask(uri: str) -> Entry | None:
-        try:
-            return StoragePath(uri, options).stat()
-        except FileNotFoundError:
-            return None
-
-    missing = [uri for uri in uris if uri not in found and uri.startswith(tuple(unfinished))]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        answers = zip(missing, pool.map(ask, missing), strict=True)
-        return found | {uri: entry for uri, entry in answers if entry is not None}
+    return found, tuple(unfinished)
 
 
 def hash_with_threads(

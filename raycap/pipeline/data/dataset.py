@@ -1,7 +1,4 @@
-"""Captioned images: the table that every step after the annotation files reads.
-
-Processes exchange a `Dataset` as an Arrow file.
-"""
+"""Captioned images: the table that every step after the annotation files reads. Processes share it as an Arrow file."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from raycap.pipeline.data.language.tokenizers import TOKENIZERS, caption_words, 
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import atomic_path
-from raycap.pipeline.storage.digests import is_whole
 
 SCHEMA = pa.schema(
     [
@@ -111,22 +107,16 @@ class Dataset:
         names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
         parts: list[list[pa.Array]] = [[] for _ in names]
         for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
-            columns = [batch[name].to_pylist() for name in names]
             kept = [
-                [
-                    number
-                    for number, (caption, *tokens) in enumerate(zip(*image, strict=True))
-                    if caption_words(tokenizer, caption) and all(tokens)
-                ]
-                for image in zip(*columns, strict=True)
+                [texts for texts in zip(*image, strict=True) if caption_words(tokenizer, texts[0]) and all(texts[1:])]
+                for image in zip(*map(pa.ChunkedArray.to_pylist, batch.columns), strict=True)
             ]
             if [] in kept:
                 row = self.table.slice(start + kept.index([]), 1).to_pylist()[0]
                 image = f"image {shown(row['uri'])} (id {row['image_id']})"
                 raise UserError(f"{image} has no caption with a word in it; add one")
-            for part, column in zip(parts, columns, strict=True):
-                chosen = [[texts[n] for n in numbers] for texts, numbers in zip(column, kept, strict=True)]
-                part.append(pa.array(chosen, TOKENS.type))
+            for place, part in enumerate(parts):
+                part.append(pa.array([[texts[place] for texts in image] for image in kept], TOKENS.type))
         dataset = Dataset(self.table)
         for name, part in zip(names, parts, strict=True):
             dataset = dataset.with_column(name, pa.chunked_array(part, TOKENS.type))
@@ -165,28 +155,14 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA.
-
-        Its content is read once per machine, and again when the file has changed. Other processes read what they use.
-        """
-        content, name = pa.memory_map(str(path)), str(path)
-        is_whole(path, "a table of images", lambda: cls.parse(content, name) is not None)
-        return cls._opened(content, name, full=False)
-
-    @classmethod
-    def parse(cls, content: pa.NativeFile, name: str) -> Dataset:
-        """The data set in the content of the Arrow file `name`, all of which is checked. Raises DamagedError."""
-        return cls._opened(content, name, full=True)
-
-    @classmethod
-    def _opened(cls, content: pa.NativeFile, name: str, *, full: bool) -> Dataset:
-        """The data set in an Arrow file. full: whether to read all of it and not only its metadata."""
+        """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA."""
+        content = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(content).read_all()
             table = table.cast(SCHEMA.append(TOKENS) if TOKENS.name in table.column_names else SCHEMA)
-            table.validate(full=full)
+            table.validate(full=True)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
                 raise  # the machine is at fault, and not the file
-            raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error
+            raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
         return Dataset(table)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
+
+from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.survey import Survey
 
 # Scripts, by the first word of their characters' names in Unicode, that one language uses, or one most of all.
 SCRIPT_LANGUAGES = {
@@ -33,22 +37,46 @@ WITHOUT_BLANKS = ("ja", "zh", "th")  # languages whose words are not divided by 
 MIN_SHARE = 0.1  # of the letters that are Japanese syllables, which no Chinese text has
 MIN_FREQUENT = 0.1  # of all words that are frequent words of the language
 MIN_MARGIN, MIN_WORDS = 1.25, 2  # times the second language's frequent words; different frequent words
-PLAIN_TOKENIZER = "expansionnet"
+NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
 SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
+NEW_BACKBONE = """\
+# A small backbone that is trained from scratch. A pretrained one captions photographs far better:
+#   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key
+backbone:
+  name: swin_tiny_patch4_window7_224
+  image_size: 128
+  embed_dim: 32
+  depths: [2, 2, 2]
+  num_heads: [2, 4, 8]
+  window_size: 8"""
+PRETRAINED_BACKBONE = """\
+backbone:
+  name: swin_{}_patch4_window7_224
+  image_size: 224
+  weights: pretrained  # downloaded once; offline, a checkpoint's path or `raycap init --no-pretrained`"""
+MODEL = """\
+model:
+  name: expansionnet_v2
+  d_model: {}
+  d_ff: {}
+  num_heads: {}
+  num_encoder_layers: {}
+  num_decoder_layers: {}"""
+SMALLER_MODEL = "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
+MODEL_SIZES = {"small": (128, 256, 4, 2, 2), "medium": (256, 512, 8, 2, 2), "large": (512, 2048, 8, 3, 3)}
 
 
 @dataclass(frozen=True)
 class Language:
-    """The script of captions (Unicode's name), a language (ISO 639-1; None: not recognized) and a tokenizer."""
+    """The script of captions (Unicode's name), a language (ISO 639-1; None: not recognized) and its tokenizer."""
 
     script: str
     code: str | None
     tokenizer: str
-    comment: str  # why this tokenizer; "" if it suits the language
 
 
-def detect_language(captions: Iterable[str], tokenizers: Collection[str]) -> Language:
-    """The language of captions, and a tokenizer of those that the configuration knows (`data.tokenizer`)."""
+def detect_language(captions: Iterable[str]) -> Language:
+    """The language of captions, and the value of `data.tokenizer` that suits it."""
     letters: Counter[str] = Counter()
     words: Counter[str] = Counter()
     for caption in captions:
@@ -58,15 +86,11 @@ def detect_language(captions: Iterable[str], tokenizers: Collection[str]) -> Lan
     for letter, count in letters.items():
         scripts[unicodedata.name(letter, "UNKNOWN").split()[0].split("-")[0]] += count
     script = scripts.most_common(1)[0][0] if scripts else "UNKNOWN"
-    syllables = scripts["HIRAGANA"] + scripts["KATAKANA"]
-    if syllables > MIN_SHARE * scripts.total():
+    if scripts["HIRAGANA"] + scripts["KATAKANA"] > MIN_SHARE * scripts.total():
         script = "HIRAGANA"
     code = _latin_language(words) if script == "LATIN" else SCRIPT_LANGUAGES.get(script)
-    wanted = "characters" if code in WITHOUT_BLANKS else PLAIN_TOKENIZER if code == "en" else "unicode"
-    if wanted in tokenizers:
-        return Language(script, code, wanted, "")
-    comment = "its rules are for English; look at the words that `raycap check` counts"
-    return Language(script, code, PLAIN_TOKENIZER, comment)
+    tokenizer = "characters" if code in WITHOUT_BLANKS else "expansionnet" if code == "en" else "unicode"
+    return Language(script, code, tokenizer)
 
 
 def _latin_language(words: Counter[str]) -> str | None:
@@ -92,8 +116,25 @@ class Facts:
     captions_per_image: int
     words: int
     language: Language
-    language_key: str | None  # the value of `data.language`; None: its default
     is_pretrained: bool
+
+
+def facts_of(found: Survey, name: str, language: Language, is_pretrained: bool) -> Facts:
+    """What the configuration `name` of a data set depends on. Raises UserError for an image without a word."""
+    dataset = found.dataset.with_words(language.tokenizer)
+    train = dataset.split(*DataSection(root=found.root.uri, **found.keys).train_splits)
+    counts = Counter(len(captions) for captions in train.column("captions"))
+    lengths = sorted(len(tokens) for tokens in dataset.tokens(language.tokenizer))
+    return Facts(
+        name=name,
+        data={"root": found.root.uri, **found.keys},
+        num_train=len(train),
+        num_captions=len(lengths),
+        captions_per_image=counts.most_common(1)[0][0],
+        words=lengths[int(NEARLY_ALL * (len(lengths) - 1))],
+        language=language,
+        is_pretrained=is_pretrained,
+    )
 
 
 def config_name(text: str) -> str:
@@ -104,80 +145,39 @@ def config_name(text: str) -> str:
 def config_text(facts: Facts, found: str) -> str:
     """The configuration as YAML with comments. found: one line about the data, for the header."""
     size = "small" if facts.num_train < SMALL else "large" if facts.num_train > LARGE else "medium"
+    length = min(100, facts.words + 2)
     parts = [
         f"# {found}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
         f"name: {facts.name}",
         _data(facts),
-        _backbone(facts, size),
-        _model(size),
+        PRETRAINED_BACKBONE.format("base" if size == "large" else "tiny") if facts.is_pretrained else NEW_BACKBONE,
+        MODEL.format(*MODEL_SIZES[size]) + (SMALLER_MODEL if size != "large" else ""),
         _stages(facts, size),
         "workers:\n  num_workers: 1  # on GPUs: their number, and gpus_per_worker: 1\n  num_decode_threads: 2",
-        _evaluation(facts),
+        f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _line(key: str, value: object) -> str:
-    """A key and its value as YAML, indented by two. The items of a list of mappings have lines of their own."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "\n".join([f"  {key}:", *(f"    - {_flow(item)}" for item in value)])
-    return f"  {key}: {_flow(value)}"
-
-
-def _flow(value: object) -> str:
-    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
-    return text.strip().removesuffix("...").strip()
-
-
 def _data(facts: Facts) -> str:
-    lines = ["data:", *(_line(key, value) for key, value in facts.data.items())]
+    def flow(value: object) -> str:
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
+        return text.strip().removesuffix("...").strip()
+
+    lines = ["data:"]
+    for key, value in facts.data.items():
+        if key == "sources":
+            lines += ["  sources:", *(f"    - {flow(source)}" for source in value)]
+        else:
+            lines.append(f"  {key}: {flow(value)}")
     if "split_fractions" in facts.data:
         lines.append("  # an image's split depends on its name alone, so that further images move none")
-    if facts.language_key is not None:
-        lines.append(f"  language: {facts.language_key}")
-    comment = f"  # {facts.language.comment}" if facts.language.comment else ""
-    lines.append(f"  tokenizer: {facts.language.tokenizer}{comment}")
+    if facts.language.code not in (None, ENGLISH):
+        lines.append(f"  language: {facts.language.code}")
+    lines.append(f"  tokenizer: {facts.language.tokenizer}")
     least = 5 if facts.num_captions >= 20_000 else 2 if facts.num_captions >= 1_000 else 1
     lines.append(f"  min_count: {least}  # rarer words are not in the vocabulary")
     return "\n".join(lines)
-
-
-def _backbone(facts: Facts, size: str) -> str:
-    if not facts.is_pretrained:
-        return (
-            "# A small backbone that is trained from scratch. A pretrained one captions photographs far better:\n"
-            "#   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key\n"
-            "backbone:\n"
-            "  name: swin_tiny_patch4_window7_224\n"
-            "  image_size: 128\n"
-            "  embed_dim: 32\n"
-            "  depths: [2, 2, 2]\n"
-            "  num_heads: [2, 4, 8]\n"
-            "  window_size: 8"
-        )
-    name = "swin_base_patch4_window7_224" if size == "large" else "swin_tiny_patch4_window7_224"
-    return (
-        "backbone:\n"
-        f"  name: {name}\n"
-        "  image_size: 224\n"
-        "  weights: pretrained  # downloaded once; offline, a checkpoint's path or `raycap init --no-pretrained`"
-    )
-
-
-def _model(size: str) -> str:
-    width, layers, heads = {"small": (128, 2, 4), "medium": (256, 2, 8), "large": (512, 3, 8)}[size]
-    text = (
-        "model:\n"
-        "  name: expansionnet_v2\n"
-        f"  d_model: {width}\n"
-        f"  d_ff: {4 * width if size == 'large' else 2 * width}\n"
-        f"  num_heads: {heads}\n"
-        f"  num_encoder_layers: {layers}\n"
-        f"  num_decoder_layers: {layers}"
-    )
-    if size == "large":
-        return text
-    return text + "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
 
 
 def _stages(facts: Facts, size: str) -> str:
@@ -205,8 +205,3 @@ def _stages(facts: Facts, size: str) -> str:
             f"    batch_size: {batch}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"
         )
     return "stages:\n" + "\n".join(stages)
-
-
-def _evaluation(facts: Facts) -> str:
-    length = min(100, facts.words + 2)
-    return f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else ""

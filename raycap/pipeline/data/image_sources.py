@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, matches
-from raycap.pipeline.data.image_locations import UNREADABLE, read_image_file, reason_of
-from raycap.pipeline.data.images import BadImage, convert_image, decode_image
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, matching
+from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, relative_name
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -64,17 +63,15 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
 
     In a pattern, * and ? do not match a /, and ** stands for any number of folders, as for local files.
     """
-    prefix = storage_path(argument, options)
-    prefix.require_answer()
-    if glob.has_magic(argument) and not prefix.exists():
-        segments = argument.split("/")
-        start = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
-        folder, patterns = storage_path("/".join(segments[:start]), options), segments[start:]
-        names = sorted(name for name, _ in folder.walk() if matches(name.split("/"), patterns))
-        return [join(folder.uri, name) for name in names]
+    place = storage_path(argument, options)
+    place.require_answer()
+    if glob.has_magic(argument) and not place.exists():
+        bucket, _, pattern = argument.removeprefix("s3://").partition("/")
+        root = storage_path(f"s3://{bucket}", options)
+        return [join(root.uri, name) for name in matching(root, pattern)]
     if Path(argument).suffix.lower() in IMAGE_ENDINGS:
-        return [prefix.uri]  # a single object; whoever reads it reports a missing one
-    return [join(prefix.uri, name) for name in sorted(prefix.list()) if Path(name).suffix.lower() in IMAGE_ENDINGS]
+        return [place.uri]  # a single object; whoever reads it reports a missing one
+    return [join(place.uri, name) for name in sorted(place.list()) if Path(name).suffix.lower() in IMAGE_ENDINGS]
 
 
 def load_image(
@@ -83,11 +80,15 @@ def load_image(
     """The RGB image of a source, rotated as its EXIF data demand.
 
     source: a path or s3:// URI, the bytes of an image file, an image of Pillow, or an array (H, W), (H, W, 3) or
-    (H, W, 4) uint8. Raises BadImage with the reason for an image that cannot be used, and StorageError while the
-    storage is out of order, because the image is not at fault.
+    (H, W, 4) uint8. Raises BadImage with the reason for an image that cannot be used, and StorageError for an outage.
     """
     if isinstance(source, str | Path):
-        return decode_image(_read(source, options), max_pixels)
+        try:
+            source = read_image_file(storage_path(source, options))
+        except StorageError:
+            raise  # the image is not at fault
+        except OSError as error:
+            raise BadImage(f"{UNREADABLE}: {reason_of(error)}") from error
     if isinstance(source, bytes | bytearray | memoryview):
         return decode_image(bytes(source), max_pixels)
     if isinstance(source, np.ndarray):
@@ -95,16 +96,6 @@ def load_image(
     if not isinstance(source, Image.Image):
         raise BadImage(f"an image of the type {type(source).__name__}; give a path, bytes, a Pillow image or an array")
     return convert_image(source, max_pixels)
-
-
-def _read(source: str | Path, options: StorageOptions) -> bytes:
-    """The content of a file. Raises BadImage or StorageError."""
-    try:
-        return read_image_file(storage_path(source, options))
-    except StorageError:
-        raise  # an outage, or missing rights; the image is not at fault
-    except OSError as error:
-        raise BadImage(f"{UNREADABLE}: {reason_of(error)}") from error
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

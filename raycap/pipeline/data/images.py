@@ -1,21 +1,38 @@
-"""Image files decoded to RGB pixels, one by one and in batches of Ray's tasks.
+"""Images of a data set: where they are, how their bytes are read, and how they are decoded to RGB pixels.
 
-Decoding takes bounded memory, whatever the files contain. This module does not import torch, so that Ray's decoding
-tasks start fast.
+The column `uri` of a data set holds one text per image, an `ImageLocation`:
+
+    /folder/dog.jpg or s3://bucket/dog.jpg
+    tar:START+LENGTH+CHARACTERS:/folder/shard.tar/dog.jpg
+    parquet:GROUP+ROW+LEAF+CHARACTERS:/folder/part.parquet/dog.jpg
+
+START and LENGTH are the range of the image in the archive; GROUP, ROW and LEAF are the number of a row group, a row in
+it and a leaf column. CHARACTERS is the length of the file's path or URI. A slash and the image's name follow. The name
+is for people and may contain anything. A local path in this column is absolute, so that it cannot begin like the other
+forms.
+
+Decoding takes bounded memory, whatever a file contains. This module does not import torch, so that Ray's decoding tasks
+start fast.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import itertools
+import re
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -23,12 +40,19 @@ from PIL.TiffImagePlugin import TiffImageFile
 from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
-from raycap.pipeline.data.image_locations import UNREADABLE, is_remote_image, read_image_file, reason_of
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.storage.cache import image_cache
+from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.cache import cached_image, image_cache
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.s3 import StorageError, StorageOptions
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
+from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
+PARTS = ("tar:", "parquet:")  # the begins of locations within a file
+MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
+UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
+_TAR = re.compile(r"tar:(\d{1,19})\+(\d{1,19})\+(\d{1,6}):(.*)", re.DOTALL)
+_PARQUET = re.compile(r"parquet:(\d{1,9})\+(\d{1,9})\+(\d{1,9})\+(\d{1,6}):(.*)", re.DOTALL)
 # Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
 # (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common
 # formats come first, because Pillow imports all its plugins for the others.
@@ -54,6 +78,116 @@ class UnknownFormatError(BadImage):
 
 class OversizedError(BadImage):
     """An image of too many pixels."""
+
+
+@dataclass(frozen=True)
+class ImageLocation:
+    """An image's file, and the place of the image in it: (start, length) in bytes, a row of a table, or all of it."""
+
+    file: StoragePath
+    part: tuple[int, int] | RowPlace | None = None
+    name: str = field(default="", compare=False)  # of the image in the file
+
+    @classmethod
+    def parse(cls, uri: str, options: StorageOptions = StorageOptions()) -> ImageLocation:
+        """The location in a text of the column `uri`. Raises ValueError for any other text."""
+        if not uri.startswith(PARTS):
+            return cls(StoragePath(uri, options))
+        match = _TAR.fullmatch(uri) or _PARQUET.fullmatch(uri)
+        if match is None:
+            raise ValueError(f"{uri[:200]!r} is not the location of an image")
+        *values, count, path = match.groups()
+        file, name = path[: int(count)], path[int(count) + 1 :]
+        numbers = list(map(int, values))
+        part = RowPlace(*numbers) if len(numbers) == 3 else (numbers[0], numbers[1])
+        return cls(StoragePath(file, options), part, name)
+
+    @property
+    def uri(self) -> str:
+        """The text of which `parse` makes an equal location."""
+        if self.part is None:
+            return self.file.uri
+        kind = "parquet" if isinstance(self.part, RowPlace) else "tar"
+        return f"{kind}:{'+'.join(map(str, self.part))}+{len(self.file.uri)}:{self.file.uri}/{self.name}"
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def is_remote(self) -> bool:
+        return self.file.is_remote
+
+    def read_bytes(self, max_bytes: int | None = None) -> bytes:
+        """The image's bytes. Raises OSError as StoragePath, and for a part that the file does not have."""
+        if self.part is None:
+            return self.file.read_bytes(max_bytes)
+        if isinstance(self.part, RowPlace):
+            return self._row_value(self.part, max_bytes)
+        start, length = self.part
+        if max_bytes is not None and length > max_bytes:
+            raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", self.uri)
+        data = self.file.read_range(start, length) if length else b""
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{self.file} ends before it; was it replaced?", self.uri)
+        return data
+
+    def _row_value(self, place: RowPlace, max_bytes: int | None) -> bytes:
+        """A value of a column of a Parquet file."""
+        try:
+            value = _images_of_group(self.file, place)[place.row]
+        except (UserError, IndexError) as error:
+            raise OSError(errno.EIO, f"not readable: {error}", self.uri) from error
+        if not value.is_valid:
+            raise OSError(errno.ENODATA, "the row has no bytes", self.uri)
+        if max_bytes is not None and len(value.as_buffer()) > max_bytes:
+            raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", self.uri)
+        data: bytes = value.as_py()
+        return data
+
+
+MAX_GROUPS_BYTES = 256 * 2**20  # of the row groups that are kept, except that the newest one stays
+_GROUPS: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()  # the least recently used one first
+_LOCK = threading.Lock()
+
+
+def _images_of_group(file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
+    """The column of a place, which this process keeps. Raises UserError, and OSError as StoragePath."""
+    key = file.uri, place.group, place.leaf
+    with _LOCK:  # threads that need the same column read it once
+        if key not in _GROUPS:
+            with file.open() as opened:
+                _GROUPS[key] = ParquetFile(opened, str(file)).values(place.group, place.leaf)
+        _GROUPS.move_to_end(key)
+        while len(_GROUPS) > 1 and sum(each.nbytes for each in _GROUPS.values()) > MAX_GROUPS_BYTES:
+            _GROUPS.popitem(last=False)
+        return _GROUPS[key]
+
+
+def forget_row_groups() -> None:
+    """Empties this process's cache of row groups, because files may have been replaced."""
+    with _LOCK:
+        _GROUPS.clear()
+
+
+def is_remote_image(uri: str) -> bool:
+    """Whether the file of an image, given by its text in the column `uri`, is on S3."""
+    return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
+
+
+def read_image_file(path: StoragePath, key: str | None = None) -> bytes:
+    """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
+
+    key: its content key if that is known. An image on S3 is then not read if it is in this machine's cache. Raises
+    OSError if the file is larger than MAX_BYTES, and for pipes and devices.
+    """
+    image = ImageLocation.parse(path.uri, path.options)
+    cached = cached_image(key) if key and image.is_remote else None
+    return image.read_bytes(MAX_BYTES) if cached is None else cached
+
+
+def reason_of(error: OSError) -> str:
+    """Why a file cannot be read, without secrets, because the reason is stored."""
+    return without_secrets(error.strerror or str(error))
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
@@ -168,11 +302,10 @@ def hash_batch(
     cache_bytes: int | None = None,
     threads: int = 1,
 ) -> Values:
-    """Adds key and reason to a batch with the column uri: each file's sha256, and why it cannot be read.
+    """Adds key and reason to a batch with the column uri: each file's sha256, or why it cannot be read.
 
-    One of them is "". Images on S3 are cached on this machine, so that those who know their keys need not read them
-    again. cache_bytes: the cache's size (`features.cache_gib`); None for the default. threads: that read local files.
-    Raises StorageError while the storage is out of order, because the images are not at fault.
+    The other one is "". Images on S3 are cached on this machine. cache_bytes: the cache's size (`features.cache_gib`);
+    None for the default. threads: the number that reads local files. Raises StorageError for an outage.
     """
     cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
 
@@ -196,11 +329,11 @@ def hash_batch(
 def measure_batch(
     batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
 ) -> Values:
-    """Adds size and reason to a batch with the columns key and uri: (B, 2) int32 sizes, and why there are none.
+    """Adds size and reason to a batch with the columns key and uri, whose images are decoded as a whole.
 
-    A size is a width and a height. Every image is decoded as a whole. One that cannot be used has the size (0, 0), and
-    others the reason "". key: the content key, or None if it is not known. threads: that decode local files. Raises
-    StorageError while the storage is out of order.
+    size: (B, 2) int32, width and height; (0, 0) for an image that cannot be used. reason: why it cannot be used, or "".
+    key: the content key, or None if it is not known. threads: the number that decodes local files. Raises StorageError
+    for an outage.
     """
 
     def measure(uri: str, key: str | None) -> tuple[tuple[int, int], str]:
@@ -230,13 +363,12 @@ def decode_batch(
     options: StorageOptions = StorageOptions(),
     augmentation: Augmentation = Augmentation(),
 ) -> Values:
-    """Decodes a batch with the columns key and uri. The result has the same columns, pixels and reason.
+    """Adds pixels and reason to a batch with the columns key and uri.
 
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
     used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
     file's sha256, or "" for a file that cannot be read. A key of `encoders.views.Views` gives a random version of the
-    image, by `augmentation`. Consecutive rows of one image are read and decoded once. Raises StorageError while the
-    storage is out of order, because the images are not at fault.
+    image, by `augmentation`. Consecutive rows of one image are decoded once. Raises StorageError for an outage.
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,18 +22,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
 from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
-from raycap.pipeline.data.formats.json_files import add_coco, add_karpathy
 from raycap.pipeline.data.formats.source import (
+    MAX_CAPTION,
+    SURROGATE,
     Rows,
     Source,
     Splits,
+    as_texts,
     find_files,
     id_of_name,
-    images_folder,
+    inside,
+    malformed,
     read_json,
     read_split_lists,
 )
@@ -43,15 +48,17 @@ from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_annotations, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import shorten, shown
+from raycap.pipeline.runtime.names import quoted, shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.storage.s3 import StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
 
-_ARCHIVES_AT_A_TIME, _NUM_THREADS = 64, 8
+Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
+_SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+_NUM_THREADS = 8
 
 
 def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
@@ -98,7 +105,7 @@ def planned_data(config: RunConfig) -> Dataset | None:
 
 def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
     """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
-    digest = hashlib.sha256(json.dumps(scenes.values(), sort_keys=True).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
     name = f"data/synthetic-{digest}"
     return config.working_path / name, config.home(name)
 
@@ -205,7 +212,8 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
     """The annotation files that a source names. Raises UserError as `read_annotations`."""
     splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
-    images = images_folder(root, section.images)
+    uri = section.images.rstrip("/") if is_remote(section.images) else inside(root, section.images, "data.images")[0]
+    images = StoragePath(uri, root.options)
     if not images.is_remote and not images.path.is_dir():
         raise UserError(f"data.images: folder {images} does not exist; give it relative to data.root = {root}")
     sources = []
@@ -245,6 +253,86 @@ def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
     return max(map(len, map(vocabulary.tokenize, dataset.texts(vocabulary.tokenizer)))) + 2
 
 
+def add_karpathy(source: Source, data: object, rows: Rows) -> None:
+    """Adds the entries of `images`: filepath, filename, split, sentences with raw text, and cocoid or imgid."""
+    path = source.annotations
+    entries = data.get("images") if isinstance(data, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
+
+    def parse(entry: Values, location: str) -> Image:
+        image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+        sentences = entry["sentences"]
+        tokens = [_joined_tokens(each.get("tokens"), location) for each in sentences if source.with_tokens]
+        split = source.splits.lists.get(entry["filename"], entry["split"])
+        names = entry.get("filepath") or ".", entry["filename"]
+        return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
+
+    _add_images(source, entries, parse, rows)
+
+
+def _joined_tokens(tokens: Any, location: str) -> str:
+    """The tokens of a caption joined with spaces. Raises UserError unless they are a list of words."""
+    if tokens is None:
+        raise UserError(f"{location}: a sentence has no tokens, and data.tokenizer is tokens; set it to spacy")
+    is_list = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    text = " ".join(tokens) if is_list else ""
+    if not is_list or text.split() != tokens or SURROGATE.search(text) or len(text) > MAX_CAPTION:
+        raise UserError(f"{location} is malformed: the tokens of a sentence are not a list of words")
+    return text
+
+
+def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str], Image], rows: Rows) -> None:
+    """Adds the images of a JSON file. `parse` reads the entry at a place, and may raise any error."""
+    for number, entry in enumerate(entries):
+        location = f"{source.annotations}: images[{number}]"
+        try:
+            image_id, split, names, captions, tokens = parse(entry, location)
+            if not all(isinstance(text, str) for text in (split, *names)):
+                raise TypeError("its split, domain or file name is not text")
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise malformed(location, error) from error
+        uri = inside(source.images, "/".join(names), location)[0]
+        rows.add(image_id, split, uri, as_texts(captions, location, rows), location, tokens)
+
+
+def add_coco(source: Source, data: object, rows: Rows) -> None:
+    """Adds `images` (id, file_name) with `annotations` (image_id, caption). A nocaps image's domain is its split.
+
+    A file without `annotations`, as COCO's image_info_test2014.json, has images without captions.
+    """
+    path = source.annotations
+    images = data.get("images") if isinstance(data, dict) else None
+    annotations = data.get("annotations", []) if isinstance(data, dict) else None
+    if not isinstance(images, list) or not images or not isinstance(annotations, list):
+        raise UserError(
+            f"{path} is not in COCO's layout: expected an object with the list 'images', and with the list "
+            "'annotations' if the images have captions"
+        )
+    captions_of: dict[int, list[Any]] = {}
+    for number, entry in enumerate(annotations):
+        try:
+            captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise malformed(f"{path}: annotations[{number}]", error) from error
+    # A name like COCO's, for example captions_val2014.json, has the split as a word.
+    words = re.findall("[a-z]+", path.name.lower())
+    split_of_name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
+
+    def parse(entry: Values, _: str) -> Image:
+        image_id, filename = int(entry["id"]), entry["file_name"]
+        split = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_name
+        split = split or source.splits.drawn(source.image_prefix + filename)
+        return image_id, split, (filename,), captions_of.pop(image_id, []), []
+
+    _add_images(source, images, parse, rows)
+    if captions_of:
+        count, first = len(captions_of), min(captions_of)
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
+
+
 class Format(NamedTuple):
     """How a source is opened, and how what was opened is added to the rows. Both raise UserError."""
 
@@ -252,14 +340,10 @@ class Format(NamedTuple):
     add: Callable[[Source, Any, Rows], None]
 
 
-def _open_json(source: Source) -> Any:
-    return read_json(source.annotations)
-
-
 FORMATS = {
-    "karpathy": Format(_open_json, add_karpathy),
-    "coco": Format(_open_json, add_coco),
-    "nocaps": Format(_open_json, add_coco),
+    "karpathy": Format(lambda source: read_json(source.annotations), add_karpathy),
+    "coco": Format(lambda source: read_json(source.annotations), add_coco),
+    "nocaps": Format(lambda source: read_json(source.annotations), add_coco),
     "table": Format(table_entries, add_table),
     "webdataset": Format(read_samples, add_samples),
     "text": Format(read_text_files, add_text_files),
@@ -268,31 +352,37 @@ FORMATS = {
 
 def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
     """Adds the images of annotation files to `rows`, in their order. name: a key of `FORMATS`, or "auto"."""
-    archives = [source for source in sources if (_recognized(source) if name == "auto" else name) == "webdataset"]
-    if len(archives) < max(2, len(sources)):
-        for source in sources:
-            _read_source(source, name, rows)
-        return
-    # the headers of an archive on S3 are many requests, which mostly wait
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for start in range(0, len(sources), _ARCHIVES_AT_A_TIME):
-            part = sources[start : start + _ARCHIVES_AT_A_TIME]
-            for source, samples in zip(part, pool.map(read_samples, part), strict=True):
-                _require_tokens(source, False)
-                add_samples(source, samples, rows)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # the headers of an archive on S3 are many requests
+        for start in range(0, len(sources), _NUM_THREADS):
+            part = sources[start : start + _NUM_THREADS]
+            for source, (form, data) in zip(part, pool.map(partial(_open, name), part), strict=True):
+                FORMATS[form].add(source, data, rows)
 
 
-def _read_source(source: Source, name: str, rows: Rows) -> None:
-    """Adds the images of one annotation file."""
-    chosen = _recognized(source) if name == "auto" else name
-    data = (_open_json if chosen is None else FORMATS[chosen].open)(source)
-    if chosen is None:
-        chosen = _recognized_json(source, data)
-    _require_tokens(source, chosen == "karpathy")
-    FORMATS[chosen].add(source, data, rows)
+def _open(name: str, source: Source) -> tuple[str, Any]:
+    """The format of an annotation file and its content. name: of the format, or "auto". Raises UserError."""
+    form = _form_by_name(source) if name == "auto" else name
+    if form is None:
+        data = read_json(source.annotations)
+        if not isinstance(data, dict) or not isinstance(data.get("images"), list):
+            expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
+            endings = ", ".join(TABLE_ENDINGS)
+            problem = f"expected {expected}, a table that ends in {endings}, a .tar, or a folder"
+            raise UserError(f"{source.annotations} has an unknown format; {problem}")
+        first = data["images"][0] if data["images"] else None
+        is_coco = isinstance(first, dict) and {"filename", "sentences"}.isdisjoint(first)
+        form = "coco" if is_coco else "karpathy"
+    else:
+        data = FORMATS[form].open(source)
+    if source.with_tokens and form != "karpathy":
+        raise UserError(
+            f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "
+            "tokens; set it to expansionnet or spacy"
+        )
+    return form, data
 
 
-def _recognized(source: Source) -> str | None:
+def _form_by_name(source: Source) -> str | None:
     """The format that the name of an annotation file shows; None for JSON, whose content shows it."""
     path, name = source.annotations, source.annotations_name
     if path.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
@@ -301,24 +391,3 @@ def _recognized(source: Source) -> str | None:
         return "webdataset"
     is_folder = name in ("", ".") or name.endswith("/") or (not path.is_remote and path.path.is_dir())
     return "text" if is_folder else None
-
-
-def _recognized_json(source: Source, data: object) -> str:
-    """The format of an annotation file in JSON. Raises UserError."""
-    if not isinstance(data, dict) or not isinstance(data.get("images"), list):
-        expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
-        endings = ", ".join(TABLE_ENDINGS)
-        problem = f"expected {expected}, a table that ends in {endings}, a .tar, or a folder"
-        raise UserError(f"{source.annotations} has an unknown format; {problem}")
-    first = data["images"][0] if data["images"] else None
-    is_karpathy = not isinstance(first, dict) or bool({"filename", "sentences"} & first.keys())
-    return "karpathy" if is_karpathy else "coco"
-
-
-def _require_tokens(source: Source, has_tokens: bool) -> None:
-    """Raises UserError if the tokens of captions are needed and the file's format has none."""
-    if source.with_tokens and not has_tokens:
-        raise UserError(
-            f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "
-            "tokens; set it to expansionnet or spacy"
-        )

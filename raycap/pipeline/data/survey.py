@@ -1,20 +1,20 @@
 """What a folder, annotation file or prefix on S3 contains: the form of the data set and the keys that read it.
 
-The names of files suggest candidates. Each is read by the readers of `pipeline.data.formats`, so that what is written
-into a configuration has been tried.
+The names of files suggest candidates. The readers of `pipeline.data.formats` read each, so that what is written into a
+configuration has been tried.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -44,13 +44,11 @@ MAX_LISTED = 2_000_000  # files of a folder
 MAX_FOLDERS = 20  # that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in such a folder
 FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
-MAX_SEEDS = 21  # that are tried for small data sets
 UNDECIDED = "undecided"  # a split of images for which the annotations name none
 WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # of images that are not in the test split
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Files that may be one data set. form: JSON, table, tars or text. files: the annotations, or images with text."""
 
     form: str
@@ -71,7 +69,9 @@ def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
     """What a data set of these files may be, the likeliest first."""
     documents = [name for name in names if name.endswith((".json", ".json.gz"))]
     for group in _groups(documents):
-        if len(documents) == 1 or _has_name_of_annotations(group[0]):
+        # many data sets have other JSON files
+        has_usual_name = re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1])
+        if len(documents) == 1 or has_usual_name:
             yield Candidate("JSON", group)
     for ending in TABLE_ENDINGS:
         for group in _groups([name for name in names if name.endswith((ending, f"{ending}.gz"))]):
@@ -79,21 +79,13 @@ def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
     for endings in ((".tar",), (".tar.gz", ".tgz")):  # the reader refuses the second ones with a remedy
         for group in _groups([name for name in names if name.endswith(endings)]):
             yield Candidate("tars", group)
-    if texts := images_with_text(names):
-        yield Candidate("text", tuple(texts))
-
-
-def images_with_text(names: Iterable[str]) -> list[str]:
-    """The images beside which is a text file of the same name."""
     stems = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
-    return [name for name in names if is_image(name) and name.rpartition(".")[0] in stems]
+    if texts := tuple(name for name in names if is_image(name) and name.rpartition(".")[0] in stems):
+        yield Candidate("text", texts)
 
 
 def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Reading:
     """The keys for a candidate. names: all files below `root`. Raises UserError for files that cannot be read."""
-    for name in filter(is_image, names) if candidate.form == "text" else candidate.files:
-        if not _is_text(name):
-            raise UserError(f"{shown(root / name)} has a name that is not text in UTF-8; rename it")
     if candidate.form == "text":
         return Reading("text beside images", _text_keys(candidate.files, names))
     keys = _sources(candidate.files, names)
@@ -103,9 +95,15 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
         return Reading("JSON", keys, has_image_files=True)
     first = root / candidate.files[0]
     columns, binary = _columns_of(first)
-    chosen = _guess_columns(columns, binary)
+    chosen: dict[str, str] = {}
+    for role, others in OTHER_COLUMNS.items():
+        if set(COLUMNS[role]).isdisjoint(columns):
+            found = [name for other in others for name in columns if name.lower() == other]
+            found += binary if role == "image" else []
+            chosen |= {role: found[0]} if found else {}
     image = chosen.get("image") or next((name for name in COLUMNS["image"] if name in columns), None)
-    form = "Parquet with images" if image in binary else f"table ({_table_ending(first.name)})"
+    ending = next(ending for ending in TABLE_ENDINGS if first.name.removesuffix(".gz").endswith(ending))
+    form = "Parquet with images" if image in binary else f"table ({ending})"
     return Reading(form, keys | ({"columns": chosen} if chosen else {}), image not in binary, tuple(columns))
 
 
@@ -113,20 +111,6 @@ def split_of(name: str) -> str | None:
     """The split that the last such word of a path names, as in data/train-0001.parquet."""
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
     return SPLIT_WORDS[words[-1]] if words else None
-
-
-def _is_text(name: str) -> bool:
-    """Whether a file's name is text in UTF-8; Python reads other bytes as halves of surrogate pairs."""
-    return not re.search("[\ud800-\udfff]", name)
-
-
-def _table_ending(name: str) -> str:
-    return next(ending for ending in TABLE_ENDINGS if name.removesuffix(".gz").endswith(ending))
-
-
-def _has_name_of_annotations(name: str) -> bool:
-    """Whether a JSON file is named like annotations; many data sets have other JSON files."""
-    return re.match(r"dataset|caption|annotation|nocaps|image_info", name.rsplit("/", 1)[-1]) is not None
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -158,21 +142,20 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
         pairs = zip(folders, splits, strict=True)
         return keys | {"sources": [{"annotations": folder, "split": split} for folder, split in pairs]}
     with_text = tuple(f"{folder}/" for folder in folders)
-    others = (name for name in names if is_image(name) and name.startswith(prefix) and not name.startswith(with_text))
-    if any(others) and top not in folders and len(folders) <= MAX_SOURCES:
+    has_others = any(is_image(name) and name.startswith(prefix) and not name.startswith(with_text) for name in names)
+    if has_others and top not in folders and len(folders) <= MAX_SOURCES:
         return keys | {"sources": [{"annotations": folder} for folder in folders]}
     return keys | {"annotations": top or "."}
 
 
 def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
-    """The keys for annotation files: one file or pattern, or a source for each split that their names tell."""
+    """The keys for annotation files: one file or pattern, or a source for each split in their names."""
     by_split: dict[str | None, list[str]] = {}
     for name in files:
         by_split.setdefault(split_of(name), []).append(name)
     if len(files) == 1 or None in by_split:
-        patterns = _patterns(files, names)
-        is_one = len(patterns) == 1
-        return {"annotations": patterns[0]} if is_one else {"sources": [{"annotations": each} for each in patterns]}
+        patterns = [{"annotations": pattern} for pattern in _patterns(files, names)]
+        return dict(patterns[0]) if len(patterns) == 1 else {"sources": patterns}
     groups = [(split, pattern) for split, group in by_split.items() for pattern in _patterns(group, names)]
     return {"sources": [{"annotations": pattern, "split": split} for split, pattern in groups]}
 
@@ -181,8 +164,9 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
     """A pattern that matches these of all names and no other, or these names. Raises UserError for too many of them."""
     if len(files) == 1:
         return list(files)
-    begin = _common_begin(files).rstrip("0123456789")
-    end = _common_begin([name[len(begin) :][::-1] for name in files])[::-1].lstrip("0123456789")
+    begin = os.path.commonprefix(files).rstrip("0123456789")  # noqa: RUF071 (character by character)
+    ends = [name[len(begin) :][::-1] for name in files]
+    end = os.path.commonprefix(ends)[::-1].lstrip("0123456789")  # noqa: RUF071
     ending = f".{files[0].rsplit('.', 1)[-1]}"
     possible = [name for name in names if name.endswith(ending)]
     for pattern in (f"{begin}*{ending}", f"{begin}*{end}"):
@@ -193,25 +177,6 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
     if len(files) > MAX_SOURCES:
         raise UserError(f"{len(files)} annotation files such as {shown(files[0])} have no common name; rename them")
     return list(files)
-
-
-def _common_begin(names: Sequence[str]) -> str:
-    """The longest text with which all of these names begin."""
-    first, last = min(names), max(names)
-    return first[: next((place for place, char in enumerate(first) if last[place : place + 1] != char), len(first))]
-
-
-def _guess_columns(columns: Sequence[str], binary: Sequence[str]) -> dict[str, str]:
-    """The names of a table's columns that are not the usual ones. binary: the columns that contain files."""
-    chosen: dict[str, str] = {}
-    for role, others in OTHER_COLUMNS.items():
-        if not set(COLUMNS[role]) & set(columns):
-            found = next((name for other in others for name in columns if name.lower() == other), None)
-            if role == "image" and found is None and binary:
-                found = binary[0]
-            if found is not None:
-                chosen[role] = found
-    return chosen
 
 
 def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
@@ -253,7 +218,11 @@ def survey(place: str) -> Survey:
         raise UserError(f"{shown(place)} does not exist; give the folder of images and captions, or an annotation file")
     is_file = path.exists() and (path.is_remote or path.path.is_file())
     root = StoragePath(path.uri.rpartition("/")[0] or "/") if is_file else path
-    names = _names_below(root)
+    try:
+        listed = sorted(name for name, _ in islice(root.walk(), MAX_LISTED))
+    except OSError as error:
+        raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
+    names = [name for name in listed if "/." not in f"/{name}"]
     chosen = [path.name] if is_file else names
     failure: UserError | None = None
     for candidate in find_candidates(chosen):
@@ -263,23 +232,10 @@ def survey(place: str) -> Survey:
             failure = failure or error
     if failure is not None:
         raise failure
-    if not chosen:
-        raise UserError(f"{shown(place)} is empty; give a folder of images and captions")
-    if num_images := sum(map(is_image, chosen)):
-        raise UserError(
-            f"{shown(place)} has {num_images} images and no captions; add an annotation file, or a text file of the "
-            "same name beside each image (docs/data.md lists the forms)"
-        )
-    raise UserError(f"{shown(place)} has neither images nor annotations; docs/data.md lists the forms that are read")
-
-
-def _names_below(folder: StoragePath) -> list[str]:
-    """The files below a folder by relative name, sorted, without hidden ones."""
-    try:
-        names = [name for name, _ in itertools.islice(folder.walk(), MAX_LISTED)]
-    except OSError as error:
-        raise UserError(f"{folder} cannot be listed: {one_line(error)}") from error
-    return sorted(name for name in names if "/." not in f"/{name}")
+    raise UserError(
+        f"{shown(place)} has {sum(map(is_image, chosen))} images and no captions; add an annotation file, or a text "
+        "file of the same name beside each image (docs/data.md lists the forms)"
+    )
 
 
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
@@ -296,21 +252,19 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
 
 def _require_captions(root: StoragePath, reading: Reading, dataset: Dataset) -> None:
     """Raises UserError if an image has no caption, which training refuses."""
-    without = [
-        uri
-        for uri, captions in zip(dataset.column("uri"), dataset.column("captions"), strict=True)
-        if not any(map(str.strip, captions))
-    ]
-    if len(without) == len(dataset):  # no caption at all: the captions are elsewhere
-        remedy = "add some"
+    images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
+    without = [uri for uri, captions in images if not any(map(str.strip, captions))]
+    if not without:
+        return
+    problem = f"{len(without)} of {len(dataset)} images have no caption ({reading.form}), first {shown(without[0])}"
+    remedy = "add their captions, or remove these images"
+    if len(without) == len(dataset):  # the captions are elsewhere
+        problem, remedy = f"the {len(dataset)} images have no captions ({reading.form})", "add some"
         known = {*COLUMNS["captions"], reading.keys.get("columns", {}).get("captions")}
         if reading.columns and known.isdisjoint(reading.columns):
             columns = printable(", ".join(reading.columns))[:500]
             remedy = f"name their column 'captions' (or set data.columns.captions); the columns are {columns}"
-        raise UserError(f"{shown(root)} has {len(dataset)} images and no captions ({reading.form}); {remedy}")
-    if without:
-        problem = f"{len(without)} of {len(dataset)} images have no caption ({reading.form}), first {shown(without[0])}"
-        raise UserError(f"{shown(root)}: {problem}; add their captions, or remove these images")
+    raise UserError(f"{shown(root)}: {problem}; {remedy}")
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
@@ -318,21 +272,21 @@ def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
     try:
         section = DataSection(root=root.uri, **keys)
     except ValidationError as error:
-        value = error.errors()[0]["input"]
-        place = "" if value == root.uri else f" below {shown(root)}"
-        raise UserError(f"a configuration cannot contain the name {quoted(value)}{place}; rename it") from error
+        value = quoted(error.errors()[0]["input"])
+        raise UserError(f"{shown(root)}: a configuration cannot contain the name {value}; rename it") from error
     return read_annotations(section, root.uri, root.options)
 
 
 def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -> Values:
-    """The keys with the folders in which most of the first images of each source are."""
+    """The keys with the folder in which most of the first images of each source are."""
     known = set(names)
     folders = [name.rpartition("/")[0] for name in names if is_image(name)]
     tops = [folder.partition("/")[0] for folder in folders]
     frequent = [folder for folder, _ in Counter([*folders, *tops]).most_common(MAX_FOLDERS) if folder]
+    others = {key: value for key, value in keys.items() if key not in ("sources", "annotations")}
 
-    def folder_of(source: Values) -> str:
-        others = {key: value for key, value in keys.items() if key not in ("sources", "annotations")}
+    def completed(source: Values) -> Values:
+        annotations = root / source["annotations"]
         dataset, _ = _rows(root, others | {"annotations": source["annotations"]})
         uris = dataset.table["uri"].slice(0, NUM_TRIED).to_pylist()
         images = [uri.removeprefix(f"{root.uri.rstrip('/')}/") for uri in uris]
@@ -343,20 +297,14 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
         }
         best = max(counts, key=counts.__getitem__)
         if images and images[0].startswith(("http:/", "https:/")):  # the reader makes one slash of two
-            problem = f"{root / source['annotations']} names images on the web such as {shown(images[0])}"
+            problem = f"{annotations} names images on the web such as {shown(images[0])}"
             raise UserError(f"{problem}; download them into its folder, and replace the addresses by their file names")
         if not counts[best]:
             problem = f"names images such as {shown(images[0])}, which are not below {root}" if images else "is empty"
-            raise UserError(f"{root / source['annotations']} {problem}; put the images beside it")
-        return best
+            raise UserError(f"{annotations} {problem}; put the images beside it")
+        return source if best == "." else source | {"images": best}
 
-    def completed(source: Values) -> Values:
-        folder = folder_of(source)
-        return source if folder == "." else source | {"images": folder}
-
-    if "sources" in keys:
-        return keys | {"sources": [completed(source) for source in keys["sources"]]}
-    return completed(keys)
+    return keys | {"sources": list(map(completed, keys["sources"]))} if "sources" in keys else completed(keys)
 
 
 def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
@@ -383,9 +331,9 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
 
 
 def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
-    """The keys that divide the images without a split, with the first seed that gives each split an image.
+    """The keys that divide the images without a split.
 
-    Raises UserError if the annotations put all images into the training split, or if there are too few.
+    Raises UserError if the annotations put all images into the training split, or if they are too few.
     """
     divided: Values = {}
     if "sources" in keys:  # those without a split are divided
@@ -394,9 +342,8 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[
             for source in keys["sources"]
         ]
 
-    def drawn(fractions: dict[str, float], seed: int = 0) -> set[str]:
-        keys_of_draw = {"split_fractions": fractions, "split_seed": seed}
-        return set(_rows(root, keys | divided | keys_of_draw)[0].split_sizes())
+    def drawn(fractions: dict[str, float]) -> set[str]:
+        return set(_rows(root, keys | divided | {"split_fractions": fractions})[0].split_sizes())
 
     if UNDECIDED not in drawn({UNDECIDED: 1.0}):
         raise UserError(
@@ -404,8 +351,7 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[
             "split for validation; add the annotations of one, or list the file names of its images in val.txt and "
             "set data.split_lists: {val: val.txt} (docs/data.md)"
         )
-    for seed in range(MAX_SEEDS if len(dataset) >= len(fractions) else 0):
-        if set(fractions) <= drawn(fractions, seed):
-            return divided | {"split_fractions": fractions} | ({"split_seed": seed} if seed else {})
-    remedy = "add images; training needs some for validation"
-    raise UserError(f"the {len(dataset)} images of {shown(root)} are too few to divide; {remedy}")
+    if not set(fractions) <= drawn(fractions):
+        problem = f"the {len(dataset)} images of {shown(root)} are too few to divide"
+        raise UserError(f"{problem}; add images, because training needs some for validation")
+    return divided | {"split_fractions": fractions}

@@ -5,7 +5,6 @@ The files are written once and memory-mapped by every process that reads them:
 ids.npy       int32 (tokens,)       the ids of all captions, one caption after the other
 offsets.npy   int64 (captions + 1,) caption c has ids[offsets[c] : offsets[c + 1]]
 first.npy     int64 (images + 1,)   image i has the captions first[i] to first[i + 1] - 1
-digests.json  of the three; written last
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.storage.atomic import atomic_path
-from raycap.pipeline.storage.digests import DIGESTS, is_recorded, require_whole, write_digests
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 
 MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
@@ -40,10 +38,8 @@ DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
 class Vocabulary:
     """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
 
-    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer.
-
-    Raises ValueError when a special is missing, a word occurs twice, the tokenizer is unknown, or `subwords` does not
-    fit.
+    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer. Raises
+    ValueError for values that do not fit each other.
     """
 
     words: tuple[str, ...]
@@ -110,15 +106,11 @@ class Vocabulary:
 
     def tokens_of(self, caption: str) -> list[str]:
         """The tokens of a caption that `decode` made, as far as its text shows them."""
-        return caption.split() if self._has_words else self.tokenize(caption)
+        return self.tokenize(caption) if self.tokenizer in PARTS_OF_WORDS else caption.split()
 
     def parts(self, caption: str) -> list[str]:
         """The text of each token of a caption that `decode` made, with the space before it if there is one."""
         return self._parts(self.tokens_of(caption))
-
-    @property
-    def _has_words(self) -> bool:
-        return self.tokenizer not in PARTS_OF_WORDS
 
     def _parts(self, tokens: list[str]) -> list[str]:
         """The text that each token adds to a caption."""
@@ -142,16 +134,13 @@ class Vocabulary:
         tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None
         if not isinstance(words, list) or not all(isinstance(text, str) for text in (tokenizer, *words)):
             raise ValueError(f"{path} is not a vocabulary: expected a JSON object with a list of text under 'words'")
-        subwords = _subwords(data["merges"]) if "merges" in data else None
-        return cls(tuple(words), str(tokenizer), subwords)
-
-
-def _subwords(merges: object) -> SubwordModel:
-    """The subword model of the list in vocabulary.json. Raises ValueError."""
-    if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
-        raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
-    pairs = [text.split(" ") for text in merges]
-    return SubwordModel(tuple((left, right) for left, right in pairs))
+        if "merges" not in data:
+            return cls(tuple(words), str(tokenizer))
+        merges = data["merges"]
+        if not isinstance(merges, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in merges):
+            raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
+        pairs = [text.split(" ") for text in merges]
+        return cls(tuple(words), str(tokenizer), SubwordModel(tuple((left, right) for left, right in pairs)))
 
 
 @dataclass(frozen=True)
@@ -168,23 +157,22 @@ class TokenFiles:
 
     @classmethod
     def open(cls, folder: Path) -> TokenFiles:
-        """Opens the files. Their content is read once per machine, to compare it with the digests.
-
-        Raises DamagedError for a file that is missing, or is not the one that `write_tokens` wrote.
-        """
+        """Opens the files. Raises DamagedError for one that is missing, cut, or does not fit the others."""
         arrays = {}
         for name, dtype in DTYPES.items():
             path = folder / f"{name}.npy"
-            require_whole(path)
-            if not is_recorded(path):
-                raise DamagedError(f"{folder / DIGESTS} is missing, or lacks {path.name}")
             try:
                 arrays[name] = np.load(path, mmap_mode="r")
+            except FileNotFoundError as error:
+                raise DamagedError(f"{path} is missing") from error
             except (ValueError, EOFError) as error:
                 raise DamagedError(f"{path} is damaged: {error}") from error
             if arrays[name].ndim != 1 or arrays[name].dtype != dtype:
                 raise DamagedError(f"{path} is damaged: it is not an array of {dtype} with one dimension")
-        return cls(**arrays)
+        files = cls(**arrays)
+        if files.offsets[-1:] != len(files.ids) or files.first[-1:] != len(files.offsets) - 1:
+            raise DamagedError(f"{folder} is damaged: its files do not belong together")
+        return files
 
 
 def write_tokens(folder: Path, images: Iterable[Sequence[Sequence[int]]]) -> None:
@@ -198,8 +186,6 @@ def write_tokens(folder: Path, images: Iterable[Sequence[Sequence[int]]]) -> Non
             ids.extend(caption)
             ends.append(len(ids))
         last.append(len(ends) - 1)
-    (folder / DIGESTS).unlink(missing_ok=True)
     for (name, dtype), values in zip(DTYPES.items(), (ids, ends, last), strict=True):
         with atomic_path(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
             np.save(file, np.asarray(values, dtype), allow_pickle=False)
-    write_digests(folder, [f"{name}.npy" for name in DTYPES])

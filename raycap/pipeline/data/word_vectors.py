@@ -12,7 +12,6 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.untrusted.documents import open_regular_file
 
-MAX_LINE = 2**22  # bytes; a vector of the largest width that can be configured
 MAX_LISTED = 8  # a message names at most this many of the words without a vector
 MAX_LINE_BYTES = 2**20  # a line with 300 numbers has 3 kB
 MAX_DIGITS = 18  # of the whole numbers in word2vec's first line
@@ -55,7 +54,7 @@ def check_word_vectors(path: Path, width: int) -> None:
     """Raises UserError if the file's first line shows vectors of another width, or the file cannot be read."""
     try:
         with open_regular_file(path) as file:
-            line = file.readline(MAX_LINE)
+            line = file.readline(MAX_LINE_BYTES)
     except OSError as error:
         raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error
     _is_header(path, line.split(), width)

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from raycap.models.config import Values
-from raycap.models.values import NUMBER
+from raycap.models.config import NUMBER, Values
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
@@ -35,7 +34,8 @@ NUM_FIRST = 4  # tokens, which name the main object
 # Of a caption's log-probabilities in nats, EOS included: the mean over its tokens (SOS included, as beams are ranked),
 # the sum, the number of tokens, and the lowest ones. A caption with fewer tokens than NUM_LOWEST has zeros in place of
 # the missing ones. Of the first NUM_FIRST tokens after SOS, or of all if there are fewer: the mean, and the mean energy
-# (`explain.measures`), which is higher on images unlike those of the training. Others improved nothing (BENCHMARKS.md).
+# (`captioning.search`), which is higher on images unlike those of the training. Others improved nothing (see
+# BENCHMARKS.md).
 SIGNALS = (
     *("mean", "sum", "length"),
     *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)),
@@ -124,7 +124,7 @@ def caption_signals(log_probs: np.ndarray, lengths: np.ndarray, energies: np.nda
     """The signals of n captions in the order of SIGNALS; () for a caption that the search did not find.
 
     log_probs: (n, T) of each token in nats, 0 at SOS and after the end. lengths: (n,) with SOS and EOS, 2 or
-    more. energies: (n,), the mean energy of the first NUM_FIRST tokens (`models.explain.measures`).
+    more. energies: (n,), the mean energy of the first NUM_FIRST tokens (`captioning.search`).
     """
     sums = log_probs.sum(1, dtype=np.float64)
     padded = np.pad(log_probs, ((0, 0), (0, NUM_LOWEST)))

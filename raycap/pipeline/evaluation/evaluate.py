@@ -37,9 +37,7 @@ from raycap.pipeline.evaluation.captioning.bundle import (
     store_results,
 )
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
-from raycap.pipeline.evaluation.captioning.measured_precision import with_precision
 from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel, caption_on_cluster
-from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.comparison.protocol import (
     SEARCH_KEYS,
     Protocol,
@@ -51,15 +49,16 @@ from raycap.pipeline.evaluation.comparison.protocol import (
 )
 from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.confidence import find_fit, fit_split, judged_quality
-from raycap.pipeline.evaluation.results import ConstraintCounts, Scores, SplitScores
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.results import ConstraintCounts, ImageCaption, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import (
     MetricScores,
+    ScoreInputs,
     metrics_of_split,
     score_captions,
     why_unavailable,
 )
 from raycap.pipeline.features.extraction import Extracted, extract_features, hash_and_extract
+from raycap.pipeline.features.precision import with_search_precision
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
@@ -123,7 +122,7 @@ def evaluate(
     split without references is captioned and not scored. Raises UserError for constraints that do not fit.
     """
     automata = find_automata(bundles[0], images, options)
-    settings = with_precision(common_settings(settings, bundles), address)
+    settings = with_search_precision(common_settings(settings, bundles), address)
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
     inputs = find_inputs(bundles, images, settings, address, options.features)
@@ -250,7 +249,7 @@ def caption_scores(
         return None
     data, language = settings.data, language or settings.data.language
     options = settings.storage.options
-    inputs = score_inputs(
+    inputs = ScoreInputs.read(
         settings.evaluation.inputs, language, data, several=several, uris=images.uris(), options=options
     )
     return score_captions(

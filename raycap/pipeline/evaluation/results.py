@@ -1,25 +1,123 @@
-"""The results of an evaluation: the captions of each split with their scores, and the scores of all splits."""
+"""The results of captioning and of evaluations: captions of images, the scores of a split, and those of all splits.
+
+Every way to caption images (evaluations, `raycap caption`, the Python API, `raycap serve`, MLflow) gives an
+`ImageCaption`. This module does not import torch, and nothing that only metrics need, because a served model has few
+packages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import TypeAdapter
+
 from raycap.models.config import Values
-from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, MetricScores, has_meaning
+from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
+from raycap.pipeline.evaluation.confidence import SIGNALS
 from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.untrusted.documents import parse_json, read_document, require_mapping
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from raycap.models.decoding.constraints import ConstraintAutomaton
     from raycap.pipeline.config.sections import EvaluationSection
     from raycap.pipeline.evaluation.comparison.protocol import Protocol
     from raycap.pipeline.evaluation.comparison.published import FinalRow
     from raycap.pipeline.evaluation.confidence import Confidence, Quality
     from raycap.pipeline.evaluation.evaluate import Inputs
+    from raycap.pipeline.evaluation.scores.metrics import MetricScores
     from raycap.pipeline.storage.path import StoragePath
+
+
+@dataclass(frozen=True)
+class RankedCaption:
+    """One caption that a search found, with the values that were computed.
+
+    log_prob: the sum of the log-probabilities of its tokens in nats, EOS included. tokens: the texts of its tokens,
+    words or pieces of words, without EOS. ids: the ids of its tokens with padding, and with EOS unless the length limit
+    cut the caption off. alignment: the agreement of words and image tokens (`captioning.search`), only for the best
+    caption of a single model. num_satisfied: the number of its image's constraints that it satisfies; None for an image
+    without constraints. signals: the numbers from which the confidence follows (`evaluation.confidence`), only for the
+    best caption.
+    """
+
+    caption: str
+    log_prob: float
+    tokens: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+    alignment: float | None = None
+    num_satisfied: int | None = None
+    signals: tuple[float, ...] = ()
+
+    def to_json(self) -> Values:
+        """One entry of an n-best file, without its tokens and without values that were not computed."""
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tokens", "ids")
+        }
+        return {key: value for key, value in values.items() if value is not None and value != ()}
+
+
+@dataclass(frozen=True)
+class ImageCaption:
+    """The captions of one image, best first, or the reason why it has none.
+
+    n_best: () for an image that cannot be read. confidence: the probability that the best caption is good, in [0, 1];
+    expected_ciderd: its expected CIDEr-D. Both are None if the model has no confidence for this search. error: why the
+    image has no caption; None if it has one.
+    """
+
+    n_best: tuple[RankedCaption, ...] = ()
+    confidence: float | None = None
+    expected_ciderd: float | None = None
+    error: str | None = None
+
+    @property
+    def caption(self) -> str | None:
+        """The best caption; None for an image that cannot be read."""
+        return self.n_best[0].caption if self.n_best else None
+
+    @property
+    def log_prob(self) -> float | None:
+        """The log-probability of the best caption in nats."""
+        return self.n_best[0].log_prob if self.n_best else None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens of the best caption."""
+        return self.n_best[0].tokens if self.n_best else ()
+
+    def to_json(self) -> Values:
+        """The values of a line of `raycap caption --json`, without those that the image does not have."""
+        if self.error is not None:
+            return {"error": self.error}
+        entries = [{"caption": each.caption, "log_prob": round(each.log_prob, 6)} for each in self.n_best]
+        judged = {"confidence": self.confidence, "expected_ciderd": self.expected_ciderd}
+        rounded = {key: round(value, 4) for key, value in judged.items() if value is not None}
+        return entries[0] | rounded | ({"n_best": entries} if len(entries) > 1 else {})
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where a model looked for each of the W words of a caption, on the grid of N = rows x columns image tokens.
+
+    attention: (W, N), the cross-attention of the last decoder layer; a row sums to 1 with the tokens before the grid.
+    attribution: (W, N), the share of each image token in the change of the word's log-probability, by integrated
+    gradients; None if it was not computed. steps: of the integration. gap: the largest difference, in nats, between
+    the change and the sum of a word's attributions.
+    """
+
+    caption: str
+    words: tuple[str, ...]
+    grid: tuple[int, int]
+    attention: np.ndarray
+    attribution: np.ndarray | None = None
+    steps: int = 0
+    gap: float = 0.0
 
 
 class ConstraintCounts(NamedTuple):
@@ -195,9 +293,8 @@ class Scores:
     @property
     def unavailable(self) -> dict[str, str]:
         """{metric: reason} of the metrics that could not be computed now, but may be later or on another machine."""
-        scores = [score for each in self.splits if each.scores for score in each.scores.by_name.items()]
-        names = [name for name in JAVA_METRICS if has_meaning(name, self.language)]
-        return {name: score.unavailable for name, score in scores if score.unavailable and name in names}
+        scores = [each.scores.repairable(self.language) for each in self.splits if each.scores is not None]
+        return {name: reason for each in scores for name, reason in each.items()}
 
     def flat(self) -> dict[str, float]:
         """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
@@ -211,3 +308,23 @@ class Scores:
             "signature": self.protocol.signature,
             "splits": {each.split: each.to_json() for each in self.splits},
         }
+
+
+def write_captions(folder: Path, split: str, images: Mapping[int, ImageCaption], predictions: str) -> None:
+    """Writes the captions of a split: `predictions`, a COCO result file, and all captions with their values."""
+    write_predictions(folder / predictions, SplitScores(split, images).captions)
+    ranked = {image: [one.to_json() for one in each.n_best] for image, each in images.items() if each.n_best}
+    write_n_best(folder / N_BEST.format(split), ranked)
+
+
+def read_captions(path: Path) -> dict[int, ImageCaption]:
+    """The captions in a file of `write_captions`, by image id. Raises UserError, or ValueError for other content."""
+    found, ranked = {}, TypeAdapter(tuple[RankedCaption, ...])
+    for number, line in enumerate(read_document(path).decode().splitlines(), 1):
+        name = f"{path}: line {number}"
+        row = require_mapping(parse_json(line.encode(), name), name)
+        captions = ranked.validate_python(row["n_best"])
+        if any(len(each.signals) not in (0, len(SIGNALS)) for each in captions):
+            raise ValueError(f"{name} has other signals than {', '.join(SIGNALS)}")
+        found[int(row["image_id"])] = ImageCaption(captions)
+    return found

@@ -3,8 +3,8 @@
 CPU tasks read, decode and resize the images of a table of content keys and URIs. A pool of actors with the backbone
 computes features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
 
-For few images the same tasks also run the backbone. This is faster when extractions follow each other, because Ray
-reuses a task's process with its imported modules, whereas an actor's process ends with the actor.
+For few images the same tasks also run the backbone. Ray reuses the process of a task, with the modules that it has
+imported, for the next extraction; the process of an actor ends with the actor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,15 +26,14 @@ import pyarrow.compute as pc
 from raycap.models.config import BackboneConfig, Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.models.encoders.views import content_key_of
+from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads, numbered
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import UNREADABLE
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
-from raycap.pipeline.features.precision import extraction_precision
+from raycap.pipeline.features.precision import NOT_A_SIZE, extraction_precision
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.features.store import (
     QUARANTINE,
@@ -44,7 +43,6 @@ from raycap.pipeline.features.store import (
     feature_key,
     has_shard,
     mark_complete,
-    remove_damaged,
     remove_orphans,
     write_index,
     write_quarantine,
@@ -92,10 +90,8 @@ def extract_features(
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
-    With `features.views`, an image of a training split has features of its views, and of the image itself only if its
-    split is used otherwise, too. weights: the file of the backbone's weights; None without a backbone. start_ray: see
-    `extract`. unreadable: {URI: reason} of images without a content key, which the quarantine lists. transform: that a
-    bundle records, in place of the backbone's.
+    weights: the file of the backbone's weights; None without a backbone. start_ray, unreadable: see `extract`.
+    transform: the one that a bundle records, in place of the backbone's.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
@@ -107,10 +103,10 @@ def extract_features(
 def hash_and_extract(
     config: RunConfig, weights: Callable[[], Path], start_ray: StartRay, transform: ImageTransform | None = None
 ) -> HashFiles:
-    """What reads new files for `find_data`: an extraction on Ray if there are many, else threads.
+    """Returns the function that reads new files for `find_data`: an extraction on Ray if they are many, else threads.
 
     Threads also read the files if the configuration has `features.views`, whose keys contain the content keys. weights:
-    gives the file of the backbone's weights. weights and start_ray (see `extract`) are called only for an extraction.
+    returns the file of the backbone's weights; it and start_ray (see `extract`) are only called for an extraction.
     transform: see `extract_features`.
     """
 
@@ -118,7 +114,7 @@ def hash_and_extract(
         if config.features.views or len(uris) <= config.features.max_images_for_tasks:
             return hash_with_threads(uris, options, config.features.cache_bytes)
         extractor = _extractor(config, weights(), start_ray, transform)
-        return hashing_extraction(config.storage_place / "features", extractor, start_ray)(uris, options)
+        return hashing_extraction(uris, config.storage_place / "features", extractor, start_ray)
 
     return hash_files
 
@@ -134,10 +130,10 @@ def _extractor(
 
 
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
-    """The rows of an extraction: the images, and in place of training images their views if the configuration has any.
+    """The rows of an extraction: the images, and with `features.views` the views of training images.
 
-    With views, the result has only the columns key and uri. The driver needs memory for `features.views` rows of them
-    per training image.
+    A training image itself is a row, too, if its split is also used without views. With views, the result has only the
+    columns key and uri.
     """
     views = config.features.training_views
     if views is None:
@@ -187,9 +183,8 @@ class Extractor:
 
     def describe(self) -> Values:
         """Everything that changes a feature."""
-        ignored = ("weights", "drop_path", "gradient_checkpointing", "transform")
         return {
-            "backbone": self.backbone.feature_settings(*ignored),
+            "backbone": self.backbone.feature_settings(*NOT_A_SIZE),
             "weights": weights_file_digest(self.weights),
             "transform": self.transform.describe(),
             "compute": self.settings.compute_dtype,
@@ -233,14 +228,13 @@ def extract(
 ) -> tuple[StoragePath, dict[str, str]]:
     """Computes the features that the store lacks, for every image of the data set, whose keys may be those of views.
 
-    Identical images are computed once, and those in damaged shards again. Returns the store's folder and {content key:
-    reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable` ({URI:
-    reason}). `start_ray` is called only when an image is missing. Its context is entered while Ray computes.
+    Identical images are computed once. Returns the store's folder and {content key:
+    reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable`, {URI:
+    reason} of images without a content key. `start_ray` is only called when an image is missing.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
-    remove_damaged(folder, dataset.table["key"])
     total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
     count = len(missing)
     unit = "images and views" if extractor.settings.views else "images"
@@ -265,35 +259,38 @@ def extract(
     return folder, unusable
 
 
-def hashing_extraction(features: StoragePath | Path, extractor: Extractor, start_ray: StartRay) -> HashFiles:
-    """What reads new files for `take_snapshot`: an extraction, which also stores the features of their images.
+def hashing_extraction(
+    uris: pa.Array, features: StoragePath | Path, extractor: Extractor, start_ray: StartRay
+) -> Iterator[HashedFiles]:
+    """Reads and hashes new files by an extraction (see `HashFiles`), which also stores the features of their images.
 
-    Each file is read once, on the cluster. Images that cannot be decoded have a content key and no features; the
-    extraction that follows finds them again and lists them in the quarantine. features, start_ray: see `extract`.
+    Each file is read once, on the cluster. An image that cannot be decoded has a content key and no features; the
+    extraction that follows finds it again and lists it in the quarantine. features, start_ray: see `extract`.
     """
+    folder = storage_path(features) / feature_key(extractor.describe())
+    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))  # also those of an interrupted attempt
+    logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
+    images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
+    with start_ray() as progressed:
+        for batch in compute(images, folder, extractor, known):
+            yield HashedFiles.of_batch(batch)
+            progressed()
+    write_index(folder)
 
-    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
-        folder = storage_path(features) / feature_key(extractor.describe())
-        known = FeatureStore(folder).keys  # also those of an attempt that ended before its keys were written
-        logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-        images = numbered(uris).append_column("key", pa.nulls(len(uris), pa.string()))
-        with start_ray() as progressed:
-            for batch in compute(images, folder, extractor, known):
-                yield HashedFiles.of_batch(batch)
-                progressed()
-        write_index(folder)
 
-    return hash_files
+def _key_numbers(content_keys: Sequence[str]) -> np.ndarray:
+    """The first 64 bits of content keys: (len(content_keys),) uint64."""
+    return np.array([int(key[:16], 16) for key in content_keys], np.uint64)
 
 
 def compute(
-    images: pa.Table, folder: StoragePath, extractor: Extractor, known: pa.ChunkedArray | None = None
+    images: pa.Table, folder: StoragePath, extractor: Extractor, known: np.ndarray | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: keys of images
-    that are not computed, for rows whose keys are not known yet; every node shares them. Yields the rows with the
-    column reason as shards are finished. The reason is "" for an image whose features are stored.
+    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: sorted numbers
+    (`_key_numbers`) of images that are not computed, for rows without keys; the processes of a node share them. Yields
+    the rows with the column reason as shards are finished. The reason is "" for an image whose features are stored.
     """
     import ray
     import ray.data
@@ -377,7 +374,7 @@ class ShardWriter:
     def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
         """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
 
-        known: a reference to the keys of images whose features are not computed; None for none.
+        known: a reference to the `known` of `compute`, or None.
         """
         import ray
 
@@ -403,7 +400,8 @@ class ShardWriter:
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
         if self.known is not None:
-            is_wanted &= ~np.asarray(pc.is_in(pa.array(batch["key"], pa.string()), value_set=self.known))
+            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])  # a file without a key has a reason
+            is_wanted &= np.searchsorted(self.known, numbers, "right") == np.searchsorted(self.known, numbers, "left")
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
@@ -26,8 +25,14 @@ from raycap.models.encoders.views import Augmentation, Views, seed_of_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import MAX_BYTES, ImageLocation, has_remote_image, read_image_file
-from raycap.pipeline.data.images import decode_image, pixels_of
+from raycap.pipeline.data.images import (
+    MAX_BYTES,
+    ImageLocation,
+    decode_image,
+    is_remote_image,
+    pixels_of,
+    read_image_file,
+)
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.cache import ImageCache, image_cache
 from raycap.pipeline.storage.path import StoragePath
@@ -69,8 +74,8 @@ class FeatureComputer:
         pixels: (B, H, W, 3) uint8. The features are in the stored dtype on the device, and their memory can be used
         again unless `take` keeps them. A value too large for the stored dtype is infinite.
 
-        Black images fill up the last batch. torch selects its kernels by the batch size, so that with a fixed size the
-        features of an image have the same bits in every batch.
+        Black images fill up the last batch: torch selects its kernels by the batch size, and an image must have the
+        same features in every batch.
         """
         size, taken = self.settings.batch_size, []
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -82,32 +87,38 @@ class FeatureComputer:
 
 
 class Images:
-    """Model inputs of a data set's images: features from `store`, or without a store pixels, which need `transform`.
+    """Model inputs of a data set's images: features from a store, or pixels from the image files.
 
     Threads decode the images, because decoding and resizing release the interpreter's lock. Images on S3 are read in
     parallel, and with a cache only once.
     """
 
-    augmentation = Augmentation()  # without a seed it changes nothing
-
     def __init__(
         self,
         dataset: Dataset,
-        store: FeatureStore | None,
-        transform: ImageTransform | None,
+        source: FeatureStore | ImageTransform,
         max_pixels: int,
         threads: int,
         options: StorageOptions = StorageOptions(),
         cache: ImageCache | None = None,
+        views: Views | None = None,
     ) -> None:
-        """threads: the number of threads that read and decode; images on S3 get at least NUM_REMOTE_THREADS."""
-        self.table, self.cache = dataset.table, cache
+        """source: the store of the features, or the transform of the pixels. Raises DamagedError for a missing feature.
+
+        threads: the number of threads that read and decode; images on S3 get at least NUM_REMOTE_THREADS. views: those
+        of training images, one of which a seed selects; from the image files it is a new one.
+        """
+        self.table, self.cache, self.views = dataset.table, cache, views
         self.image_ids = dataset.table["image_id"].to_numpy()
-        self.store, self.transform, self.max_pixels, self.options = store, transform, max_pixels, options
-        self.positions = None if store is None else self._locate(store, dataset.table["key"])
-        self.pool = None
-        if store is None:
-            if has_remote_image(dataset.table["uri"]):
+        self.max_pixels, self.options = max_pixels, options
+        self.store = source if isinstance(source, FeatureStore) else None
+        self.transform = source if isinstance(source, ImageTransform) else None
+        if isinstance(source, FeatureStore):
+            keys, suffixes = dataset.table["key"], ("",) if views is None else views.suffixes
+            columns = [source.locate(pc.binary_join_element_wise(keys, suffix, "")) for suffix in suffixes]
+            self.positions = np.stack(columns, axis=1)  # (images, views), in the store
+        else:
+            if any(map(is_remote_image, dataset.column("uri"))):
                 threads = max(threads, NUM_REMOTE_THREADS)
             self.pool = ThreadPoolExecutor(max(1, threads))
 
@@ -116,82 +127,47 @@ class Images:
 
     def uri(self, row: int) -> str:
         """Where an image is: the text of an `ImageLocation`."""
-        return str(self._value("uri", row))
-
-    def _value(self, column: str, row: int) -> Any:
-        return self.table[column][int(row)].as_py()
+        return str(self.table["uri"][int(row)].as_py())
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:
         """The inputs of these rows as they are stored, which `on_device` converts to model inputs.
 
-        seeds: (len(rows),) uint64, which decide the views of training images; only `AugmentedImages` uses them.
-        From a store, the tokens are features (len(rows), N, C) in the stored dtype; regions also have lengths and
-        boxes. Without a store, the tokens are resized pixels (len(rows), H, W, 3) uint8.
+        seeds: (len(rows),) uint64, which select the views of training images. From a store, the tokens are features
+        (len(rows), N, C) in the stored dtype; regions also have lengths and boxes. From image files, the tokens are
+        resized pixels (len(rows), H, W, 3) uint8.
         """
-        if self.store is None or self.positions is None:
-            assert self.pool is not None
+        if self.store is None:
             pixels = self.pool.map(self._pixels, rows, [None] * len(rows) if seeds is None else seeds.tolist())
             return Features(torch.stack(list(pixels)))
-        positions = self._positions_at(rows, seeds)
+        chosen = 0 if self.views is None or seeds is None else (seeds % np.uint64(self.views.count)).astype(np.int64)
+        positions = self.positions[rows, chosen]
         tokens = torch.from_numpy(self.store.gather_at(positions))
         regions = self.store.regions_at(positions)
         return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
-    def _locate(self, store: FeatureStore, content_keys: pa.ChunkedArray) -> np.ndarray:
-        """The positions of the images in the store."""
-        return store.locate(content_keys)
-
-    def _positions_at(self, rows: np.ndarray, seeds: np.ndarray | None) -> np.ndarray:
-        """The positions of these rows in the store."""
-        assert self.positions is not None
-        return self.positions[rows]
-
-    def _view_seed(self, row: int, seed: int | None) -> int | None:
-        """The seed of the random version of an image; None for the image as it is."""
-        return None
+    def _view_seed(self, key: str, seed: int | None) -> int | None:
+        """The seed of the random version of an image with a content key; None for the image as it is."""
+        return None if self.views is None else seed
 
     def _pixels(self, row: int, seed: int | None) -> Tensor:
         """The pixels (H, W, 3) uint8 of one image."""
         assert self.transform is not None
-        image, key = ImageLocation.parse(self.uri(row), self.options), self._value("key", row)
+        image, key = ImageLocation.parse(self.uri(row), self.options), self.table["key"][int(row)].as_py()
         if self.cache is not None and image.is_remote and key:
             data = self.cache.read(image, key, MAX_BYTES)
         else:
             data = read_image_file(StoragePath(self.uri(row), self.options), key)
+        augmentation = Augmentation() if self.views is None else self.views.augmentation
         decoded = decode_image(data, self.max_pixels)
-        pixels = pixels_of(decoded, self.transform, self.augmentation, self._view_seed(row, seed))
-        return torch.from_numpy(pixels.copy())
+        return torch.from_numpy(pixels_of(decoded, self.transform, augmentation, self._view_seed(key, seed)).copy())
 
 
-class AugmentedImages(Images):
-    """Training images, of which a seed decides the view: a stored one, or without a store a new one."""
-
-    def __init__(self, views: Views, *arguments: Any) -> None:
-        """arguments: those of `Images`."""
-        self.views, self.augmentation = views, views.augmentation
-        super().__init__(*arguments)
-
-    def _locate(self, store: FeatureStore, content_keys: pa.ChunkedArray) -> np.ndarray:
-        columns = [
-            store.locate(pc.binary_join_element_wise(content_keys, suffix, "")) for suffix in self.views.suffixes
-        ]
-        return np.stack(columns, axis=1)
-
-    def _positions_at(self, rows: np.ndarray, seeds: np.ndarray | None) -> np.ndarray:
-        assert self.positions is not None and seeds is not None
-        return self.positions[rows, (seeds % np.uint64(self.views.count)).astype(np.int64)]
-
-    def _view_seed(self, row: int, seed: int | None) -> int | None:
-        assert seed is not None
-        return seed
-
-
-class StoredViews(AugmentedImages):
+class StoredViews(Images):
     """Training images as pixels of the views that a store would have, of which a seed selects one."""
 
-    def _view_seed(self, row: int, seed: int | None) -> int | None:
-        assert seed is not None
-        return seed_of_key(f"{self._value('key', row)}{self.views.suffixes[seed % self.views.count]}")
+    def _view_seed(self, key: str, seed: int | None) -> int | None:
+        assert self.views is not None and seed is not None
+        return seed_of_key(f"{key}{self.views.suffixes[seed % self.views.count]}")
 
 
 def model_inputs(
@@ -202,13 +178,11 @@ def model_inputs(
     views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
     store would have, in place of new ones.
     """
-    transform = image_transform(config.backbone) if store is None else None
+    source = image_transform(config.backbone) if store is None else store
+    options, threads = config.storage.options, config.workers.num_decode_threads
+    kind = StoredViews if views is not None and as_stored else Images
     cache = image_cache(config.features.cache_bytes)
-    threads, options = config.workers.num_decode_threads, config.storage.options
-    arguments = (part, store, transform, config.data.max_pixels, threads, options, cache)
-    if views is None:
-        return Images(*arguments)
-    return (StoredViews if as_stored else AugmentedImages)(views, *arguments)
+    return kind(part, source, config.data.max_pixels, threads, options, cache, views)
 
 
 def on_device(

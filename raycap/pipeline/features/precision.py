@@ -1,33 +1,37 @@
-"""The precision that `auto` means for features: measured once, where actors compute, and kept in the storage."""
+"""The precision that `auto` means, for features and for captions: measured once on Ray, and kept in the storage."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import secrets
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from raycap.models.config import BackboneConfig, Values
+from raycap.models.config import BackboneConfig, ModelSizes, Values
+from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
+from raycap.pipeline.cluster.start import start_ray
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
-from raycap.pipeline.features.interruptions import one_sentence
-from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions
+from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError
-from raycap.pipeline.storage.untrusted.documents import parse_json
+from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
 
 if TYPE_CHECKING:
     from raycap.pipeline.runtime.processor import PrecisionTimes
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = ("float32", "bfloat16")
 MAX_BYTES = 4096  # of a record
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
+NOT_A_SEARCH_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")  # of a model, likewise
+# The measured search for captions, with a vocabulary of about COCO's size and a detector's usual width
+STEPS, VOCABULARY_SIZE, REGION_WIDTH = 6, 10_000, 2048
+CPU_IMAGES, GPU_IMAGES = 8, 64
 
 
 def decided_precision(
@@ -35,27 +39,22 @@ def decided_precision(
 ) -> str:
     """float32 or bfloat16: the storage's decision for this kind of work, which the first caller makes by `measure`.
 
-    work: plain values that tell different kinds of work apart. folder: where the storage keeps its decisions. label:
-    the name of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same
-    time, the first to write decides.
+    work: plain values that differ between kinds of work. folder: where the storage keeps its decisions. label: the name
+    of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same time, the
+    first one to write decides.
     """
-    record = _record(work, folder)
-    decision, tag = _recorded(record)
+    decision = _recorded(work, folder)
     if decision is None:
         times = measure()
-        content = {"precision": times.fastest, **asdict(times), "nonce": secrets.token_hex(8)}
+        decision = times.fastest
         try:
-            record.write_if(json.dumps(content, indent=1).encode(), tag)
-            decision = times.fastest
-        except ConflictError:  # another process was faster
-            decision = _recorded(record)[0] or times.fastest
+            _record(work, folder).write_if(
+                json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), None
+            )
+        except ConflictError:
+            decision = _recorded(work, folder) or decision
         logger.info(f"{label:<9} in {decision} from now on: {times}, measured with {measured}")
     return decision
-
-
-def recorded_precision(work: Mapping[str, object], folder: StoragePath) -> str | None:
-    """What `decided_precision` has decided for this kind of work; None before its first decision."""
-    return _recorded(_record(work, folder))[0]
 
 
 def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
@@ -63,62 +62,51 @@ def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
     return folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
 
 
-def _recorded(record: StoragePath) -> tuple[str | None, str | None]:
-    """The storage's decision, and the tag of the record; None without one. A damaged record has no decision."""
+def _recorded(work: Mapping[str, object], folder: StoragePath) -> str | None:
+    """The storage's decision for this kind of work; None if there is none. Raises UserError for a damaged record."""
+    record = _record(work, folder)
     try:
-        data, tag = record.read_tagged()
+        content = parse_json(record.read_bytes(MAX_BYTES), str(record))
     except FileNotFoundError:
-        return None, None
-    with suppress(ValueError):
-        content = parse_json(data[:MAX_BYTES], str(record))
-        if isinstance(content, dict) and content.get("precision") in PRECISIONS:
-            return str(content["precision"]), tag
-    logger.warning(f"damaged   {record} is no record of a precision; it is made again")
-    return None, tag
+        return None
+    return str(require_mapping(content, str(record)).get("precision"))
 
 
 def extraction_precision(
     backbone: BackboneConfig,
     settings: FeatureSection,
     folder: StoragePath,
-    start_ray: Callable[[], AbstractContextManager[object]],
+    start: Callable[[], AbstractContextManager[object]],
 ) -> str:
     """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
 
     folder: where the storage keeps the decision for each backbone and kind of device, so that all of its features have
-    one precision, on whatever machine they are computed later. The first extraction measures, in a Ray task with an
-    actor's resources, which takes some seconds.
+    one precision, whichever machine computes them. The first extraction measures for some seconds, in a Ray task with
+    the resources of an actor.
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
-    work, text = _work(backbone, settings), f"one block of each stage of {backbone.name}"
-    return decided_precision(
-        work, folder, lambda: _measure_on_ray(backbone, settings, start_ray), label="features", measured=text
-    )
+
+    def measure() -> PrecisionTimes:
+        import ray
+
+        with start(), one_sentence("the measurement of precisions"):
+            task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
+            times: PrecisionTimes = ray.get(task.remote(backbone, settings))
+            return times
+
+    text = f"one block of each stage of {backbone.name}"
+    return decided_precision(_work(backbone, settings), folder, measure, label="features", measured=text)
 
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
-    """As `extraction_precision`, but it measures nothing. None for `auto` before the storage's first extraction."""
-    if settings.compute_dtype != "auto":
-        return settings.compute_dtype
-    return recorded_precision(_work(backbone, settings), folder)
+    """The result of `extraction_precision`, or None for `auto` before the first extraction of the storage."""
+    return settings.compute_dtype if settings.compute_dtype != "auto" else _recorded(_work(backbone, settings), folder)
 
 
 def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
-    """What tells a decision from others: the backbone's sizes and the kind of device."""
+    """What a decision depends on: the backbone's sizes and the kind of device."""
     return {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
-
-
-def _measure_on_ray(
-    backbone: BackboneConfig, settings: FeatureSection, start_ray: Callable[[], AbstractContextManager[object]]
-) -> PrecisionTimes:
-    """Measures in a Ray task with the resources of an actor."""
-    with start_ray(), one_sentence("the measurement of precisions"):
-        import ray
-
-        task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
-        times: PrecisionTimes = ray.get(task.remote(backbone, settings))
-        return times
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
@@ -140,3 +128,63 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
     with computing_thread(settings.threads_per_actor) as thread:
         return thread.submit(measure).result()
+
+
+def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
+    """The configuration with the precision that its searches for captions have, where `evaluation.precision` is `auto`.
+
+    The storage keeps the decision for each model and backbone section and kind of device. The first command measures on
+    the Ray at `address`, in a task with a worker's resources, which takes some seconds. The measured search reads
+    features, also where a bundle contains a backbone.
+    """
+    if config.evaluation.precision != "auto":
+        return config
+    backbone, workers = config.backbone.feature_settings(*NOT_A_SIZE), config.workers
+    work = {
+        "search": {key: value for key, value in asdict(config.model).items() if key not in NOT_A_SEARCH_SIZE},
+        "features": backbone if config.has_backbone else {"max_regions": config.features.max_regions},
+        "beam_size": config.evaluation.beam_size,
+        "device": "GPU" if workers.gpus_per_worker else "CPU",
+    }
+
+    def measure() -> PrecisionTimes:
+        import ray
+
+        what = "the measurement of precisions"
+        start_ray(config, address, "captions")
+        with StallWatch(what, workers), one_sentence(what):
+            task = ray.remote(measure_search).options(**workers.task_options)
+            times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
+            return times
+
+    place, text = config.storage_place / "precision", f"captions of {STEPS} words, without the backbone"
+    precision = decided_precision(work, place, measure, label="captions", measured=text)
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"precision": precision})})
+
+
+def measure_search(config: RunConfig) -> PrecisionTimes:
+    """Seconds per image of a short beam search with the configured model, on random features of the same sizes."""
+    import torch
+
+    from raycap.models.base import Features
+    from raycap.models.captioner import build_model
+    from raycap.models.decoding.search import beam_search
+    from raycap.models.encoders.backbone import Backbone
+
+    prepare_processor(config.workers.threads_per_worker)
+    device: Any = device_for(config.workers.gpus_per_worker)
+    images = GPU_IMAGES if device.type == "cuda" else CPU_IMAGES
+    if config.has_backbone:
+        with torch.device("meta"):
+            backbone = Backbone(config.backbone, with_weights=False)
+        features = Features(torch.randn(images, backbone.num_tokens, backbone.width, device=device))
+    else:
+        count = config.features.max_regions
+        lengths, boxes = torch.full((images,), count, device=device), torch.rand(images, count, 4, device=device)
+        features = Features(torch.randn(images, count, REGION_WIDTH, device=device), lengths, boxes)
+    sizes = ModelSizes(features.tokens.shape[-1], VOCABULARY_SIZE, max_positions=STEPS, sos=1, eos=2, pad=0)
+    model = build_model(config.model, sizes).eval().to(device)
+    beams = config.evaluation.beam_size
+    return measure_precisions(
+        lambda: beam_search(model, model.encode(features), beam_size=beams, max_length=STEPS), device, images
+    )

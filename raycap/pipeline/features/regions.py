@@ -16,9 +16,9 @@ import logging
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,6 @@ from raycap.pipeline.features.store import (
     FeatureStore,
     feature_key,
     mark_complete,
-    remove_damaged,
     remove_orphans,
     write_index,
     write_quarantine,
@@ -42,6 +41,9 @@ from raycap.pipeline.features.store import (
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.path import StoragePath
+
+if TYPE_CHECKING:
+    import h5py
 
 _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
 _MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
@@ -59,13 +61,9 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
     reason = ""
     with open_regions(region_file(config)) as file:
         for image_id in dataset.column("image_id"):
-            try:
-                width = int(_features_of(file, image_id).shape[1])
-            except ValueError as error:  # this image is missing or quarantined
-                reason = reason or str(error)
-                continue
-            _require_boxes(file, [image_id], config)
-            return width
+            if not (reasons := _check_images(file, [image_id], config)):
+                return int(_features_of(file, image_id).shape[1])
+            reason = reason or reasons[image_id]
     first = dataset.column("image_id")[0]
     raise UserError(
         f"features.hdf5: {config.features.hdf5} has none of the {len(dataset)} images; expected <image id>_features, "
@@ -74,45 +72,33 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{content key: reason} of images without features. UserError for missing boxes or too many regions.
-
-    The values are not read.
-    """
+    """{content key: reason} of images without features. No value is read. Raises UserError as `_check_images`."""
     image_ids = dataset.column("image_id")
-    missing = {}
     with open_regions(region_file(config)) as file:
-        _require_boxes(file, image_ids, config)
-        _require_max_regions(file, image_ids, config)
-        for key, image_id in zip(dataset.column("key"), image_ids, strict=True):
-            try:
-                _features_of(file, image_id)
-            except ValueError as error:
-                missing[key] = str(error)
-    return missing
+        reasons = _check_images(file, image_ids, config)
+    keys = dict(zip(image_ids, dataset.column("key"), strict=True))
+    return {keys[image_id]: reason for image_id, reason in reasons.items()}
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
     """Imports those features of the data set's images that the store lacks. The images' content keys contain their ids.
 
     Returns the store's folder and {content key: reason} of images without usable features. Raises UserError when the
-    file is missing or not HDF5, when widths differ, when an image has more regions than `features.max_regions`, and
-    when the model needs boxes and an image has none. Needs memory for one shard at a time.
+    file is missing or not HDF5, when widths differ, and as `_check_images`. Needs memory for one shard at a time.
     """
     settings, description = config.features, describe_regions(config)
     folder = config.storage_place / "features" / feature_key(description)
     remove_orphans(folder)
     keys = dataset.table["key"]
-    remove_damaged(folder, keys)
     missing = dataset.table.filter(pa.array(~FeatureStore(folder).contains(keys))).select(["key", "image_id"])
-    logger.info(
-        f"features  {folder.name}: {len(dataset) - len(missing)} of {len(dataset)} images there, "
-        f"{len(missing)} to import"
-    )
+    num_there = len(dataset) - len(missing)
+    logger.info(f"features  {folder.name}: {num_there} of {len(dataset)} images there, {len(missing)} to import")
     width = feature_width(dataset, config)
     unusable: dict[str, str] = {}
     with open_regions(region_file(config)) as file:
-        _require_boxes(file, dataset.column("image_id"), config)
-        _require_max_regions(file, missing["image_id"].to_pylist(), config)
+        # another model may have made the store, without need of boxes
+        checked = dataset.table if config.model.needs_boxes else missing
+        _check_images(file, checked["image_id"].to_pylist(), config)
         row_bytes = settings.max_regions * width * np.dtype(settings.stored_dtype).itemsize
         rows_per_shard = max(1, min(settings.rows_per_shard, MAX_SHARD_BYTES // row_bytes))
         for start in range(0, len(missing), rows_per_shard):
@@ -141,38 +127,35 @@ def region_file(config: RunConfig) -> Path:
     return path
 
 
-def _require_boxes(file: object, image_ids: Sequence[int], config: RunConfig) -> None:
-    """Raises UserError if the model needs boxes and an image with features has none.
+def _check_images(file: h5py.File, image_ids: Sequence[int], config: RunConfig) -> dict[int, str]:
+    """{image id: reason} of images without usable features.
 
-    Images without features are quarantined instead.
+    Raises UserError if the model needs boxes and another image has none, or if one has more regions than
+    `features.max_regions` and may not be truncated.
     """
-    if not config.model.needs_boxes:
-        return
+    reasons, limit = {}, config.features.max_regions
     for image_id in image_ids:
-        if _link(file, f"{image_id}_boxes") is None and _link(file, f"{image_id}_features") is not None:
+        try:
+            count = _features_of(file, image_id).shape[0]
+        except ValueError as error:
+            reasons[image_id] = str(error)
+            continue
+        if config.model.needs_boxes and _link(file, f"{image_id}_boxes") is None:
             raise UserError(
                 f"features.hdf5: {config.features.hdf5} has no {image_id}_boxes, and {config.model.name} arranges "
                 "regions by their boxes; give a file with boxes, or set model.encoder_clusters to none"
             )
-
-
-def _require_max_regions(file: object, image_ids: Sequence[int], config: RunConfig) -> None:
-    """Raises UserError for an image with more regions than `features.max_regions`, unless they may be truncated."""
-    limit = config.features.max_regions
-    if config.features.truncate_regions:
-        return
-    for image_id in image_ids:
-        count = 0
-        with suppress(ValueError):  # an image that is missing or quarantined
-            count = _features_of(file, image_id).shape[0]
-        if count > limit:
+        if count > limit and not config.features.truncate_regions:
             raise UserError(
                 f"features.hdf5: image {image_id} has {count} regions, and features.max_regions is {limit}; raise it, "
                 f"or set features.truncate_regions to true to keep the first {limit} (sorted by confidence)"
             )
+    return reasons
 
 
-def _import_shard(file: object, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig) -> dict[str, str]:
+def _import_shard(
+    file: h5py.File, rows: pa.Table, width: int, folder: StoragePath, config: RunConfig
+) -> dict[str, str]:
     """Writes the usable images of `rows` (columns key, image_id) as one shard of features of this width.
 
     Returns {content key: reason} of the unusable images.
@@ -205,10 +188,7 @@ def _import_shard(file: object, rows: pa.Table, width: int, folder: StoragePath,
 
 
 def ends_digest(path: Path) -> str:
-    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long.
-
-    A change of values in the middle of a large file is not seen; `changed_images` finds it.
-    """
+    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -217,31 +197,6 @@ def ends_digest(path: Path) -> str:
         file.seek(max(0, size - _DIGEST_BYTES))
         digest.update(file.read(_DIGEST_BYTES))
     return digest.hexdigest()
-
-
-def changed_images(dataset: Dataset, config: RunConfig, store: FeatureStore) -> list[int]:
-    """The ids of those images of the store whose features in the file are other ones. Reads the store and the file."""
-    settings = config.features
-    changed: list[int] = []
-    rows = dataset.table.filter(pa.array(store.contains(dataset.table["key"]))).select(["key", "image_id"])
-    with open_regions(region_file(config)) as file:
-        for start in range(0, len(rows), settings.rows_per_shard):
-            part = rows.slice(start, settings.rows_per_shard)
-            positions = store.locate(part["key"])
-            stored, (lengths, boxes) = store.gather_at(positions), store.regions_at(positions)
-            assert lengths is not None
-            for row, image_id in enumerate(part["image_id"].to_pylist()):
-                try:
-                    features, corners = read_image(file, image_id, settings.max_regions, settings.stored_dtype)
-                except ValueError:
-                    changed.append(image_id)
-                    continue
-                same = np.array_equal(stored[row, : lengths[row]], features)
-                if same and corners is not None:
-                    same = boxes is not None and np.array_equal(boxes[row, : lengths[row]], corners)
-                if not same:
-                    changed.append(image_id)
-    return changed
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
@@ -254,7 +209,7 @@ def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray
 
 
 @contextmanager
-def open_regions(path: Path) -> Iterator[Any]:
+def open_regions(path: Path) -> Iterator[h5py.File]:
     """The open HDF5 file. Raises UserError when it is missing or not HDF5."""
     import h5py
 
@@ -267,7 +222,7 @@ def open_regions(path: Path) -> Iterator[Any]:
         yield file
 
 
-def read_image(file: object, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
+def read_image(file: h5py.File, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Features (R, C), and boxes (R, 4) or None, of the first `max_regions` regions, which are the most confident.
 
     Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
@@ -284,7 +239,7 @@ def read_image(file: object, image_id: int, max_regions: int, dtype: str) -> tup
     return features, _values(boxes, f"{image_id}_boxes", max_regions, "float32")
 
 
-def _features_of(file: object, image_id: int) -> Any:
+def _features_of(file: h5py.File, image_id: int) -> Any:
     """The data set with the features (regions, width) of an image. Raises ValueError if it has none that is usable."""
     name = f"{image_id}_features"
     stored = _find(file, name)
@@ -297,15 +252,12 @@ def _features_of(file: object, image_id: int) -> Any:
     return stored
 
 
-def _find(file: Any, name: str) -> Any:
+def _find(file: h5py.File, name: str) -> Any:
     """The data set of this name; None if there is none. Raises ValueError unless it is sound and in this file."""
     import h5py
     from h5py import h5z
 
     link = _link(file, name)
-    target = link.path.removeprefix("/") if isinstance(link, h5py.SoftLink) else "."
-    if "/" not in target and target not in ("", "."):  # another data set beside it, not the file itself
-        link = _link(file, target)
     if link is None:
         return None
     if not isinstance(link, h5py.HardLink):
@@ -338,7 +290,7 @@ def _find(file: Any, name: str) -> Any:
     return stored
 
 
-def _link(file: Any, name: str) -> Any:
+def _link(file: h5py.File, name: str) -> Any:
     """The link of this name, which is not followed; None if there is none. Raises UserError for a damaged file."""
     try:
         return file.get(name, getlink=True)

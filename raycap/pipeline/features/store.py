@@ -10,8 +10,8 @@
 Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
 A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
 The folder is local or on S3. Remote shards are copied to a local cache of limited size. A shard is compared with its
-digest at its first use on a machine. The manifest of a damaged shard is removed, so that an extraction computes its
-features again.
+digest at its first use on a machine. The manifest of a damaged shard is removed, so that the next extraction computes
+its features again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ import hashlib
 import io
 import json
 import logging
+import mmap
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +37,10 @@ import pyarrow.compute as pc
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.image_locations import UNREADABLE
+from raycap.pipeline.data.images import UNREADABLE
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.shards import INDEX, ShardInfo, ShardMaps, remove_manifest
-from raycap.pipeline.storage.cache import shard_cache
+from raycap.pipeline.storage.cache import ChangedError, ShardCache, shard_cache
+from raycap.pipeline.storage.digests import has_digest
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.tables import read_cache, write_table
 
@@ -52,6 +57,10 @@ MANIFEST = pa.schema(
         ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
     ]
 )
+MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
+NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
+INDEX = "index.parquet"  # the file of a store with the manifests of many shards
+_HEADER_BYTES = 256  # more than the header of an .npy file with an array of three dimensions
 MAX_LOOSE = 16  # manifests that the index may lack after an extraction
 _NUM_READS = 32  # manifests that are read at the same time
 
@@ -140,6 +149,173 @@ def write_index(folder: StoragePath) -> None:
         write_table(folder / INDEX, rows)
 
 
+@dataclass(frozen=True)
+class ShardInfo:
+    """The manifest's columns about a shard: its name, the digest and size of its file, the digest of its boxes."""
+
+    shard: str
+    sha256: str
+    bytes: int
+    boxes_sha256: str | None
+
+
+def remove_manifest(store: StoragePath, shard: str) -> None:
+    """Removes a shard's manifest, and the index: it would hide the manifest of a new shard with the same images."""
+    (store / f"manifest/{shard}.parquet").delete()
+    (store / INDEX).delete()
+
+
+class _Shard:
+    """One open shard. A local shard has a memory map; of a remote shard, `map` is None and rows are read in ranges."""
+
+    def __init__(self, path: StoragePath, local: Path | None) -> None:
+        self.path, self.map = path, None
+        if local is not None:
+            with local.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.map.madvise(mmap.MADV_RANDOM)  # without this advice each access would read megabytes ahead
+        header = io.BytesIO(path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES])
+        np.lib.format.read_magic(header)
+        self.shape, _, self.dtype = np.lib.format.read_array_header_1_0(header)
+        # `start` is the offset of the first row and `stride` the size of a row, in bytes
+        self.start, self.stride = header.tell(), int(np.prod(self.shape[1:])) * self.dtype.itemsize
+
+    def prefetch(self, row: int) -> None:
+        """Advises the kernel that a row will be read."""
+        if self.map is not None:
+            first = self.start + row * self.stride
+            page = first - first % mmap.PAGESIZE  # advice must begin at a page
+            self.map.madvise(mmap.MADV_WILLNEED, page, min(first + self.stride, len(self.map)) - page)
+
+    def row(self, row: int) -> np.ndarray:
+        """The values (N, C) of one row."""
+        first = self.start + row * self.stride
+        if self.map is None:
+            flat = np.frombuffer(self.path.read_range(first, self.stride), self.dtype)
+        else:
+            flat = np.frombuffer(self.map, self.dtype, self.stride // self.dtype.itemsize, first)
+        return flat.reshape(self.shape[1:])
+
+
+class ShardMaps:
+    """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
+
+    def __init__(self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None) -> None:
+        """cache: of a remote store. A shard is copied there at its first use.
+
+        The shards beyond the cache's limit would evict others, so they are read in ranges.
+        """
+        self.folder, self.infos, self.cache = folder, infos, cache
+        if cache is not None:
+            self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
+        self._lock = threading.RLock()  # training prefetches in a thread while it validates
+        self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
+        self._boxes: dict[int, np.ndarray] = {}
+        self._whole: set[int] = set()  # the local shards that were compared with their digests
+
+    def damage(self, info: ShardInfo, *, again: bool = False) -> str:
+        """A sentence about the damage of a shard; "" for a whole one.
+
+        Its files are compared with their digests, a local one only once per machine unless `again` is true.
+        """
+        digests = {f"{info.shard}.npy": info.sha256}
+        if info.boxes_sha256:
+            digests[f"{info.shard}.boxes.npy"] = info.boxes_sha256
+        for name, digest in digests.items():
+            file = self.folder / name
+            try:
+                if again or file.is_remote:
+                    is_whole = hashlib.sha256(file.read_bytes()).hexdigest() == digest
+                else:
+                    is_whole = has_digest(file.path, digest)
+            except FileNotFoundError:
+                return f"{file} is missing"
+            if not is_whole:
+                return f"{file} does not have the digest in its manifest"
+        return ""
+
+    def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
+        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row: the order on disk
+        if not order:
+            return np.empty((0, 0, 0), np.float16)
+        shard_numbers, row_numbers = shards.tolist(), rows.tolist()
+        with self._lock:
+            new = sorted(set(shard_numbers) - self._open.keys())
+        if len(new) > 1 and (self.cache is not None or not self._whole.issuperset(new)):  # copies or checks several
+            with ThreadPoolExecutor(NUM_COPIES) as pool:
+                list(pool.map(self._local_file, new))
+        first = self.shard(shard_numbers[order[0]])
+        result = np.empty((len(rows), *first.shape[1:]), first.dtype)
+        for index in order:
+            self.shard(shard_numbers[index]).prefetch(row_numbers[index])
+
+        def copy_row(index: int) -> None:
+            result[index] = self.shard(shard_numbers[index]).row(row_numbers[index])
+
+        remote = []
+        for index in order:
+            if self.shard(shard_numbers[index]).map is None:
+                remote.append(index)
+            else:
+                copy_row(index)
+        if remote:
+            with ThreadPoolExecutor(NUM_READS) as pool:
+                list(pool.map(copy_row, remote))
+        return result
+
+    def read_boxes(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The boxes (len(rows), N, 4) float32: item i is row `rows[i]` of shard number `shards[i]`."""
+        return np.stack([self._boxes_of(shard)[row] for shard, row in zip(shards.tolist(), rows, strict=True)])
+
+    def shard(self, number: int) -> _Shard:
+        """The open shard with this number. Opening it may close another one. Several threads may ask."""
+        with self._lock:
+            if number in self._open:
+                self._open.move_to_end(number)
+            else:
+                path = self.folder / f"{self.infos[number].shard}.npy"
+                self._open[number] = _Shard(path, self._local_file(number))
+                if len(self._open) > MAX_OPEN:
+                    self._open.popitem(last=False)  # unmapped once no array refers to it
+            return self._open[number]
+
+    def _local_file(self, number: int) -> Path | None:
+        """The local file of a shard; None for a remote one that is not in the cache."""
+        info = self.infos[number]
+        path = self.folder / f"{info.shard}.npy"
+        if self.cache is None:
+            if number not in self._whole:
+                if damage := self.damage(info):
+                    raise self._reject(info, damage)
+                self._whole.add(number)
+            return path.path
+        try:
+            return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
+        except (FileNotFoundError, ChangedError) as error:
+            raise self._reject(info, str(error)) from error
+
+    def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
+        """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
+        with suppress(OSError):  # a storage that cannot be written
+            remove_manifest(StoragePath(self.folder.uri.removesuffix("/shards"), self.folder.options), info.shard)
+        return DamagedError(f"{damage}; the same command computes its features again")
+
+    def _boxes_of(self, number: int) -> np.ndarray:
+        """The boxes of a shard; zeros where it has none, because a detector's file may lack those of some images."""
+        if number not in self._boxes:
+            info = self.infos[number]
+            if info.boxes_sha256:
+                data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
+                if hashlib.sha256(data).hexdigest() != info.boxes_sha256:
+                    raise self._reject(info, f"{self.folder / info.shard}.boxes.npy does not have its digest")
+                self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
+            else:
+                num_rows, num_regions = self.shard(number).shape[:2]
+                self._boxes[number] = np.zeros((num_rows, num_regions, 4), np.float32)
+        return self._boxes[number]
+
+
 class FeatureStore:
     """Reads the features of a store. Rows that are written after it is opened are not visible.
 
@@ -202,38 +378,12 @@ class FeatureStore:
             return lengths, None
         return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
 
-    def damaged(self, content_keys: pa.Array | pa.ChunkedArray) -> dict[str, str]:
-        """{shard: a sentence about its damage} for the shards with features of these images. See `ShardMaps.damages`.
-
-        Unlike `verify` it reads a local shard only once per machine.
-        """
-        numbers = np.unique(self._shard[np.asarray(pc.is_in(self.keys, value_set=content_keys))])
-        return {self.shards[number].shard: text for number, text in self._maps.damages(numbers.tolist()).items()}
-
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
-        rows = np.bincount(self._shard, minlength=len(self.shards))
-        with ThreadPoolExecutor(4) as pool:  # hashing and reading release the interpreter's lock
-            return [damage for damage in pool.map(self._find_damage, self.shards, rows) if damage]
-
-    def _find_damage(self, info: ShardInfo, rows: int) -> str:
-        """A sentence about the damage of one shard; "" for an intact shard. rows: its rows in the manifest."""
-        remedy = f"delete manifest/{info.shard}.parquet and {INDEX} in {self.folder} and extract again"
-        files = {f"shards/{info.shard}.npy": info.sha256}
-        if info.boxes_sha256:
-            files[f"shards/{info.shard}.boxes.npy"] = info.boxes_sha256
-        for relative, digest in files.items():
-            try:
-                data = (self.folder / relative).read_bytes()
-            except FileNotFoundError:
-                return f"{relative} is missing; {remedy}"
-            if hashlib.sha256(data).hexdigest() != digest:
-                return f"{relative} does not have the digest in its manifest; {remedy}"
-            array = np.load(io.BytesIO(data), allow_pickle=False)
-            # A sum in float64 cannot overflow, so that it is finite only if every value is. It needs no second array.
-            if len(array) != rows or not np.isfinite(array.sum(dtype=np.float64)):
-                return f"{relative} has {len(array)} rows for {rows} images, or values that are not finite; {remedy}"
-        return ""
+        remedy = f"delete its file in {self.folder / 'manifest'} and {self.folder / INDEX}, and extract again"
+        with ThreadPoolExecutor(NUM_COPIES) as pool:  # hashing and reading release the interpreter's lock
+            damages = list(pool.map(lambda info: self._maps.damage(info, again=True), self.shards))
+        return [f"{damage}; {remedy}" for damage in damages if damage]
 
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
@@ -241,36 +391,23 @@ def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureS
     return FeatureStore(folder, cache_bytes=settings.cache_bytes)
 
 
-def remove_orphans(folder: StoragePath | Path, min_age_s: float = 3600) -> int:
-    """Removes files that local writers left when they died; returns how many.
+def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
+    """Removes shards without a manifest and temporary files, which local writers left when they died.
 
-    A file younger than `min_age_s` remains: it may be a shard whose manifest is not yet written.
-    On S3 nothing is removed, because S3 has no partial objects and a repeated task overwrites its shard.
+    A file younger than `min_age_s` remains, because its manifest may not be written yet.
     """
-    root = storage_path(folder)
-    if root.is_remote:
-        return 0
-    with_manifest = {path.stem for path in (root.path / "manifest").glob("*.parquet")}
-    shards = (root.path / "shards").glob("*")
-    orphans = [path for path in shards if path.suffix == ".tmp" or path.name.split(".")[0] not in with_manifest]
-    orphans += [path for folder in ("manifest", "") for path in (root.path / folder).glob(".*.tmp")]
-    old = [path for path in orphans if path.stat().st_mtime < time.time() - min_age_s]
-    for path in old:
-        path.unlink(missing_ok=True)
-    return len(old)
+    if folder.is_remote:  # where no part of a file exists, and a repeated task overwrites its shard
+        return
+    manifests = {path.stem for path in (folder.path / "manifest").glob("*.parquet")}
+    orphans = [path for path in (folder.path / "shards").glob("*") if path.name.split(".")[0] not in manifests]
+    for path in (*orphans, *folder.path.glob(".*.tmp"), *folder.path.glob("manifest/.*.tmp")):
+        if path.stat().st_mtime < time.time() - min_age_s:
+            path.unlink(missing_ok=True)
 
 
-def remove_damaged(folder: StoragePath | Path, content_keys: pa.Array | pa.ChunkedArray) -> None:
-    """Removes the manifests of damaged shards with features of these images, so that they are computed again."""
-    root = storage_path(folder)
-    for shard, damage in FeatureStore(root).damaged(content_keys).items():
-        logger.warning(f"damaged   {damage}; its features are computed again")
-        remove_manifest(root, shard)
-
-
-def mark_complete(folder: StoragePath | Path, description: Values, rows: int) -> None:
+def mark_complete(folder: StoragePath, description: Values, rows: int) -> None:
     """Writes the marker file with the number of rows and the description, unless it has this content already."""
-    marker = storage_path(folder) / "COMPLETE"
+    marker = folder / "COMPLETE"
     text = json.dumps({"rows": rows, **description}, indent=1, sort_keys=True).encode()
     if not marker.exists() or marker.read_bytes() != text:
         marker.write_bytes(text)

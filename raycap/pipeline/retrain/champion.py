@@ -2,19 +2,18 @@
 
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
-                 decisions/NUMBER-tTOKEN.json, .html   one record per decision, with the digest of the previous record
+                 decisions/NUMBER-tTOKEN.json, .html   one record and one page per decision
                  snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.listing`)
                  held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.listing`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
 The name of every file except the first two contains the token of the lease under which it was written. Such a file is
-written before champion.json references it. The next lease holder deletes files that champion.json does not reference.
-champion.json contains its own digest, so that no file is deleted because of a damaged one.
+written before champion.json references it. Tokens grow, so a file with a larger token than the last decision belongs to
+no decision: its writer was killed or has lost the lease. The next lease holder deletes it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from pathlib import Path
@@ -34,18 +33,11 @@ from raycap.pipeline.storage.s3 import ConflictError
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
-_TOKEN = re.compile(r"[/-]t(\d{6,})(?=[./])")  # in snapshots/t000003.parquet or champion-t000003/weights.safetensors
+TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # at the begin of a relative name
 
 
 # a relative path; UserError for any other text, because others may have written the file
 Name = Annotated[str, AfterValidator(lambda name: relative_name(name, POINTER))]
-
-
-class FileRecord(Section):
-    """A file below retrain/NAME and its digest."""
-
-    name: Name
-    sha256: str
 
 
 class BundleRecord(Section):
@@ -66,9 +58,10 @@ class DataRecord(Section):
     fingerprint: str | None
 
 
-class HeldOutRecord(FileRecord):
+class HeldOutRecord(Section):
     """The held-out split of a comparison: its file, the number of its images, and how many images are gone."""
 
+    name: Name
     images: int
     missing: int
 
@@ -83,7 +76,6 @@ class ScoreRecord(Section):
 class Decision(Section):
     """The content of a file below decisions/. For a rollback the fields from `challenger` on are not set."""
 
-    format: Literal[1]
     name: str
     number: int
     token: int
@@ -92,8 +84,8 @@ class Decision(Section):
     reason: str
     champion: BundleRecord
     champion_before: BundleRecord | None
-    snapshot: FileRecord
-    previous: FileRecord | None  # the file of the previous decision
+    snapshot: Name
+    previous: Name | None  # the file of the previous decision
     run: str  # the run whose model was compared, or replaced by a rollback
     challenger: BundleRecord | None = None
     data: DataRecord | None = None
@@ -106,30 +98,22 @@ class Decision(Section):
 class ChampionState(Section):
     """The content of champion.json. `before` lists the champions that rollbacks can restore, the newest last."""
 
-    format: Literal[1] = 1
     token: int = 0  # the last writer's token; a writer with a smaller token is refused
     nonce: str = ""  # random, so that two writes never give the file the same tag
     number: int = 0  # the number of the last decision
-    decided: tuple[int, ...] = ()  # the tokens of all decisions; files with other tokens are deleted
-    decision: FileRecord | None = None
+    decided: int = 0  # the token of the last decision; files with larger ones belong to none
+    decision: Name | None = None
     champion: BundleRecord | None = None
     before: tuple[BundleRecord, ...] = ()
     challenger: str | None = None  # the run whose model was last rejected or rolled back
-    snapshot: FileRecord | None = None
+    snapshot: Name | None = None
     fingerprint: str | None = None  # the fingerprint of the data of the last training
-    held_out: FileRecord | None = None
-    sha256: str = ""  # of the other fields
+    held_out: Name | None = None
 
     @property
     def bundles(self) -> tuple[BundleRecord, ...]:
         """The former champions and the champion, oldest first."""
         return (*self.before, *([self.champion] if self.champion else []))
-
-    @property
-    def references(self) -> tuple[str, ...]:
-        """The names below retrain/NAME of the files that belong to this state."""
-        files = [record.name for record in (self.decision, self.snapshot, self.held_out) if record]
-        return (*files, *([self.decision.name.replace(".json", ".html")] if self.decision else []))
 
 
 class ChampionStore:
@@ -142,14 +126,14 @@ class ChampionStore:
         self._tag: str | None = None
 
     def read(self) -> ChampionState:
-        """The current state, which is empty before the first retraining. UserError for an invalid or damaged file."""
+        """The current state, which is empty before the first retraining. Raises UserError for an invalid file."""
         try:
             data, self._tag = (self.folder / POINTER).read_tagged()
         except FileNotFoundError:
             self._tag = None
             return ChampionState()
         try:
-            state = ChampionState.model_validate_json(data)
+            return ChampionState.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -157,12 +141,6 @@ class ChampionStore:
                 f"{self.folder / POINTER} is not a champion's file ({shown(field)}: {shown(first['msg'])})"
                 "; restore it from a copy, or remove it to start over"
             ) from error
-        if state.sha256 != _digest_of_fields(state):
-            raise UserError(
-                f"{self.folder / POINTER} is damaged (its fields do not have the digest in sha256); restore it from a "
-                "copy, nothing was changed"
-            )
-        return state
 
     def fence(self, lease: Lease) -> ChampionState:
         """Writes the lease's token into champion.json, so that no process with a smaller token can commit.
@@ -189,68 +167,33 @@ class ChampionStore:
     def _write(self, state: ChampionState) -> ChampionState:
         """Writes champion.json; ConflictError when it is not the version that was last read."""
         state = state.model_copy(update={"nonce": uuid.uuid4().hex})
-        state = state.model_copy(update={"sha256": _digest_of_fields(state)})
         self._tag = (self.folder / POINTER).write_if(state.model_dump_json(indent=1).encode(), self._tag)
         return state
 
-    def write_file(self, name: str, data: bytes, lease: Lease) -> FileRecord:
-        """Writes a file below retrain/NAME and returns its record; `name` must contain the lease's token."""
+    def write_file(self, name: str, data: bytes, lease: Lease) -> str:
+        """Writes a file below retrain/NAME and returns its name, which must contain the lease's token."""
         lease.check()
         (self.folder / name).write_bytes(data)
-        return FileRecord(name=name, sha256=_sha256(data))
-
-    def read_file(self, record: FileRecord) -> bytes:
-        """The content of a referenced file; OSError when its digest is not the recorded one."""
-        data = (self.folder / record.name).read_bytes()
-        if _sha256(data) != record.sha256:
-            raise OSError(f"{self.folder / record.name} does not have the digest recorded for it; restore it")
-        return data
+        return name
 
     def copy_bundle(self, folder: Path, record: BundleRecord, lease: Lease) -> BundleRecord:
-        """Copies a local bundle to the champion's folder; OSError when a file does not have its digest in `record`."""
+        """Copies a local bundle to the champion's folder."""
         target = f"models/{self.name}/champion-t{lease.token:06d}"
-        for name, digest in record.files.items():
-            data = (folder / name).read_bytes()
-            if _sha256(data) != digest:
-                raise OSError(f"{folder / name} has changed since it was scored; run the retraining again")
+        for name in record.files:
             lease.check()
-            (self.storage / target / name).write_bytes(data)
-        return BundleRecord(bundle=target, files=record.files, run_id=record.run_id)
+            (self.storage / target / name).write_bytes((folder / name).read_bytes())
+        return record.model_copy(update={"bundle": target})
 
-    def require_intact(self, bundle: BundleRecord) -> None:
-        """Raises OSError if a file of a champion's bundle is missing or has changed."""
-        for name, digest in bundle.files.items():
-            path = self.storage / bundle.bundle / name
-            damage = ""
-            try:
-                if _sha256(path.read_bytes()) != digest:
-                    damage = "does not have the digest of when it became champion"
-            except FileNotFoundError:
-                damage = "is missing"
-            if damage:
-                raise OSError(
-                    f"a champion's bundle is damaged: {path} {damage}; restore it from a copy, nothing was changed"
-                )
-
-    def decision(self, record: FileRecord) -> Decision:
-        """The decision in the file that `record` references."""
-        return Decision.model_validate_json(self.read_file(record))
+    def decision(self, name: str) -> Decision:
+        """The decision in the file of this name."""
+        return Decision.model_validate_json((self.folder / name).read_bytes())
 
     def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
-        """{file: token} of the files that belong to no decision, because their writer was killed or lost its lease.
-
-        It lists two folders of the storage and reads no file.
-        """
-        models = self.storage / f"models/{self.name}"
-        bundles = tuple(f"{record.bundle}/" for record in state.bundles)
-        kept = {self.folder / name for name in state.references}
-        # hidden files are locks; only the names below the two folders contain tokens
-        found = {self.folder / name: _token_of(name) for name in self.folder.list() if "/." not in f"/{name}"}
-        for name in models.list():
-            if name.startswith("champion-t") and not f"models/{self.name}/{name}".startswith(bundles):
-                found[models / name] = _token_of(name)
-        tokens = {path: token for path, token in found.items() if token is not None and path not in kept}
-        return {path: token for path, token in tokens.items() if token not in state.decided}
+        """{file: token} of the files of lease holders after the last decision. It lists two folders of the storage."""
+        folders = (self.folder, self.storage / f"models/{self.name}")
+        found = {folder / name: TOKEN.match(name) for folder in folders for name in folder.list()}
+        tokens = {path: int(match[1]) for path, match in found.items() if match}
+        return {path: token for path, token in tokens.items() if token > state.decided}
 
     def remove_orphans(self, state: ChampionState, lease: Lease) -> None:
         """Deletes the orphans of earlier lease holders."""
@@ -258,18 +201,3 @@ class ChampionStore:
             if token < lease.token:
                 lease.check()
                 path.delete()
-
-
-def _token_of(name: str) -> int | None:
-    """The token in the name of a file; None for a file without one, such as champion.json."""
-    found = _TOKEN.search(f"/{name}")
-    return None if found is None else int(found[1])
-
-
-def _digest_of_fields(state: ChampionState) -> str:
-    """The digest of a state without its field `sha256`."""
-    return _sha256(state.model_dump_json(exclude={"sha256"}).encode())
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -9,7 +9,6 @@ their content, so that a file may be moved or renamed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +26,6 @@ from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 # the files of a listing, and the content keys of the images found in them, which are rows without a file
 LISTING = ENTRIES.append(pa.field("key", pa.string()))
-CHUNK_ROWS = 8192  # this many files at a time are converted to Arrow, which bounds the memory
 
 
 class Change(Section):
@@ -46,11 +44,21 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 
     Hidden files and raycap's results are not listed.
     """
-    files, batches = _list_files(config, root), []
-    while chunk := list(itertools.islice(files, CHUNK_ROWS)):
-        rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in chunk]
-        batches.append(pa.RecordBatch.from_pylist(rows, LISTING))
-    return pa.Table.from_batches(batches, LISTING)
+    rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in _list_files(config, root)]
+    return pa.Table.from_pylist(rows, LISTING)
+
+
+def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
+    # synthetic data is itself in the folder of the results, which must then be listed
+    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
+    image_folders = {config.data.images, *(source.images for source in config.data.sources)}
+    inside = f"{root.rstrip('/')}/"
+    outside = [each for each in sorted(image_folders) if is_remote(each) and not f"{each}/".startswith(inside)]
+    for prefix in [root, *outside]:
+        for name, entry in StoragePath(prefix, config.storage.options).walk():
+            uri = join(prefix, name)
+            if "/." not in f"/{name}" and not (results and uri.startswith(results)):
+                yield uri, entry
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
@@ -62,8 +70,7 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
     previous = before.take(rows)
     same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
     added = rows.null_count
-    num_same = pc.sum(pc.fill_null(same, False)).as_py() or 0  # the sum over no rows is None
-    changed = now.num_rows - added - int(num_same)
+    changed = now.num_rows - added - _count(pc.fill_null(same, False))
     return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
 
 
@@ -77,25 +84,11 @@ def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
     """The number of images whose content is not in the previous listing."""
     if before is None:
         return len(dataset)
-    is_known = pc.is_in(dataset.table["key"], value_set=before["key"].drop_null())
-    return len(dataset) - int(pc.sum(is_known).as_py() or 0)  # the sum over no rows is None
+    return len(dataset) - _count(pc.is_in(dataset.table["key"], value_set=before["key"].drop_null()))
 
 
-def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
-    """The files below the root, then those of remote image folders outside of it, with their paths or URIs."""
-    # synthetic data is itself in the folder of the results, which must then be listed
-    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
-    image_folders = {config.data.images, *(source.images for source in config.data.sources)}
-    outside = [
-        folder
-        for folder in sorted(image_folders)
-        if is_remote(folder) and not f"{folder}/".startswith(f"{root.rstrip('/')}/")
-    ]
-    for prefix in [root, *outside]:
-        for name, entry in StoragePath(prefix, config.storage.options).walk():
-            uri = join(prefix, name)
-            if "/." not in f"/{name}" and not (results and uri.startswith(results)):
-                yield uri, entry
+def _count(mask: pa.ChunkedArray) -> int:
+    return int(pc.sum(mask).as_py() or 0)  # the sum over no rows is None
 
 
 class HeldOut(NamedTuple):
@@ -118,27 +111,23 @@ def held_out_split(config: RunConfig) -> str:
     return name
 
 
-def _choose_held_out(name: str, dataset: Dataset) -> bytes:
-    """The readable images of a split as a Parquet file; raises UserError if there are fewer than two."""
-    part = dataset.split(name).readable()
-    if len(part) < 2:
-        raise UserError(
-            f"retrain.split = {name} has {len(part)} images; CIDEr-D needs two documents or more, better hundreds"
-        )
-    return to_bytes(part.table.select(SCHEMA.names))
-
-
 def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> HeldOut:
     """The fixed split in `file` with the current locations of its images; ids and references do not change.
 
     None chooses the split. Raises UserError if it then has fewer than two images.
     """
     name, current, data = held_out_split(config), dataset.readable(), config.data
-    file = file or _choose_held_out(name, dataset)
+    if file is None:
+        chosen = current.split(name)
+        if len(chosen) < 2:
+            raise UserError(
+                f"retrain.split = {name} has {len(chosen)} images; CIDEr-D needs two documents or more, better hundreds"
+            )
+        file = to_bytes(chosen.table.select(SCHEMA.names))
     fixed = from_bytes(file, SCHEMA, "the held-out split")
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
     training = current.split(*({*data.train_splits, data.val_split} - {name}))
-    leaked = pc.sum(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))).as_py() or 0
-    return HeldOut(file, part, missing=rows.null_count, leaked=int(leaked))
+    leaked = _count(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"])))
+    return HeldOut(file, part, missing=rows.null_count, leaked=leaked)

@@ -6,6 +6,9 @@ so a process that was suspended until another one took the lease cannot write af
 
 The data folder is listed once, in the second step. Training, comparison and decision get what it found as a value. What
 is added to the folder later is new data for the next call.
+
+A decision has a page. The tracker shows the champion by aliases of the model registry, and the last decision at its
+run; every call sends what the tracker lacks, so that the first call after an outage catches up.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,8 +30,20 @@ from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
+from raycap.pipeline.evaluation.reports.report import report_images
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain.champion import LEASE, BundleRecord, ChampionStore, DataRecord, Decision, Verdict
+from raycap.pipeline.retrain.champion import (
+    LEASE,
+    BundleRecord,
+    ChampionState,
+    ChampionStore,
+    DataRecord,
+    Decision,
+    HeldOutRecord,
+    ScoreRecord,
+    Verdict,
+)
 from raycap.pipeline.retrain.listing import (
     LISTING,
     Change,
@@ -39,18 +55,19 @@ from raycap.pipeline.retrain.listing import (
     new_keys,
     with_keys,
 )
-from raycap.pipeline.retrain.page import decision_page
-from raycap.pipeline.retrain.tracker import update_tracker
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, try_rights
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
+from raycap.pipeline.tracking.mlflow_client import experiment_of, public_uri, reason_of, tracking_client
 
 logger = logging.getLogger(__name__)
 
 MAX_FINDINGS_SHOWN = 5
 HELD_OUT = "held out"  # the name of the split on which models are compared
+DECISION_TAG = "raycap.decision"  # its value is the number of the last decision that a run has received completely
+FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.reading.find_data`
 
 
 class Trained(NamedTuple):
@@ -58,9 +75,6 @@ class Trained(NamedTuple):
 
     run_id: str
     bundle: Path
-
-
-FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.reading.find_data`
 
 
 class Work(Protocol):
@@ -73,12 +87,20 @@ class Work(Protocol):
         """CIDEr-D of a bundle on the images HELD_OUT; `files` gives the digests that its files must have."""
 
 
-class HeldOutScores(NamedTuple):
-    """Captions and CIDEr-D of both models on the same images; `champion` and `difference` may be None."""
+class Scores(NamedTuple):
+    """Captions and CIDEr-D of both models on the same images. Without a champion, two are None."""
 
     challenger: SplitScores
     champion: SplitScores | None
     difference: Difference | None
+
+
+class NewData(NamedTuple):
+    """The result of the second step."""
+
+    found: FoundData
+    snapshot: pa.Table  # the listing with content keys
+    record: DataRecord
 
 
 def retrain(config: RunConfig, work: Work) -> int:
@@ -94,10 +116,10 @@ def rollback(config: RunConfig) -> int:
     """Restores the previous champion; returns the exit code. It takes the lease from a running retraining by force."""
     if not ChampionStore(config.storage_place, config.name).read().before:
         raise UserError(f"--rollback: {config.name} has no earlier champion in {config.storage.uri}; nothing changed")
-    return _act_under_lease(config, _Retraining.roll_back, by_force=True)
+    return _act_under_lease(config, Retraining.roll_back, by_force=True)
 
 
-def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by_force: bool = False) -> int:
+def _act_under_lease(config: RunConfig, act: Callable[[Retraining], int], *, by_force: bool = False) -> int:
     """Takes the lease, calls `act` and returns its exit code.
 
     Returns 0 without a call when another process has the lease, and 1 when the lease is lost during the call. Raises
@@ -115,21 +137,13 @@ def _act_under_lease(config: RunConfig, act: Callable[[_Retraining], int], *, by
     logger.info(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {path}, token {lease.token}")
     try:
         with lease:
-            return act(_Retraining(config, store, lease))
+            return act(Retraining(config, store, lease))
     except LostLeaseError as error:
         logger.info(f"stopped   {error}; nothing was {'rolled back' if by_force else 'promoted'}")
         return 1
 
 
-class _NewData(NamedTuple):
-    """The result of the second step."""
-
-    found: FoundData
-    snapshot: pa.Table  # the listing with content keys
-    record: DataRecord
-
-
-class _Retraining:
+class Retraining:
     """One retraining or rollback under one lease."""
 
     def __init__(self, config: RunConfig, store: ChampionStore, lease: Lease) -> None:
@@ -139,11 +153,10 @@ class _Retraining:
 
     def execute(self, work: Work) -> int:
         """Steps 2 to 5 of a retraining; returns the exit code."""
-        state = self.state
         try:
             data = self._new_data()
         except UserError as error:
-            if state.snapshot is None:
+            if self.state.snapshot is None:
                 raise
             logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
             return 1
@@ -161,25 +174,19 @@ class _Retraining:
         logger.info(f"step 4/5  comparison on {len(held.part)} held-out images")
         name = trained.bundle.relative_to(self.config.working_path).as_posix()
         challenger = BundleRecord(bundle=name, files=bundle_digests(trained.bundle), run_id=trained.run_id)
-        models = {"challenger": challenger} | ({"champion": state.champion} if state.champion else {})
-        found = {
-            model: work.evaluate(self.config.storage_place / record.bundle, record.files, held.part, self.config)
-            for model, record in models.items()
-        }
-        scores = compare_scores(self.config, found["challenger"], found.get("champion"))
+        scores = self._compare(work, challenger, held.part)
         self.lease.check()
         logger.info("step 5/5  decision")
         return self._decide(data, held, trained.bundle, challenger, scores)
 
-    def _new_data(self) -> _NewData | int:
+    def _new_data(self) -> NewData | int:
         """The present data and how they differ from those of the last decision.
 
         Returns the exit code of the retraining if it ends here, because nothing is new or the data has errors.
         """
-        config, root = self.config, data_root(self.config)
+        config, root, stored = self.config, data_root(self.config), self.state.snapshot
         listing = list_data(config, root)
-        stored = self.state.snapshot
-        before = from_bytes(self.store.read_file(stored), LISTING, stored.name) if stored else None
+        before = None if stored is None else from_bytes((self.store.folder / stored).read_bytes(), LISTING, stored)
         change = compare(listing, before)
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:
@@ -200,7 +207,7 @@ class _Retraining:
         if not num_new and fingerprint == self.state.fingerprint:
             return self._nothing_new(change)
         record = DataRecord(root=root, files=change, new_images=num_new, images=len(usable), fingerprint=fingerprint)
-        return _NewData((dataset, unreadable), with_keys(listing, usable), record)
+        return NewData((dataset, unreadable), with_keys(listing, usable), record)
 
     def _nothing_new(self, change: Change) -> int:
         """Ends a retraining without new data, and sends the tracker what it lacks of the last decision."""
@@ -211,7 +218,7 @@ class _Retraining:
     def _held_out(self, dataset: Dataset) -> HeldOut:
         """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
         fixed = self.state.held_out
-        held = find_held_out(self.store.read_file(fixed) if fixed else None, dataset, self.config)
+        held = find_held_out((self.store.folder / fixed).read_bytes() if fixed else None, dataset, self.config)
         if len(held.part) < 2:
             raise UserError(
                 f"{held.missing} of the {held.missing + len(held.part)} images of the fixed held-out split are gone "
@@ -227,14 +234,29 @@ class _Retraining:
         if champion is None:
             logger.info("step 3/5  training: there is no champion yet, the first model becomes it")
             return work.train(config, data)
-        self.store.require_intact(champion)
         bundle = config.storage_place / champion.bundle
         logger.info(f"step 3/5  training from the champion's weights, {bundle}")
         return work.train(config.model_copy(update={"init_from": bundle.uri}), data)
 
-    def _decide(
-        self, data: _NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: HeldOutScores
-    ) -> int:
+    def _compare(self, work: Work, challenger: BundleRecord, part: Dataset) -> Scores:
+        """Scores both models on the held-out images. Raises OSError when they captioned different images."""
+        config = self.config
+
+        def score(bundle: BundleRecord) -> SplitScores:
+            return work.evaluate(config.storage_place / bundle.bundle, bundle.files, part, config)
+
+        ours = score(challenger)
+        theirs = None if self.state.champion is None else score(self.state.champion)
+        values = ours.cider_by_image
+        if not values or (theirs is not None and values.keys() != theirs.cider_by_image.keys()):
+            raise OSError("some held-out images could be read for one model and not for the other; call again")
+        if theirs is None:
+            return Scores(ours, None, None)
+        sides = [[*values.values()]], [[*theirs.cider_by_image.values()]]
+        difference = paired_difference(*sides, confidence=config.retrain.confidence, seed=config.seed)
+        return Scores(ours, theirs, difference)
+
+    def _decide(self, data: NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: Scores) -> int:
         """Writes all files that the decision references, then champion.json, which makes it effective."""
         state, store, token = self.state, self.store, f"t{self.lease.token:06d}"
         verdict, reason = self._verdict(scores)
@@ -248,11 +270,11 @@ class _Retraining:
             "run": challenger.run_id,
             "challenger": challenger,
             "data": data.record,
-            "held_out": split.model_dump() | {"images": len(held.part), "missing": held.missing},
-            "scores": {
-                "champion": None if scores.champion is None else _cider(scores.champion),
-                "challenger": _cider(scores.challenger),
-            },
+            "held_out": HeldOutRecord(name=split, images=len(held.part), missing=held.missing),
+            "scores": ScoreRecord(
+                champion=None if scores.champion is None else _cider(scores.champion),
+                challenger=_cider(scores.challenger),
+            ),
             "difference": scores.difference,
             "asked": self.config.retrain.model_dump() | {"resamples": RESAMPLES},
         }
@@ -264,9 +286,10 @@ class _Retraining:
             "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
-        return self._commit(decision, after, held.part, scores.challenger, scores.champion)
+        images = report_images(scores.challenger, held.part, self.config.storage.options, scores.champion, "champion")
+        return self._commit(decision, after, images)
 
-    def _verdict(self, scores: HeldOutScores) -> tuple[Verdict, str]:
+    def _verdict(self, scores: Scores) -> tuple[Verdict, str]:
         """The verdict and its reason in one sentence."""
         required, difference, value = self.config.retrain, scores.difference, _cider(scores.challenger)
         if difference is None or scores.champion is None:
@@ -280,16 +303,15 @@ class _Retraining:
             return "promoted", f"{numbers} is above the margin {required.margin:g}"
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
-    def _commit(self, fields: Values, after: Values, *shown: Any) -> int:
+    def _commit(self, fields: Values, after: Values, images: list[ReportImage]) -> int:
         """Writes a decision's files, then champion.json; returns the exit code.
 
-        fields: the fields of the decision that are not set here. after: the fields of champion.json that change. shown:
-        the last arguments of `decision_page`.
+        fields: the fields of the decision that are not set here. after: the fields of champion.json that change.
+        images: the page's.
         """
         config, state, token = self.config, self.state, self.lease.token
         changes: Values = {"snapshot": state.snapshot} | after
         common = {
-            "format": 1,
             "name": config.name,
             "number": state.number + 1,
             "token": token,
@@ -305,8 +327,8 @@ class _Retraining:
         record = self.store.write_file(f"{name}.json", content, self.lease)
         decorations = Decorations()
         with decorations.making("the decision's page"):
-            self.store.write_file(f"{name}.html", decision_page(config, decision, *shown).encode(), self.lease)
-        changes |= {"number": decision.number, "decision": record, "decided": (*state.decided, token)}
+            self.store.write_file(f"{name}.html", decision_page(config, decision, images).encode(), self.lease)
+        changes |= {"number": decision.number, "decision": record, "decided": token}
         self.store.commit(state.model_copy(update=changes), self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
         update_tracker(config, self.store, self.store.read())
@@ -321,23 +343,98 @@ class _Retraining:
         if not state.before or state.champion is None:
             raise UserError(f"--rollback: {self.config.name} has no earlier champion; nothing changed")
         former, run_id = state.before[-1], state.champion.run_id
-        self.store.require_intact(former)
         reason = f"requested; the champion of run {run_id} is replaced by that of {former.run_id}"
         decision = {"decision": "rolled back", "reason": reason, "run": run_id}
-        return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id})
-
-
-def compare_scores(config: RunConfig, challenger: SplitScores, champion: SplitScores | None) -> HeldOutScores:
-    """The paired difference in CIDEr-D of both models. Raises OSError when the models captioned different images."""
-    ours, theirs = (each.cider_by_image if each is not None else {} for each in (challenger, champion))
-    if not ours or (champion is not None and ours.keys() != theirs.keys()):
-        raise OSError("some held-out images could be read for one model and not for the other; call again")
-    difference = None
-    if champion is not None:
-        required = config.retrain.confidence
-        difference = paired_difference([*ours.values()], [*theirs.values()], confidence=required, seed=config.seed)
-    return HeldOutScores(challenger, champion, difference)
+        return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id}, [])
 
 
 def _cider(scores: SplitScores) -> float:
     return float(scores.values["CIDEr-D"] or 0)
+
+
+def decision_page(config: RunConfig, decision: Decision, images: list[ReportImage]) -> str:
+    """The HTML page of a decision: the reason, both models' scores, and their captions of the held-out images."""
+    scores = decision.scores.model_dump() if decision.scores else {}
+    rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
+    if decision.difference is not None:
+        rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
+    facts = {"decision": decision.decision, "run": decision.run, "champion": decision.champion.bundle}
+    if decision.champion_before is not None:
+        facts["champion before"] = decision.champion_before.bundle
+    if (data := decision.data) is not None:
+        facts["data"] = f"{data.images} images, {data.new_images} of them new; files: {data.files}"
+        facts["data fingerprint"] = (data.fingerprint or "")[:16]
+    if decision.held_out is not None:
+        facts["held out"] = f"{decision.held_out.images} images, {decision.held_out.name}"
+    if decision.asked is not None:
+        margin, confidence = decision.asked["margin"], decision.asked["confidence"]
+        facts["required"] = f"margin {margin:g}, confidence {100 * confidence:g} %"
+    search = f"Beam {config.evaluation.beam_size}, at most {config.evaluation.max_length} tokens"
+    return report_html(
+        Report(
+            title=f"{config.name}: {decision.decision}",
+            run_id=f"decision {decision.number} of {decision.time}",
+            protocol=f"{decision.reason}. {search}",
+            score_columns=["CIDEr-D"],
+            score_rows=rows,
+            stages=[],
+            images=images,
+            metadata=facts | {"snapshot": decision.snapshot},
+            language=config.data.language,
+        )
+    )
+
+
+def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> None:
+    """Sends what the tracker lacks of `state`. A tracker that fails costs one log line."""
+    if not config.tracking.enabled or state.champion is None:
+        return
+    try:
+        client = tracking_client(config)
+        experiment = experiment_of(client, config)
+        model = config.tracking.registered_name or config.name
+        for alias, run_id in (("champion", state.champion.run_id), ("challenger", state.challenger)):
+            _set_alias(client, model, alias, run_id and _run_of(client, experiment, run_id))
+        if state.decision is not None:
+            decision = store.decision(state.decision)
+            run = _run_of(client, experiment, decision.run)
+            if run is not None and run.data.tags.get(DECISION_TAG) != str(decision.number):
+                for name in (state.decision, state.decision.replace(".json", ".html")):
+                    client.log_text(run.info.run_id, (store.folder / name).read_bytes().decode(), name)
+                _log_scores(client, run.info.run_id, decision)
+    except Exception as error:  # a failing tracker must not fail the decision
+        address, reason = public_uri(config), reason_of(error)
+        logger.info(f"tracker   {address} could not be updated ({reason}); the next call tries again")
+
+
+def _run_of(client: Any, experiment: str, run_id: str) -> Any:
+    """MLflow's parent run of a raycap run, or None. The child runs of its stages have the same tag."""
+    runs = client.search_runs([experiment], f"tags.`raycap.run_id` = '{run_id}'")
+    return next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
+
+
+def _set_alias(client: Any, name: str, alias: str, run: Any) -> None:
+    """Points an alias of a registered model at the version of MLflow's run; removes it without a run or version.
+
+    A run has none while the tracker lacks it (`raycap sync` sends it).
+    """
+    versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
+    version = str(versions[0].version) if versions else None
+    models = client.search_registered_models(f"name = '{name}'")
+    current = next((model.aliases.get(alias) for model in models), None)
+    if version is None and current is not None:
+        client.delete_registered_model_alias(name, alias)
+    elif version is not None and str(current) != version:
+        client.set_registered_model_alias(name, alias, version)
+
+
+def _log_scores(client: Any, run_id: str, decision: Decision) -> None:
+    """Sends a decision's scores and verdict, and then the mark that the run has received everything."""
+    values = decision.scores.model_dump() if decision.scores else {}
+    if decision.difference:
+        values |= {f"difference_{name}": number for name, number in asdict(decision.difference).items()}
+    for key, value in values.items():
+        if value is not None:
+            client.log_metric(run_id, f"held_out_{key}", value)
+    client.set_tag(run_id, "raycap.verdict", f"{decision.decision}: {decision.reason}"[:5000])
+    client.set_tag(run_id, DECISION_TAG, str(decision.number))

@@ -169,7 +169,7 @@ def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
         problems.add(text, words)
     for warning in problems.warnings():
         result.warn(warning)
-    is_split_wrongly = problems.cut.count or 2 * problems.one_word.count > problems.total
+    is_split_wrongly = problems.cut or 2 * len(problems.one_word) > problems.total
     return problems.suggestion if is_split_wrongly else SUBWORD
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from raycap.models.config import ModelSizes
+from raycap.models.config import ModelSizes, Values
 from raycap.pipeline.config.load import dump_config, parse_stored_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
@@ -32,7 +32,6 @@ from raycap.pipeline.errors import DamagedError, OtherVersionError, UserError
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
-from raycap.pipeline.storage.digests import has_digest, is_recorded, require_whole
 from raycap.pipeline.storage.mirror import Mirror, prune_copies, remove_copy
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
@@ -105,11 +104,6 @@ class RunMetadata:
     sizes: ModelSizes
     num_tokens: int  # image tokens per image; for region features the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
-    vocabulary: str  # the SHA-256 of vocabulary.json
-
-    def __post_init__(self) -> None:
-        if missing := {"model", "backbone"} - self.parameters.keys():
-            raise ValueError(f"parameters lacks {', '.join(sorted(missing))}")
 
     @staticmethod
     def parse(values: Any, name: str) -> RunMetadata:
@@ -126,17 +120,6 @@ class RunMetadata:
             f"{name} was written by a version of raycap with other results (its results_version is {found}, and "
             f"{RESULTS_VERSION} here); use that version, or remove the folder"
         )
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """What every COMPLETE.json contains. Its other keys may be missing."""
-
-    table: str
-    durations: dict[str, float]
-    scores: dict[str, float]
-    tracked: bool
-    missing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -287,11 +270,8 @@ class RunFolder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        path, digest = self.path / "vocabulary.json", self.metadata.vocabulary
-        with self._reading(path):
-            if not has_digest(path, digest):
-                raise DamagedError(f"{path} is damaged: it does not have the digest in run.json")
-            return Vocabulary.load(path)
+        with self._reading(self.path / "vocabulary.json"):
+            return Vocabulary.load(self.path / "vocabulary.json")
 
     @cached_property
     def metadata(self) -> RunMetadata:
@@ -299,15 +279,13 @@ class RunFolder:
             return RunMetadata.parse(read_json(self.path / "run.json"), str(self.path / "run.json"))
 
     @property
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> Values | None:
         """The content of COMPLETE.json; None while the run is not complete."""
         path = self.path / "COMPLETE.json"
         if not path.is_file():
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
-            summary: dict[str, Any] = read_json(path)
-            TypeAdapter(RunSummary).validate_python(summary)
-        return summary
+            return dict(read_json(path))
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
         """Names a file without which the run cannot continue, if reading it fails in the context."""
@@ -335,10 +313,6 @@ class RunFolder:
         return self.new_token("driver_token")
 
     @property
-    def sizes(self) -> ModelSizes:
-        return self.metadata.sizes
-
-    @property
     def journal(self) -> Path:
         """The folder that `pipeline.runs.journal` writes and reads."""
         return self.path / JOURNAL
@@ -352,7 +326,7 @@ class RunFolder:
         path = self.stage(name) / "DONE.json"
         if not path.is_file():
             return None
-        with self._reading_stage(name, path):
+        with _reading(path, f"remove {path.parent}, and the same command repeats stage {name}"):
             return TypeAdapter(StageResult).validate_python(read_json(path))
 
     def delivered(self) -> StageSection | None:
@@ -373,11 +347,6 @@ class RunFolder:
         stage = self.delivered()
         return self._initial_weights(part) if stage is None else self.weights_after(stage, part)
 
-    def _reading_stage(self, name: str, path: Path) -> AbstractContextManager[None]:
-        """As `_reading`, for a file that the stage has written."""
-        folder = self.stage(name)
-        return _reading(path, f"restore it from a copy, or remove {folder}, and the same command repeats stage {name}")
-
     def before(self, stage: StageSection) -> list[StageSection]:
         """The stages before this one."""
         stages = list(self.config.stages)
@@ -387,41 +356,39 @@ class RunFolder:
         """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
 
         These are the stage's best weights, or for a part that it did not train the weights it started from. Raises
-        DamagedError for a damaged file.
+        DamagedError for a missing file.
         """
         result = self.result(stage.name)
         if result is None:
             raise FileNotFoundError(f"stage {stage.name} of {self.run_id} is not finished")
-        best = self.stage(stage.name) / f"best-{result.best_step}" / f"{part}.safetensors"
-        with self._reading_stage(stage.name, best):
-            if best.is_file() or is_recorded(best):
-                require_whole(best)
-                return best
-        return self.weights_before(stage, part)
+        return self._best_weights(stage, result, part) or self.weights_before(stage, part)
 
     def weights_before(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from.
 
         These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
-        initial weights. Raises DamagedError for a damaged file.
+        initial weights. Raises DamagedError for a missing file.
         """
         for earlier in reversed(self.before(stage)):
             result = self.result(earlier.name)
-            if result is not None and result.kept:
-                best = self.stage(earlier.name) / f"best-{result.best_step}"
-                weights = best / f"{part}.safetensors"
-                with self._reading_stage(earlier.name, weights):
-                    best.stat()
-                    if weights.is_file() or is_recorded(weights):
-                        require_whole(weights)
-                        return weights
+            if result is not None and result.kept and (weights := self._best_weights(earlier, result, part)):
+                return weights
         return self._initial_weights(part)
 
+    def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
+        """The file with the best weights of a part; None if the stage did not train it."""
+        folder = self.stage(stage.name)
+        best = folder / f"best-{result.best_step}"
+        if not (best / "model.safetensors").is_file():  # which every stage trains
+            remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
+            raise DamagedError(f"{best / 'model.safetensors'} is missing; {remedy}")
+        return path if (path := best / f"{part}.safetensors").is_file() else None
+
     def _initial_weights(self, part: str) -> Path:
-        """The file with the weights of `part` that the run starts from. Raises DamagedError for a damaged file."""
+        """The file with the weights of `part` that the run starts from. Raises DamagedError for a missing file."""
         initial = self.path / "init" / f"{part}.safetensors"
         with self._reading(initial):
-            require_whole(initial)
+            initial.stat()
         return initial
 
 

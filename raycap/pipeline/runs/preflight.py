@@ -1,7 +1,6 @@
-"""Checks before a command writes, draws or starts anything: the storage, the named files, and the sizes of the model.
+"""Checks before a command writes or starts anything: the storage, the named files, and the sizes of the model.
 
-Mistakes that the user can correct raise UserError and leave nothing behind. The data themselves are checked by
-`pipeline.data.reading`, before anything but a synthetic data set is written.
+Mistakes that the user can correct raise UserError and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -16,19 +15,22 @@ from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.config.variables import quoted_value
-from raycap.pipeline.data.reading import build_vocabulary, planned_data
+from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.reading import build_vocabulary, longest_caption, planned_data
+from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import check_word_vectors
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
-from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.scores.inputs import score_inputs
+from raycap.pipeline.evaluation.captioning.constraints import load_automata, read_constraints
+from raycap.pipeline.evaluation.scores.metrics import ScoreInputs
 from raycap.pipeline.features.regions import open_regions, region_file
-from raycap.pipeline.runs.prepare import check_constraints, max_positions
 from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
@@ -98,26 +100,21 @@ def check_files(config: RunConfig) -> None:
         read_constraints(Path(config.evaluation.constraints))
     check_score_inputs(config)
     if config.init_from is not None:
-        check_bundle("init_from", config.init_from, config)
+        folder = storage_path(config.init_from, config.storage.options)
+        try:
+            folder.require_answer()
+            missing = [name for name in REQUIRED_FILES if not (folder / name).exists()]
+        except OSError as error:
+            raise UserError(f"init_from: {folder} cannot be read: {error}") from error
+        if missing:
+            raise UserError(f"init_from: {folder} is not a model bundle: it lacks {missing[0]}; give a bundle's folder")
 
 
 def check_score_inputs(config: RunConfig) -> None:
     """The part of `check_files` for the files of `evaluation.inputs`."""
     for key, file in config.evaluation.inputs.files().items():
         _require_file(key, file)
-    score_inputs(config.evaluation.inputs, config.data.language)
-
-
-def check_bundle(key: str, uri: str, config: RunConfig) -> None:
-    """Raises UserError if the folder that `key` names lacks a file that every model bundle has."""
-    folder = storage_path(uri, config.storage.options)
-    try:
-        folder.require_answer()
-        missing = [name for name in REQUIRED_FILES if not (folder / name).exists()]
-    except OSError as error:
-        raise UserError(f"{key}: {folder} cannot be read: {error}") from error
-    if missing:
-        raise UserError(f"{key}: {folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
+    ScoreInputs.read(config.evaluation.inputs, config.data.language)
 
 
 def _require_file(key: str, name: str | None) -> None:
@@ -131,42 +128,64 @@ def _require_file(key: str, name: str | None) -> None:
         raise UserError(f"{key}: {path} cannot be read; correct its permissions")
 
 
+def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
+    """Raises UserError if the configuration's constraint file has words for test images outside the vocabulary."""
+    if config.evaluation.constraints is not None:
+        images = dataset.split(*config.data.test_splits).column("image_id")
+        load_automata(Path(config.evaluation.constraints), images, vocabulary)
+
+
+def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> int:
+    """The number of token positions that training captions, SCST samples and evaluation need.
+
+    Raises UserError if the configured number is too small for the longest training caption.
+    """
+    longest = longest_caption(dataset.split(*config.data.train_splits), vocabulary)
+    configured = config.model.max_positions
+    if configured is not None and configured < longest:
+        raise UserError(
+            f"model.max_positions = {configured} is less than the longest training caption's {longest} tokens with SOS "
+            "and EOS; raise it or leave it out"
+        )
+    sampled_lengths = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
+    return max(configured or longest, config.evaluation.max_length, *sampled_lengths)
+
+
+def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
+    """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
+
+    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
+    """
+    import torch
+
+    from raycap.models.encoders.backbone import Backbone, image_transform
+
+    torch.manual_seed(config.seed)
+    try:
+        image_transform(config.backbone)  # refuses a transform that cannot be computed
+        return Backbone(config.backbone, with_weights=with_weights)
+    except ConnectionError as error:
+        raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+    except Exception as error:  # timm and its libraries may raise any error
+        reason = " ".join(str(error).split())
+        raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
+
+
 def require_possible(config: RunConfig) -> None:
     """Raises UserError for a model that has more parameters than any machine can hold.
 
-    It also refuses settings of a stage that do not fit the parameters. The weights need no memory meanwhile.
+    It also refuses `freeze` or `layer_decay` of a stage that do not fit the parameters. The weights need no memory.
     """
-    if not config.has_backbone:
-        _require_trainable(config, require_possible_model(config), None)
-        return
     import torch
 
-    from raycap.pipeline.runs.initial_weights import initial_backbone
-
-    with torch.device("meta"):
-        backbone = initial_backbone(config, with_weights=False)
-    _require_parameters(f"backbone {config.backbone.name}", sum(each.numel() for each in backbone.parameters()))
-    _require_trainable(config, require_possible_model(config, backbone.width), backbone)
-
-
-def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
-    """The part of `require_possible` for the captioning model, which is returned without memory for its weights.
-
-    The data, which are not read yet, may make it larger.
-    """
-    from raycap.models.registry import model_on_meta
-
-    positions = config.model.max_positions or 74
-    sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words
-    model = model_on_meta(config.model, sizes)
-    _require_parameters(f"model {config.model.name}", sum(parameter.numel() for parameter in model.parameters()))
-    return model
-
-
-def _require_trainable(config: RunConfig, model: CaptionModel, backbone: Backbone | None) -> None:
-    """Raises UserError if `freeze` or `layer_decay` of a stage does not fit the parameters."""
     from raycap.models.captioner import Captioner
 
+    backbone = None
+    if config.has_backbone:
+        with torch.device("meta"):
+            backbone = initial_backbone(config, with_weights=False)
+        _require_parameters(f"backbone {config.backbone.name}", backbone)
+    model = require_possible_model(config) if backbone is None else require_possible_model(config, backbone.width)
     for stage in config.stages:
         trained = backbone if stage.train_backbone else None
         try:
@@ -177,7 +196,22 @@ def _require_trainable(config: RunConfig, model: CaptionModel, backbone: Backbon
             raise UserError(f"stages.{stage.name}: {error}") from error
 
 
-def _require_parameters(name: str, count: int) -> None:
+def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
+    """The part of `require_possible` for the captioning model, which is returned without memory for its weights.
+
+    The data, which are not read yet, may make it larger.
+    """
+    from raycap.models.captioner import model_on_meta
+
+    positions = config.model.max_positions or 74
+    sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words
+    model = model_on_meta(config.model, sizes)
+    _require_parameters(f"model {config.model.name}", model)
+    return model
+
+
+def _require_parameters(name: str, module: nn.Module) -> None:
+    count = sum(parameter.numel() for parameter in module.parameters())
     if count > MAX_PARAMETERS:
         raise UserError(
             f"{name} would have {count:,} parameters, and the limit is {MAX_PARAMETERS:,}; choose smaller sizes"

@@ -1,6 +1,7 @@
 """Creates a run's folder from a configuration: data, vocabulary, model sizes and initial weights.
 
-Preparation is quick (no Ray, no training). It checks the data and the configuration before it writes any file.
+The weights are drawn from the seed, or read from files, or taken over from a model bundle (`init_from`) with its
+vocabulary. Preparation is quick and checks the data and the configuration before it writes any file.
 """
 
 from __future__ import annotations
@@ -8,16 +9,21 @@ from __future__ import annotations
 import datetime
 import logging
 import platform
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import find_data, longest_caption
+from raycap.pipeline.data.reading import build_vocabulary, find_data
 from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.constraints import load_automata
+from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_bundle
+from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.folder import (
     DECISIONS,
     TOKENS,
@@ -28,14 +34,23 @@ from raycap.pipeline.runs.folder import (
     with_decisions_of,
 )
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
+from raycap.pipeline.runs.preflight import check_constraints, initial_backbone, max_positions
 from raycap.pipeline.storage.atomic import write_json, write_text
-from raycap.pipeline.storage.digests import file_digest, write_digests
+from raycap.pipeline.storage.digests import write_digests
+from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import commit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raycap.models.base import CaptionModel
+    from raycap.models.encoders.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
+MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
 
 
 def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
@@ -52,31 +67,26 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not (folder.path / "run.json").is_file():
         _create(folder, config, dataset, unreadable)
         return folder
-    if not _has_data(folder, dataset):
+    is_complete = (folder.path / "COMPLETE.json").is_file()
+    if not _has_data(folder, dataset, is_complete):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
     folder = replace(folder)  # a new object, which has not cached the old data set
-    if not (folder.path / "COMPLETE.json").is_file():
-        _restore_tokens(folder)
+    if not is_complete:
+        try:
+            folder.tokens()
+        except DamagedError as error:
+            if (folder.path / TOKENS).exists():
+                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
+            folder.write_tokens(folder.vocabulary)
     return folder
 
 
-def _restore_tokens(folder: RunFolder) -> None:
-    """Writes the token files of a run if they are missing or damaged."""
-    try:
-        folder.tokens()
-    except DamagedError as error:
-        if (folder.path / TOKENS).exists():
-            logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-        folder.write_tokens(folder.vocabulary)
+def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
+    """True if data.arrow of an existing run holds the data set that the run was found by.
 
-
-def _has_data(folder: RunFolder, dataset: Dataset) -> bool:
-    """Whether data.arrow of an existing run holds the data set that the run was found by.
-
-    It does not if the file is damaged, or if the same images have moved to another location before the run is complete.
+    False if the file is damaged, or if the same images have moved to another location before the run is complete.
     """
-    is_complete = (folder.path / "COMPLETE.json").is_file()
     columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]
     try:
         return bool(folder.dataset.table.select(columns).equals(dataset.table.select(columns)))
@@ -95,17 +105,16 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     if not (folder.path / "config.yaml").is_file():
         return folder
     try:
-        earlier = stored_config(folder.path)
+        return replace(folder, config=with_decisions_of(config, stored_config(folder.path)))
     except (DamagedError, UserError) as error:
         logger.warning(f"damaged   {str(error).partition(';')[0]}; its decisions are made again")
         return folder
-    return replace(folder, config=with_decisions_of(config, earlier))
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
     """The images that can be read. unreadable: {uri: reason} of the others.
 
-    Raises UserError if more than the share `data.max_bad_fraction` of the images cannot be read.
+    Raises UserError if more than the fraction `data.max_bad_fraction` of the images cannot be read.
     """
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
         uri, reason = next(iter(unreadable.items()))
@@ -118,18 +127,15 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
     """Writes the files of a new run."""
-    from raycap.pipeline.runs.initial_weights import begin
-
-    start = begin(config, dataset)
-    vocabulary, parts = start.vocabulary, start.parts
+    start = _begin(config, dataset)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
-    write_text(folder.path / "vocabulary.json", vocabulary.to_json())
+    write_text(folder.path / "vocabulary.json", start.vocabulary.to_json())
     folder.write_config()
-    for part, module in parts.items():
+    for part, module in start.parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
     write_digests(folder.path / "init")
-    counts = {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
+    counts = {part: sum(each.numel() for each in module.parameters()) for part, module in start.parts.items()}
     metadata = RunMetadata(
         run_id=folder.run_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -142,35 +148,11 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         sizes=start.sizes,
         num_tokens=start.num_tokens,
         parameters={"backbone": 0} | counts,
-        vocabulary=file_digest(folder.path / "vocabulary.json"),
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
-    folder.write_tokens(vocabulary)
+    folder.write_tokens(start.vocabulary)
     write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
     folder.push("run.json")
-
-
-def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
-    """Raises UserError if the configuration's constraint file has words for test images outside the vocabulary."""
-    if config.evaluation.constraints is not None:
-        images = dataset.split(*config.data.test_splits).column("image_id")
-        load_automata(Path(config.evaluation.constraints), images, vocabulary)
-
-
-def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> int:
-    """The number of token positions that is enough for training captions, SCST samples and evaluation.
-
-    Raises UserError if the configured number is too small for the longest training caption.
-    """
-    longest = longest_caption(dataset.split(*config.data.train_splits), vocabulary)
-    configured = config.model.max_positions
-    if configured is not None and configured < longest:
-        raise UserError(
-            f"model.max_positions = {configured} is less than the longest training caption's {longest} tokens with SOS "
-            "and EOS; raise it or leave it out"
-        )
-    sampled_lengths = [stage.sampling.max_length for stage in config.stages if stage.objective == "scst"]
-    return max(configured or longest, config.evaluation.max_length, *sampled_lengths)
 
 
 def _version_of(package: str) -> str:
@@ -179,3 +161,114 @@ def _version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "missing"
+
+
+class _Beginning(NamedTuple):
+    """What a run begins with. num_tokens: of an image's features. parts: `model`, and `backbone` if it has one."""
+
+    vocabulary: Vocabulary
+    sizes: ModelSizes
+    num_tokens: int
+    parts: dict[str, nn.Module]
+
+
+def _begin(config: RunConfig, dataset: Dataset) -> _Beginning:
+    """Draws the weights of the backbone and then of the model from the seed. Raises UserError."""
+    import torch
+
+    label, bundle = f"init_from = {config.init_from}", None
+    vocabulary = build_vocabulary(dataset, config.data)
+    if config.init_from is not None:
+        try:
+            bundle = load_bundle(fetched(storage_path(config.init_from, config.storage.options)))
+        except ValueError as error:
+            raise UserError(f"init_from: {error}") from error
+        vocabulary = _extended(bundle.vocabulary, vocabulary, label)
+    num_positions = max_positions(config, dataset, vocabulary)
+    if bundle is not None:
+        num_positions = max(num_positions, bundle.captioner.model.sizes.max_positions)
+    backbone = None
+    if config.has_backbone:
+        backbone = initial_backbone(config, with_weights=bundle is None)  # the bundle contains the backbone's weights
+        width, num_tokens = backbone.width, backbone.num_tokens
+    else:
+        width, num_tokens = feature_width(dataset, config), config.features.max_regions
+        torch.manual_seed(config.seed)
+    check_constraints(config, dataset, vocabulary)
+    sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    model = _initial_model(config, sizes, vocabulary)
+    if bundle is not None:
+        _copy_bundle(bundle, model, backbone, label)
+    parts: dict[str, nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
+    return _Beginning(vocabulary, sizes, num_tokens, parts)
+
+
+def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
+    """The model with weights drawn from torch's current random state and, if configured, with word vectors."""
+    import torch
+
+    from raycap.models.captioner import build_model
+    from raycap.models.layers import fill_word_vectors
+
+    file, columns = config.model.word_vectors, config.model.word_vector_width
+    if file is None or columns is None:
+        return build_model(config.model, sizes)
+    vectors, has_vector = read_word_vectors(Path(file).expanduser(), vocabulary.words, columns)
+    logger.info(f"words     {file}: {describe_missing(vocabulary.words, has_vector)}")
+    model = build_model(config.model, sizes)
+    fill_word_vectors(model, torch.from_numpy(vectors), torch.from_numpy(has_vector))
+    return model
+
+
+def _extended(bundled: Vocabulary, vocabulary: Vocabulary, label: str) -> Vocabulary:
+    """The bundle's words with their ids, followed by the words of `vocabulary` that the bundle lacks.
+
+    Raises UserError when the two vocabularies were made by different tokenizers. label: the bundle's name in messages.
+    """
+    if bundled.tokenizer != vocabulary.tokenizer:
+        raise UserError(
+            f"data.tokenizer is {vocabulary.tokenizer} and the words of {label} were made by {bundled.tokenizer}; "
+            "set the same"
+        )
+    if bundled.subwords is not None:  # byte-level pieces can spell any caption
+        return bundled
+    new_words = [word for word in vocabulary.words if word not in bundled.ids]
+    return Vocabulary((*bundled.words, *new_words), bundled.tokenizer)
+
+
+def _copy_bundle(bundle: Bundle, model: CaptionModel, backbone: Backbone | None, label: str) -> None:
+    """Copies a bundle's weights into a run's new modules. Rows of new words and positions keep their values.
+
+    For a run without a backbone (region features), the bundle's backbone is ignored. Raises UserError when the two
+    models differ in configuration or in shapes.
+    """
+    captioner = bundle.captioner
+    if backbone is not None and captioner.backbone is None:
+        raise UserError(f"{label}: this bundle has no backbone; give one that captions images")
+    config, bundled = asdict(model.config), asdict(captioner.model.config)
+    for key in ("name", *sorted(config.keys() - MAY_DIFFER)):  # the name first, because it decides the other keys
+        if config[key] != bundled.get(key):
+            raise UserError(f"model.{key} is {config[key]} and that of {label} is {bundled.get(key)}; set the same")
+    if backbone is not None and captioner.backbone is not None:
+        _copy_tensors(captioner.backbone, backbone, growing=(), label=f"{label}: backbone")
+    sizes = captioner.model.sizes
+    growing = (sizes.vocabulary_size, sizes.max_positions)
+    _copy_tensors(captioner.model, model, growing=growing, label=f"{label}: model")
+
+
+def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: Collection[int], label: str) -> None:
+    """Copies every tensor. A dimension whose size in `source` is one of `growing` may be larger in `target`."""
+    from_tensors, to_tensors = source.state_dict(), target.state_dict()  # without gradients
+    if unmatched := sorted(from_tensors.keys() ^ to_tensors.keys()):
+        raise UserError(f"{label} has other parts than the configuration asks for, first {unmatched[0]}; set the same")
+    for name, tensor in from_tensors.items():
+        copy = to_tensors[name]
+        fits = len(copy.shape) == len(tensor.shape) and all(
+            new == old or (old in growing and new > old) for new, old in zip(copy.shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise UserError(
+                f"{label}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(copy.shape)}; "
+                "set the same sizes"
+            )
+        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # fills the first places of every dimension

@@ -1,4 +1,4 @@
-"""Forms batches of the jobs that wait while the batch before is computed."""
+"""Collects the jobs that arrive while a batch is computed, and computes them as the next batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Answer = TypeVar("Answer")
 
 
 class Batcher(Generic[Job, Answer]):
-    """Computes one batch at a time; each has all waiting jobs, in order, up to `max_size`.
+    """Computes one batch at a time. A batch has all waiting jobs, in order, but at most `max_size`.
 
-    A job never waits for others to come: a batch is small when the process is idle, and full when it has much to do.
-    (`ray.serve.batch` closes a batch a few milliseconds after its first job, also while the batch before is computed.
-    Under load it leaves a queue of small batches.) compute: the answers to the jobs of a batch, called by `executor`.
+    A job never waits for others to arrive: batches are small in an idle process and full in a busy one. In contrast,
+    `ray.serve.batch` closes a batch a few milliseconds after its first job, and builds a queue of small batches under
+    load. compute: gives the answers to the jobs of a batch; it runs in `executor`.
     """
 
     def __init__(self, compute: Callable[[Sequence[Job]], Sequence[Answer]], max_size: int, executor: Executor) -> None:

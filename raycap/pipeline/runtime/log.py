@@ -1,4 +1,4 @@
-"""What a person sees of a command: the log, the progress of long work, and what could not be made for looking at.
+"""What a person sees of a command: the log, the progress of long work, and the decorations that failed.
 
 `configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
 file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply. `progress` draws a
@@ -97,24 +97,21 @@ def log_file(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        logging.getLogger(__name__).warning(f"{path} cannot be written: {error.strerror or error}")
+        logger.warning(f"{path} cannot be written: {error.strerror or error}")
         yield
         return
     handler.setFormatter(_Formatter(in_file=True))
-    logger = logging.getLogger(PACKAGE)
-    logger.addHandler(handler)
+    package = logging.getLogger(PACKAGE)
+    package.addHandler(handler)
     try:
         yield
     except BaseException as error:
         trace = None if isinstance(error, UserError | JobFailedError | KeyboardInterrupt) else sys.exc_info()
         text = f"stopped by {type(error).__name__}: {error}"
-        record = logging.LogRecord(
-            __name__, logging.ERROR, pathname=__file__, lineno=0, msg=text, args=None, exc_info=trace
-        )
-        handler.handle(record)
+        handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, trace))
         raise
     finally:
-        logger.removeHandler(handler)
+        package.removeHandler(handler)
         handler.close()
 
 
@@ -172,12 +169,9 @@ class ProgressBar:
             return
         if self._progress is None:
             self._progress = _start_rich_progress()
-        if not self._progress.task_ids:
-            self._progress.add_task(label, total=total, completed=done, note=note)
+            self._progress.add_task(label, note=note)
         task = self._progress.task_ids[0]
-        if self._progress.tasks[0].description != label:
-            self._progress.reset(task, total=total, completed=done, description=label, note=note)
-        self._progress.update(task, completed=done, note=note)
+        self._progress.update(task, description=label, total=total, completed=done, note=note)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -189,9 +183,12 @@ def _start_rich_progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[note]}")
     progress = Progress(
-        *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
         console=Console(stderr=True),
         refresh_per_second=2,
         transient=True,
@@ -231,7 +228,7 @@ def progress(label: str, total: int, write: Callable[[str], object] | None = Non
 
 
 class Decorations:
-    """The decorations of one result, made after its scores are written.
+    """Records which decorations of a result fail: its pages, plots and pictures, which are made after its scores.
 
     failed: {decoration: reason} of those that could not be made.
     """
@@ -243,8 +240,7 @@ class Decorations:
     def making(self, name: str) -> Iterator[None]:
         """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user.
 
-        What a task refuses is no such mistake: the driver has checked the same configuration, so that only the node of
-        the task can differ.
+        An error of a task is never a mistake of the user, because the driver has checked the same configuration.
         """
         try:
             yield

@@ -13,12 +13,12 @@ import os
 import re
 from urllib.parse import quote
 
-MIN_SECRET = 6  # characters; a shorter value, such as a number or a switch, occurs in texts of its own
+MIN_SECRET = 6  # characters; shorter values, such as numbers, also occur in ordinary texts
 MASK = "***"
 REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|secret|token(?!iz)|credential|signature|(?:api|access|private|[_-])keys?(?![a-z])"
+    r"passw|passphrase|secret|token(?!iz|s_per)|credential|signature|(?:api|access|private|[_-])keys?(?![a-z])"
     r"|(?:access|account)key|^keys?\d*$|authorization|(?:db|user)pass(?![a-z])"
     r"|(?:^|[_-])(?:pass|pwd|pw|pat|sig|jwt|cookie|webhook|dsn)(?![a-z])",
     re.IGNORECASE,
@@ -37,14 +37,14 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_option(name: str, value: str) -> bool:
-    """Whether NAME=VALUE is a secret by its name. A short value, such as that of max_tokens, is none."""
+    """Whether NAME=VALUE is a secret by its name. A short value, such as that of max_tokens, is not."""
     return len(value) >= MIN_SECRET and is_secret_name(name)
 
 
 def holds_secret(text: str) -> bool:
     """Whether a text holds a user or password of an address, an option such as password=..., or a private key.
 
-    A user beside a password that is a `${VARIABLE}` is no secret; a user alone may be a token.
+    A user name whose password is a `${VARIABLE}` is no secret. A user name without a password may be a token.
     """
     plain = REFERENCE.sub("", text)
     found = [split_userinfo(plain)[0], *(match[0][:-1] for match in _USERINFO.finditer(plain))]
@@ -82,7 +82,7 @@ def remember_variable(name: str, value: str) -> None:
 
 
 def forget_all() -> None:
-    """Forgets what was remembered, at the begin of another command in the same process."""
+    """Forgets what was remembered, when another command begins in the same process."""
     _masks.clear()
     _masks_of_environment.cache_clear()
 
@@ -99,7 +99,7 @@ def without_secrets(text: str) -> str:
 def _masks_of_environment() -> dict[str, str]:
     """The values of secret names in this process's environment.
 
-    The path of a file is none, nor is a lower-case word or a date, which occurs in messages of its own.
+    Paths, lower-case words and dates are left out, because they also occur in ordinary messages.
     """
     masks = dict[str, str]()
     for name, value in sorted(os.environ.items()):
@@ -109,7 +109,7 @@ def _masks_of_environment() -> dict[str, str]:
 
 
 def _forms(value: str, mask: str) -> dict[str, str]:
-    """The mask for a value as it is, as Python prints it, and as addresses quote it; none for one that is too short."""
+    """{form: mask} of a value: as it is, as Python prints it, and as addresses quote it. Empty for a short value."""
     forms = (value, repr(value)[1:-1], quote(value, safe="")) if len(value) >= MIN_SECRET else ()
     return dict.fromkeys(forms, mask)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from raycap.models.captioner import TABLE_6_IMAGES
 from raycap.models.config import ModelConfig, Values
-from raycap.models.registry import TABLE_6_IMAGES
 from raycap.pipeline.evaluation.comparison.published import (
     ABLATION_COLUMNS,
     AblationRow,

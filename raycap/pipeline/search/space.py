@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from raycap.models.config import Values
-from raycap.models.values import NUMBER, Groups
+from raycap.models.config import NUMBER, Groups, Values
 from raycap.pipeline.config.sections import Name, Section
 from raycap.pipeline.runtime.names import printable, shown
 

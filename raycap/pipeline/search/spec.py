@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from raycap.models.config import ExpansionNetConfig, Values
-from raycap.models.values import NUMBER, Text
+from raycap.models.config import NUMBER, ExpansionNetConfig, Text, Values
 from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import (
@@ -31,7 +30,6 @@ from raycap.pipeline.config.sections import (
     Section,
     Seed,
     StorageSection,
-    long_storage,
 )
 from raycap.pipeline.config.shipped import referenced_file
 from raycap.pipeline.config.variables import remember_secrets
@@ -179,11 +177,6 @@ class SearchConfig(Section):
     """The sampler's seed."""
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
     """The paper to compare with."""
-
-    @field_validator("storage", mode="before")
-    @classmethod
-    def _accept_short_storage(cls, value: object) -> Any:
-        return long_storage(value)
 
     @field_validator("scheduler", mode="before")
     @classmethod

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from raycap.models.base import Features
+from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.models.config import Values
 from raycap.models.decoding.search import beam_search
-from raycap.models.registry import TABLE_6_CAPTION_TOKENS, build_model, cost
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset
@@ -38,7 +38,6 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
 from raycap.pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
-from raycap.pipeline.storage.digests import write_digests
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.s3 import OutageError
@@ -249,7 +248,6 @@ def take_over(run: RunFolder, handover: StoragePath) -> None:
         # a run refuses a checkpoint with another identity, so the copy gets this run's
         for path in stage.glob("step-*/progress.json"):
             write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
-            write_digests(path.parent, [path.name])
         shutil.copyfile(copy / "predictions-val.json", stage / "predictions-val.json")
         shutil.rmtree(run.journal, ignore_errors=True)
         shutil.copytree(copy / run.journal.name, run.journal)
@@ -320,7 +318,7 @@ def costs_of(run: RunFolder) -> dict[str, float]:
     """
     counted = cost(
         run.config.model,
-        run.sizes,
+        run.metadata.sizes,
         image_tokens=run.metadata.num_tokens,
         caption_tokens=TABLE_6_CAPTION_TOKENS,
         beams=run.config.evaluation.beam_size,
@@ -334,12 +332,12 @@ def costs_of(run: RunFolder) -> dict[str, float]:
 def latency_ms(run: RunFolder) -> float:
     """The median time in milliseconds in which the trained model encodes one image and searches for its caption."""
     settings, device = run.config.evaluation, trial_device(run.config)
-    model = build_model(run.config.model, run.sizes)
+    model = build_model(run.config.model, run.metadata.sizes)
     load_weights(model, run.delivered_weights("model"))
     model = model.eval().to(device)
     tokens = run.metadata.num_tokens
     boxes = torch.rand(1, tokens, 4, device=device) if run.config.model.needs_boxes else None
-    features = Features(torch.randn(1, tokens, run.sizes.feature_width, device=device), boxes=boxes)
+    features = Features(torch.randn(1, tokens, run.metadata.sizes.feature_width, device=device), boxes=boxes)
     times = []
     for _ in range(LATENCY_REPEATS + 1):
         begin = time.perf_counter()

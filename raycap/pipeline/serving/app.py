@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from raycap.models.config import Values
 from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.forms import (

@@ -19,11 +19,13 @@ MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its fil
 MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more when it is parsed
 
 
-# the content of an image file, which JSON holds as base64
+def _image_bytes(value: object) -> object:
+    """The content of an image file, which JSON holds as base64."""
+    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
+
+
 ImageBytes = Annotated[
-    bytes,
-    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
-    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
+    bytes, BeforeValidator(_image_bytes), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
 ]
 Uri = Annotated[str, Field(max_length=4096, description="A path or s3:// URI below a prefix of --allow-uri.")]
 

@@ -15,7 +15,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.captions import Explanation, ImageCaption
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.address import ModelAddress, weights_digest, without_backbone
@@ -135,9 +135,9 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
 def load_source(
     source: ModelSource, settings: Mapping[str, Any], address: ModelAddress, digest: str = ""
 ) -> LoadedModel:
-    """The model of a source. address: of the source, for messages. digest: of its weights; it is found for a stored bundle.
+    """The model of a source. Raises UserError.
 
-    Raises UserError.
+    address: of the source, for messages. digest: of its weights, which a stored bundle may leave out.
     """
     bundle = source.load()
     if bundle.transform is None:

@@ -1,17 +1,14 @@
 """Caches of remote shards and images on the local disk, with a limited size. Every file is checked by its digest.
 
 All processes of a machine share a cache under file locks. A full cache removes the least recently used files. A process
-that has mapped such a file can still read it, because the system frees a removed file after its last reader.
+that has mapped such a file can still read it.
 
 By default a cache takes at most half of the space that it can use: what is free and what it holds already. So the limit
-does not change while the cache grows, and processes that start at different times have the same one. The other half is
-for the other cache, the copies of runs (`pipeline.storage.mirror`), checkpoints, and what Ray spills. Nothing is added
-that would leave less than a reserve of the disk, whatever the limit is.
+does not change while the cache grows. A reserve of the disk always stays free.
 
-A copy of a shard is hashed at its first use after the download, at 1 to 2 GB/s. A mark then remembers it
-(`pipeline.storage.digests`), and further uses cost a few system calls. A copy of an image is hashed at each use, which
-takes a tenth of a millisecond for a photograph, a small part of its decoding. A damaged copy is fetched again, also one
-that a power cut has left incomplete. Therefore copies are written without waiting for the disk.
+A copy of a shard is hashed at its first use, and a mark remembers it (`pipeline.storage.digests`). A copy of an image
+is hashed at each use, which takes a tenth of a millisecond for a photograph. A damaged copy is fetched again, also one
+that a power cut has left incomplete; so copies are written without waiting for the disk.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -36,7 +32,6 @@ from raycap.pipeline.storage.s3 import StorageError
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
-NUM_FILE_LOCKS = 16  # the hash of a file's name selects its lock
 COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
 IMAGES = "images"  # the folder of the images
 NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
@@ -53,32 +48,27 @@ def free_bytes(folder: Path) -> int:
     return usage.free - min(int(RESERVE_SHARE * usage.total), RESERVE_BYTES)
 
 
-def usable_bytes(folder: Path, held: int) -> int:
-    """The size that a folder with `held` bytes can reach: as much as is free, within the size of its volume."""
-    volume = os.environ.get(SIZE_VARIABLE)
-    space = max(0, free_bytes(folder) + held)
-    return space if not volume else min(space, int(float(volume) * 2**30))
-
-
 def cache_limit(folder: Path, held: int, most: int | None) -> int:
     """The size in bytes of a cache that holds `held` bytes. most: the configured limit; None: half of the space."""
-    space = usable_bytes(folder, held)
+    space = max(0, free_bytes(folder) + held)
+    if volume := os.environ.get(SIZE_VARIABLE):
+        space = min(space, int(float(volume) * 2**30))
     return int(CACHE_SHARE * space) if most is None else min(most, space)
 
 
-def used_bytes(folders: Iterable[Path]) -> int:
-    """The size of the files in these folders of caches, which need not exist."""
-    return sum(status.st_size for folder in folders for status, _ in cached_files(folder))
-
-
 def cached_files(folder: Path) -> list[tuple[os.stat_result, Path]]:
-    """The cached files in a folder, without those that another process removes meanwhile."""
+    """The cached files in a folder, which need not exist, without those that another process removes meanwhile."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
             if path.suffix != ".lock":
                 found.append((path.stat(), path))
     return found
+
+
+def used_bytes(folder: Path) -> int:
+    """The size of the cached files in a folder."""
+    return sum(status.st_size for status, _ in cached_files(folder))
 
 
 class ChangedError(StorageError):
@@ -98,34 +88,30 @@ class ShardCache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
-    def _path(self, source: StoragePath, sha256: str) -> Path:
-        return self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
-
     def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
         """The local copy of `source`, fetched if it is not cached; None if the limit or the disk has no room for it.
 
         Raises ChangedError when even a second download does not have the digest.
         """
-        path = self._path(source, sha256)
+        path = self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
         if _use(path, sha256):
             return path
-        name_hash = int(hashlib.sha256(path.name.encode()).hexdigest()[:8], 16)
-        with self._lock(name_hash % NUM_FILE_LOCKS):
+        with file_lock(self.folder / f"{sha256[0]}.lock"):  # one of 16
             if not _use(path, sha256):  # another process may have fetched it while this one waited for the lock
                 path.unlink(missing_ok=True)  # it is damaged
-                if size > min(self.limit, free_bytes(self.folder) + used_bytes([self.folder])):
+                if size > min(self.limit, free_bytes(self.folder) + used_bytes(self.folder)):
                     return None
-                return path if self._add(path, _fetch(source, sha256)) else None
+                return path if self.add(path, _fetch(source, sha256)) else None
         return path
 
-    def _add(self, path: Path, data: bytes) -> bool:
+    def add(self, path: Path, data: bytes) -> bool:
         """Writes a file, after removing the least recently used files until the new file fits within the limit.
 
         Returns False without writing if the limit or the disk has no room for it.
         """
         if len(data) > self.limit:
             return False
-        with self._lock(NUM_FILE_LOCKS):  # the number after those of the files: one lock for all additions
+        with file_lock(self.folder / "add.lock"):
             files = cached_files(self.folder)
             excess = sum(status.st_size for status, _ in files) + len(data) - self.limit
             excess = max(excess, len(data) - free_bytes(self.folder))
@@ -138,10 +124,6 @@ class ShardCache:
                 return False
             write_bytes(path, data, durable=False)
         return True
-
-    def _lock(self, number: int) -> AbstractContextManager[None]:
-        """The context in which this process has lock number `number` of the cache."""
-        return file_lock(self.folder / f"{number}.lock")
 
 
 class ImageCache:
@@ -180,7 +162,7 @@ class ImageCache:
     def add(self, sha256: str, data: bytes) -> None:
         """Caches an image with this digest if there is room for it."""
         path = self._path(sha256)
-        ShardCache(path.parent, self.limit)._add(path, data)
+        ShardCache(path.parent, self.limit).add(path, data)
 
     def _path(self, sha256: str) -> Path:
         return self.folder / sha256[:2] / sha256
@@ -189,14 +171,15 @@ class ImageCache:
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
     """This machine's cache of shards. most: the configured limit in bytes; None: half of the disk's free space."""
     folder = folder or cache_folder() / "shards"
-    return ShardCache(folder, cache_limit(folder, used_bytes([folder]), most))
+    return ShardCache(folder, cache_limit(folder, used_bytes(folder), most))
 
 
 def image_cache(most: int | None) -> ImageCache:
     """This machine's cache of images; `most` as for `shard_cache`."""
     folder = cache_folder() / IMAGES
-    counted = [folder / f"{number:02x}" for number in range(0, NUM_IMAGE_FOLDERS, COUNT_EVERY)]  # the shares are equal
-    return ImageCache(folder, cache_limit(folder, COUNT_EVERY * used_bytes(counted), most))
+    counted = range(0, NUM_IMAGE_FOLDERS, COUNT_EVERY)  # the folders have equal shares
+    held = COUNT_EVERY * sum(used_bytes(folder / f"{number:02x}") for number in counted)
+    return ImageCache(folder, cache_limit(folder, held, most))
 
 
 def cached_image(sha256: str) -> bytes | None:

@@ -2,17 +2,16 @@
 
     digests.json   {"format": 1, "files": {name: digest}}   of the files of its folder
 
-A file is read as a whole when it is first used on a machine. One core hashes 1 to 2 GB/s with SHA instructions, so a
-checkpoint takes less time than its loading, and a feature store about as long as reading it once. A mark in the cache
-folder remembers the size and the time of a file that was whole. Damage that changes neither size nor time after the
-first use is found after the folder `checked` of the cache was deleted, which may be done at any time.
+A file is read as a whole when it is first used on a machine: one core hashes 1 to 2 GB/s. A mark in the folder
+`checked` of the cache remembers the size and the time of a file that was whole. Without the marks, which may be deleted
+at any time, files are read again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,37 +26,10 @@ MAX_HOLES = 10  # a larger file than this many times its blocks on the disk is s
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
-    """Writes the digests of these files of a folder; by default those of all its visible files.
-
-    The digests of other files remain.
-    """
+    """Writes the digests of these files of a folder; by default those of all its visible files."""
     path = folder / DIGESTS
-    digests = _read_digests(path) or {}
     names = names or [file.name for file in folder.glob("[!.]*") if file != path]
-    digests |= {name: file_digest(folder / name) for name in sorted(names)}
-    write_json(path, {"format": FORMAT, "files": digests})
-
-
-def is_recorded(path: Path) -> bool:
-    """Whether the `digests.json` beside a file, which may be missing, has its digest."""
-    return path.name in (_read_digests(path.with_name(DIGESTS)) or {})
-
-
-def require_whole(path: Path) -> None:
-    """Raises DamagedError unless a file exists and has the digest in the `digests.json` beside it.
-
-    In a folder without digests the file only has to exist.
-    """
-    if not path.is_file():
-        raise DamagedError(f"{path} is missing")
-    digests = _read_digests(path.with_name(DIGESTS))
-    if digests is not None and not has_digest(path, str(digests.get(path.name))):
-        raise DamagedError(f"{path} is damaged: it does not have the digest in {DIGESTS}")
-
-
-def _read_digests(path: Path) -> Values | None:
-    """The digests in a `digests.json`; None if there is no such file. Raises DamagedError."""
-    return digests_in(path.read_bytes(), str(path)) if path.is_file() else None
+    write_json(path, {"format": FORMAT, "files": {name: file_digest(folder / name) for name in sorted(names)}})
 
 
 def digests_in(data: bytes, name: str) -> Values:
@@ -71,31 +43,18 @@ def digests_in(data: bytes, name: str) -> Values:
 
 def has_digest(path: Path, sha256: str) -> bool:
     """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
-
-    def check() -> bool:
-        try:
-            return file_digest(path) == sha256
-        except UserError:  # sparse
-            return False
-
-    return is_whole(path, sha256, check)
-
-
-def is_whole(path: Path, claim: str, check: Callable[[], bool]) -> bool:
-    """Whether a check of a local file's content succeeds. It is not made where it succeeded before on this machine.
-
-    claim: what the check shows. Its errors are raised.
-    """
     status = path.stat()
-    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {claim}"
+    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
     name = hashlib.sha256(state.encode()).hexdigest()
     mark = cache_folder() / "checked" / name[:2] / name
-    if mark.exists():
-        return True
-    if not check():
-        return False
-    with suppress(OSError):  # without a cache every process reads the file
-        write_bytes(mark, b"", durable=False)
+    if not mark.exists():
+        try:
+            if file_digest(path) != sha256:
+                return False
+        except UserError:  # sparse
+            return False
+        with suppress(OSError):  # without a cache every process reads the file
+            write_bytes(mark, b"", durable=False)
     return True
 
 

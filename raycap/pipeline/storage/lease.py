@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
 MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
-MAX_RATIO = 10.0  # nobody waits for the end of a lease with more than this many times the seconds of the caller's own
 
 
 class LostLeaseError(RuntimeError):
@@ -123,23 +122,22 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
     """Takes the lease, or returns the record of its present holder.
 
     It waits half a lease to see whether the holder renews it, or a whole one if it has not expired by this machine's
-    clock. If nobody has renewed it then, it takes the lease. The holder of a much longer lease is returned at once.
+    clock. If nobody has renewed it then, it takes the lease, unless the holder's lease is longer and has not expired.
 
     The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        is_expired, longest_s = stored.until < time.time(), MAX_RATIO * seconds
-        if stored.seconds > longest_s and not is_expired:
-            return stored
-        pause_s = min(stored.seconds, longest_s) / 2
-        for _ in range(1 if is_expired else 2):
+        pause_s = min(stored.seconds, seconds) / 2
+        for _ in range(1 if stored.until < time.time() else 2):
             logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
             time.sleep(pause_s)
             present, present_tag = _read(path)
             if present_tag != tag:
                 return present if present is not None and present.until else take_lease(path, seconds, above=above)
+        if stored.seconds > seconds and stored.until > time.time():
+            return stored
     record = LeaseRecord(
         token=max(above, stored.token if stored else 0) + 1,
         nonce=uuid.uuid4().hex,

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -60,36 +60,24 @@ class Mirror:
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
-                if self._pull(record, under, only, check):
+                remote = _without_unfinished(self._listed(under))
+                remote = {name: each for name, each in remote.items() if (name in only if only else _is_visible(name))}
+                for name in remote:
+                    relative_name(name, self.home.uri)
+                files = self._local_files(under)
+                outdated = [name for name, each in remote.items() if record.get(name) != [each.tag, files.get(name)]]
+                check({name: remote[name] for name in outdated})
+                is_complete = _transfer(self._fetch, outdated, record)
+                for name in files.keys() - remote.keys():
+                    (self.local / name).unlink(missing_ok=True)
+                    record.pop(name, None)
+                self._remove_empty_folders(under)
+                if is_complete:
                     return
         raise StorageError(
             f"{join(self.home.uri, under)}: files are removed while they are copied, because another process writes "
             "the folder; try again, or when that process has ended"
         )
-
-    def _pull(
-        self, record: Record, under: str, only: Collection[str] | None, check: Callable[[Mapping[str, Entry]], None]
-    ) -> bool:
-        """Makes the copy equal to one listing of S3. Returns False if a listed file was removed meanwhile."""
-        remote = _without_unfinished(self._listed(under))
-        remote = {name: entry for name, entry in remote.items() if (name in only if only else _is_visible(name))}
-        for name in remote:
-            relative_name(name, self.home.uri)
-        files = self._local_files(under)
-        outdated = [name for name, entry in remote.items() if record.get(name) != [entry.tag, files.get(name)]]
-        check({name: remote[name] for name in outdated})
-        is_complete = True
-        with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
-            for name, state in zip(outdated, pool.map(self._fetch, outdated), strict=True):
-                if state is None:
-                    is_complete = False
-                else:
-                    record[name] = state
-        for name in files.keys() - remote.keys():
-            (self.local / name).unlink(missing_ok=True)
-            record.pop(name, None)
-        self._remove_empty_folders(under)
-        return is_complete
 
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy.
@@ -98,19 +86,14 @@ class Mirror:
         `check_may_write` is called before markers are uploaded and objects removed, and may raise an error.
         """
         with self._record() as record:
-            files, remote = self._local_files(under), self._listed(under)
-            tags = {name: entry.tag for name, entry in remote.items()}
+            files = self._local_files(under)
+            tags = {name: entry.tag for name, entry in self._listed(under).items()}
             known_tags = {name: tag for name, (tag, _) in record.items()}  # of the transferred objects
             removed = [name for name, tag in tags.items() if name not in files and known_tags.get(name) == tag]
             changed = [name for name, state in files.items() if record.get(name) != [tags.get(name), state]]
-            for is_marker in (False, True):
-                if is_marker:  # the other files have been sent
-                    check_may_write()
-                names = [name for name in changed if _is_marker(name) is is_marker]
-                with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
-                    for name, state in zip(names, pool.map(self._send, names), strict=True):
-                        if state is not None:
-                            record[name] = state
+            _transfer(self._send, [name for name in changed if not _is_marker(name)], record)
+            check_may_write()
+            _transfer(self._send, [name for name in changed if _is_marker(name)], record)
             for name in sorted(removed, key=lambda name: not _is_marker(name)):  # markers first
                 (self.home / name).delete()
                 record.pop(name, None)
@@ -164,8 +147,10 @@ class Mirror:
     def _record(self) -> Iterator[Record]:
         """The record of transferred files, for one process at a time. It is saved even when a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
+        record: Record = {}
         with file_lock(self.record_path.with_suffix(".lock")):
-            record = self._read_record()
+            with suppress(FileNotFoundError, ValueError):
+                record = json.loads(self.record_path.read_text())
             try:
                 yield record
             finally:
@@ -176,12 +161,17 @@ class Mirror:
         """The file with the record. A push or pull writes it, so that its time is that of the copy's last use."""
         return self.local.with_name(f".{self.local.name}{RECORD_SUFFIX}")
 
-    def _read_record(self) -> Record:
-        try:
-            record: Record = json.loads(self.record_path.read_text())
-        except (FileNotFoundError, ValueError):
-            return {}
-        return record
+
+def _transfer(move: Callable[[str], list[Any] | None], names: Sequence[str], record: Record) -> bool:
+    """Moves files and records them. Returns False if a file was removed meanwhile, for which `move` returns None."""
+    is_complete = True
+    with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
+        for name, state in zip(names, pool.map(move, names), strict=True):
+            if state is None:
+                is_complete = False
+            else:
+                record[name] = state
+    return is_complete
 
 
 def _visible_files(start: Path) -> Iterator[Path]:

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from raycap.pipeline.runtime.names import expanded_path
 from raycap.pipeline.storage.atomic import file_lock, write_bytes
 from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageError, StorageOptions, is_remote
-from raycap.pipeline.storage.untrusted.documents import open_regular_file, read_regular_file
+from raycap.pipeline.storage.untrusted.documents import RangedFile, open_regular_file, read_regular_file
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
@@ -64,7 +64,7 @@ class StoragePath:
     def require_answer(self) -> None:
         """Raises an error within seconds if a folder on S3 cannot be reached. For the first request of a command."""
         if self.is_remote:
-            self._object.require_answer()
+            S3Object(self.uri, self.options.hasty).require_answer()
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
         """The content of a file. Raises OSError for pipes and devices, and for more than `max_bytes` bytes."""
@@ -84,7 +84,7 @@ class StoragePath:
         """
         if not self.is_remote:
             return open_regular_file(self.path)
-        return cast("BinaryIO", io.BufferedReader(_RemoteFile(self), REMOTE_BUFFER_BYTES))
+        return cast("BinaryIO", io.BufferedReader(RangedFile(self.stat().size, self.read_range), REMOTE_BUFFER_BYTES))
 
     def read_tagged(self) -> tuple[bytes, str]:
         """The content of a small file and the tag of this content, for `write_if`.
@@ -99,7 +99,7 @@ class StoragePath:
     def write_bytes(self, data: bytes | memoryview) -> str:
         """Replaces the file and makes the folders above it. Returns its new tag."""
         if self.is_remote:
-            return self._object.put(data)
+            return self._object.put(io.BytesIO(data), len(data))
         write_bytes(self.path, data)
         return self.stat().tag
 
@@ -111,7 +111,7 @@ class StoragePath:
         """
         if self.is_remote:
             return self._object.put_if(data, tag)
-        with file_lock(_lock_of(self.path)):
+        with file_lock(self._lock):
             current = self.read_tagged()[1] if self.path.exists() else None
             if current != tag:
                 raise ConflictError(f"{self.path} was written by another process")
@@ -120,7 +120,8 @@ class StoragePath:
 
     def upload(self, source: Path) -> str:
         """Replaces an object on S3 by a local file of any size. Returns its new tag."""
-        return self._object.upload(source)
+        with source.open("rb") as file:
+            return self._object.put(file, source.stat().st_size)
 
     def download(self, target: Path) -> Entry:
         """Copies one version of an object on S3, of any size, to a local path. Returns the version's size and tag."""
@@ -173,38 +174,13 @@ class StoragePath:
             shutil.rmtree(self.path, ignore_errors=True)
 
     @property
+    def _lock(self) -> Path:
+        """The file that `write_if` locks while it replaces a local file."""
+        return self.path.with_name(f".{self.name}.lock")
+
+    @property
     def _object(self) -> S3Object:
         return S3Object(self.uri, self.options)
-
-
-class _RemoteFile(io.RawIOBase):
-    """An object on S3 as a file without a buffer."""
-
-    def __init__(self, source: StoragePath) -> None:
-        self.source, self.size, self.place = source, source.stat().size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
-        self.place = max(0, start + offset)
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        length = min(len(buffer), self.size - self.place)
-        if length <= 0:
-            return 0
-        data = self.source.read_range(self.place, length)
-        buffer[: len(data)] = data
-        self.place += len(data)
-        return len(data)
 
 
 def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
@@ -232,11 +208,6 @@ def _content_tag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _lock_of(path: Path) -> Path:
-    """The file that `write_if` locks while it replaces `path`."""
-    return path.with_name(f".{path.name}.lock")
-
-
 def try_rights(folder: StoragePath) -> None:
     """Writes a small file on the condition that it is new, tries this a second time, reads and removes the file.
 
@@ -256,7 +227,7 @@ def try_rights(folder: StoragePath) -> None:
         finally:
             probe.delete()
             if not folder.is_remote:
-                _lock_of(probe.path).unlink(missing_ok=True)
+                probe._lock.unlink(missing_ok=True)
     except StorageError:
         raise
     except OSError as error:

@@ -8,7 +8,6 @@ answer was lost.
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import math
 import os
@@ -31,7 +30,7 @@ PARTS_AT_A_TIME = 4
 RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
 PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
 PAUSE_S = 0.5  # the longest pause after a cut body, and before a repeated conditional write
-DOWNLOAD_ATTEMPTS = 5  # for an object that others replace meanwhile
+BODY_ATTEMPTS = 10  # for a body that is cut, or an object that others write at the same time
 
 
 class StorageError(OSError):
@@ -63,14 +62,6 @@ class StorageOptions:
     retry_minutes: float = RETRY_MINUTES  # how long a request that fails is repeated
 
     @property
-    def attempts(self) -> int:
-        """How often botocore sends a request, so that its pauses take about `retry_minutes`.
-
-        Pause number i is random, below 2 ** i seconds, from i = 0.
-        """
-        return 1 + int(math.log2(1 + 120 * self.retry_minutes))
-
-    @property
     def hasty(self) -> StorageOptions:
         """The same storage for requests whose result a person waits for."""
         return replace(self, retry_minutes=min(PROBE_MINUTES, self.retry_minutes))
@@ -87,14 +78,13 @@ class S3Object:
     options: StorageOptions
 
     def require_answer(self) -> None:
-        """Raises an error within seconds if no server answers or the bucket does not exist."""
+        """Raises an error if no server answers or the bucket does not exist."""
         from botocore.exceptions import ClientError
 
-        hasty = S3Object(self.uri, self.options.hasty)
-        key = hasty._location["Key"]
+        bucket, key = self._location.values()
         try:
-            with hasty._errors_translated():
-                hasty._client.list_objects_v2(Bucket=hasty._location["Bucket"], Prefix=key, MaxKeys=1)
+            with self._errors_translated():
+                self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
         except StorageError as error:
             if not isinstance(error.__cause__, ClientError):  # a server that refuses a request has answered
                 raise
@@ -107,8 +97,7 @@ class S3Object:
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
-            deadline = time.monotonic() + 60 * self.options.retry_minutes
-            while True:
+            for attempt in range(BODY_ATTEMPTS):
                 response = self._client.get_object(**self._location, **extra)
                 if max_bytes is not None and response["ContentLength"] > max_bytes:
                     response["Body"].close()
@@ -116,13 +105,10 @@ class S3Object:
                 try:
                     return response["Body"].read(), str(response["ETag"])
                 except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
-                    if time.monotonic() > deadline:
+                    if attempt == BODY_ATTEMPTS - 1:
                         raise
                     time.sleep(random.uniform(0, PAUSE_S))
-
-    def put(self, data: bytes | memoryview) -> str:
-        """Replaces the object. Returns its tag."""
-        return self._put_file(io.BytesIO(data), len(data))
+        raise AssertionError("the last attempt returns or raises")
 
     def put_if(self, data: bytes, tag: str | None) -> str:
         """Replaces the object if it has this tag (None: if there is no object). Returns the new tag.
@@ -133,39 +119,31 @@ class S3Object:
         from botocore.exceptions import ClientError
 
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        refusals = {HTTPStatus.PRECONDITION_FAILED}  # the object was replaced
-        if tag is not None:
-            refusals.add(HTTPStatus.NOT_FOUND)  # the object was removed
-        deadline = time.monotonic() + 60 * self.options.retry_minutes
+        # the object was replaced or, where it must exist, removed
+        refusals = {HTTPStatus.PRECONDITION_FAILED} | ({HTTPStatus.NOT_FOUND} if tag is not None else set())
         with self._errors_translated():
-            while True:
+            for attempt in range(BODY_ATTEMPTS):
                 try:
                     return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
                 except ClientError as error:
                     if _status(error) in refusals:
-                        conflict = error
                         break
-                    if _status(error) != HTTPStatus.CONFLICT or time.monotonic() > deadline:
+                    if _status(error) != HTTPStatus.CONFLICT or attempt == BODY_ATTEMPTS - 1:
                         raise
                 time.sleep(random.uniform(0, PAUSE_S))  # another conditional write is under way
         with suppress(FileNotFoundError):
             content, new_tag = self.get()
             if content == data:
                 return new_tag
-        raise ConflictError(f"{self.uri} was written by another process") from conflict
+        raise ConflictError(f"{self.uri} was written by another process")
 
-    def upload(self, path: Path) -> str:
-        """Replaces the object by a local file. Returns its tag."""
-        with path.open("rb") as file:
-            return self._put_file(file, path.stat().st_size)
-
-    def _put_file(self, file: BinaryIO, size: int) -> str:
+    def put(self, file: BinaryIO, size: int) -> str:
         """Replaces the object by a file of `size` bytes, a large file in parts. Returns the object's tag."""
         with self._errors_translated():
             if size <= 2 * PART_BYTES:
                 # the content and not the file, which a writer may extend between the checksum and the transfer
                 return str(self._client.put_object(**self._location, Body=file.read())["ETag"])
-            self._client.upload_fileobj(file, *self._location.values(), Config=_transfer_config())
+            self._client.upload_fileobj(file, *self._location.values(), Config=self._transfer_config)
         return self.head().tag
 
     def download(self, path: Path) -> Entry:
@@ -175,14 +153,14 @@ class S3Object:
         """
         from s3transfer.exceptions import S3DownloadFailedError
 
-        for _ in range(DOWNLOAD_ATTEMPTS):
+        for _ in range(BODY_ATTEMPTS):
             found = self.head()
             if found.size <= 2 * PART_BYTES:
                 data, tag = self.get()
                 path.write_bytes(data)
                 return Entry(len(data), tag)
             with self._errors_translated(), suppress(S3DownloadFailedError):  # the tag changed between two parts
-                self._client.download_file(**self._location, Filename=str(path), Config=_transfer_config())
+                self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
                 return found
         raise StorageError(f"{self.uri} changes while it is read; is another run writing it?")
 
@@ -194,7 +172,7 @@ class S3Object:
 
     def list(self) -> Iterator[tuple[str, Entry]]:
         """Every object below this prefix by its relative name."""
-        bucket, key = self._location["Bucket"], self._location["Key"]
+        bucket, key = self._location.values()
         prefix = f"{key.rstrip('/')}/" if key else ""
         with self._errors_translated():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
@@ -209,6 +187,14 @@ class S3Object:
     @property
     def _client(self) -> Any:
         return _client(self.options, os.getpid())
+
+    @property
+    def _transfer_config(self) -> Any:
+        """The settings of boto3's transfer manager for large objects. Its "crt" client would ignore them."""
+        from boto3.s3.transfer import TransferConfig
+
+        sizes = {"multipart_threshold": 2 * PART_BYTES, "multipart_chunksize": PART_BYTES}
+        return TransferConfig(**sizes, max_concurrency=PARTS_AT_A_TIME, preferred_transfer_client="classic")
 
     @property
     def _location(self) -> dict[str, str]:
@@ -239,7 +225,6 @@ class S3Object:
             raise self._failure(error, isinstance(error, (ConnectionError, HTTPClientError))) from error
 
     def _failure(self, error: Exception, is_repeated: bool) -> StorageError:
-        """The error to raise, with the text of `error` in one line. is_repeated: the request failed more than once."""
         reason = " ".join(str(error).split())
         if is_repeated:
             return OutageError(f"{self.uri}: storage failed in every attempt: {reason}")
@@ -255,31 +240,21 @@ def _status(error: Any) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def _transfer_config() -> Any:
-    """The settings of boto3's transfer manager for large objects."""
-    from boto3.s3.transfer import TransferConfig
-
-    return TransferConfig(
-        multipart_threshold=2 * PART_BYTES,
-        multipart_chunksize=PART_BYTES,
-        max_concurrency=PARTS_AT_A_TIME,
-        preferred_transfer_client="classic",  # boto3's "crt" client ignores this configuration
-    )
-
-
 @lru_cache(maxsize=8)
 def _client(options: StorageOptions, pid: int) -> Any:
     """The client for these options. Threads share it, but not processes, because a fork must not share its sockets."""
     import boto3
     from botocore.config import Config
 
+    # Pause number i is random, below 2 ** i seconds, from i = 0. All pauses take about `retry_minutes`.
+    attempts = 1 + int(math.log2(1 + 120 * options.retry_minutes))
     config = Config(
         connect_timeout=5,
         read_timeout=30,
         max_pool_connections=32,
         # In the modes "standard" and "adaptive", all threads share a quota of 35 to 100 repeats, which an outage uses
         # up within seconds.
-        retries={"mode": "legacy", "total_max_attempts": options.attempts},
+        retries={"mode": "legacy", "total_max_attempts": attempts},
     )
     client = boto3.session.Session().client(
         "s3", endpoint_url=options.endpoint_url, region_name=options.region, config=config

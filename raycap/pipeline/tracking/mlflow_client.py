@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +12,13 @@ from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
 from raycap.pipeline.storage.atomic import atomic_path, file_lock
-from raycap.pipeline.storage.s3 import StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import is_remote
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
-# Each call may take this time. All calls of a client together may take SLOW_BUDGET_S beyond it.
-FAST_CALL_S = 1.0
-SLOW_BUDGET_S = 30.0
 SERVER_REMEDY = "set tracking.uri to a server; `raycap sync CONFIG` then also sends it the runs in the storage"
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
-
-
-class ClientStopped(Exception):
-    """Ends a call of the background thread when the run ends: `Tracker.finish` or `Tracker.close` sends the rest."""
-
-
-class BoundedClient:
-    """An MLflow client whose calls fail once `stop` is set, or once slow answers have used up SLOW_BUDGET_S."""
-
-    def __init__(self, client: object, stop: threading.Event | None = None) -> None:
-        self._client, self._stop = client, stop
-        self._slow_s = 0.0  # the time that all calls so far took beyond FAST_CALL_S
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-
-        def call(*arguments: object, **named: object) -> Any:
-            if self._stop is not None and self._stop.is_set():
-                raise ClientStopped
-            if self._slow_s > SLOW_BUDGET_S:
-                raise TimeoutError(f"its answers took {self._slow_s:.0f} s longer than a second each")
-            begin = time.monotonic()
-            try:
-                return method(*arguments, **named)
-            finally:
-                if not name.startswith("log_artifact"):  # uploads of large files may take long
-                    self._slow_s += max(0.0, time.monotonic() - begin - FAST_CALL_S)
-
-        return call
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -94,8 +60,12 @@ def tracking_client(config: RunConfig) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):
-        _reach_artifacts(config.storage.options)
+    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then reads and writes this storage itself
+        options = config.storage.options
+        if options.endpoint_url is not None:
+            os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
+        if options.region is not None:
+            os.environ.setdefault("AWS_DEFAULT_REGION", options.region)
     return MlflowClient(tracking_uri(config))
 
 
@@ -110,14 +80,6 @@ def _create_database(file: Path) -> None:
         if not file.exists():
             with atomic_path(file) as temporary:
                 MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
-
-
-def _reach_artifacts(options: StorageOptions) -> None:
-    """Makes MLflow reach the storage on S3 as this process does. Credentials come from the same sources anyway."""
-    if options.endpoint_url is not None:
-        os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
-    if options.region is not None:
-        os.environ.setdefault("AWS_DEFAULT_REGION", options.region)
 
 
 def experiment_of(client: Any, config: RunConfig) -> str:

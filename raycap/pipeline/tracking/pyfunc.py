@@ -19,7 +19,7 @@ from raycap.pipeline.data.image_sources import NOT_READABLE, UriRoots
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import BATCH_SIZE, CaptionService
-from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.results import ImageCaption
 
 MAX_IMAGE_BYTES = 32 * 2**20  # in column `image`; a decoder may take a microsecond for each byte of a hostile file
 MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time

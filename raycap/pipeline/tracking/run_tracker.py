@@ -5,8 +5,9 @@ not sent before and stores what was sent in log/tracked.json, so it may be calle
 training (`Tracker`), and at the end. A metric that is sent twice, because the first answer was lost, has the same time
 and value and counts once.
 
-A tracker that is down or slow does not affect training and delays the run's end by a bounded time (`BoundedClient`).
-`raycap sync`, or starting the same run again, sends what it has not received.
+A tracker that is down or slow does not affect training, and delays the run's end by less than a minute, because a
+request has a deadline and the first failed one ends an attempt. `raycap sync`, or starting the same run again, sends
+what it has not received.
 """
 
 from __future__ import annotations
@@ -24,15 +25,11 @@ from typing import Any
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Entry, journal_bytes, read_journal
-from raycap.pipeline.runs.run_bundle import local_bundle
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.tracking.mlflow_client import (
-    BoundedClient,
-    ClientStopped,
     experiment_of,
     get_or_create_run,
     log_params,
@@ -46,25 +43,31 @@ from raycap.pipeline.version import package_folder
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 30  # The end of a run waits this long for a pending call. HTTP requests end earlier (CALL_TIMEOUT_S).
+JOIN_S = 30  # The end of a run waits this long for the background thread. HTTP requests end earlier (CALL_TIMEOUT_S).
 LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
+METRICS_PER_REQUEST = 500  # the server accepts 1000
+SENT_FILE = "log/tracked.json"
+SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
+NOT_METRICS = ("step", "time", "total")
+SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
+TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
 
 
 class Tracker:
     """Sends a run's journal in the background, every `every_s` seconds after `start`, until `close` or `finish`."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, every_s: float = 5.0) -> None:
-        self.folder, self.config, self.every_s = folder, config, every_s
+    def __init__(self, folder: RunFolder, every_s: float = 5.0) -> None:
+        self.folder, self.every_s = folder, every_s
         self._stop = threading.Event()
         self._failing = False  # whether the last attempt failed
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the background thread, unless tracking is off."""
-        if self.config.tracking.enabled:
-            warn_of_local_file(self.config)
+        if self.folder.config.tracking.enabled:
+            warn_of_local_file(self.folder.config)
             with contextlib.suppress(OSError):  # storage errors are raised where they matter
-                SentRecord(self.folder, self.config).set("ending", None)
+                SentRecord(self.folder).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
             self._thread.start()
 
@@ -73,12 +76,12 @@ class Tracker:
 
         False when the tracker does not accept everything.
         """
-        if not self.config.tracking.enabled:
+        if not self.folder.config.tracking.enabled:
             return True
         with self._attempt():
-            SentRecord(self.folder, self.config).set("ending", status)
+            SentRecord(self.folder).set("ending", status)
             self._join()
-            sync(self.folder, self.config, self._client(), status=status)
+            sync(self.folder, tracking_client(self.folder.config), status=status)
             return True
         return False
 
@@ -87,15 +90,15 @@ class Tracker:
 
         None when tracking is off or the tracker does not accept everything; `finish` may then be called again.
         """
-        if not self.config.tracking.enabled:
+        if not self.folder.config.tracking.enabled:
             return None
         with self._attempt():
             self._join()
-            client = self._client()
-            sync(self.folder, self.config, client)
-            log_results(self.folder, self.config, scores, client)
-            registered = register_model(self.folder, self.config, bundle, scores)
-            sync(self.folder, self.config, client, status="FINISHED")
+            client = tracking_client(self.folder.config)
+            sync(self.folder, client)
+            log_results(self.folder, scores, client)
+            registered = register_model(self.folder, bundle, scores)
+            sync(self.folder, client, status="FINISHED")
             return registered
         return None
 
@@ -104,11 +107,8 @@ class Tracker:
         """The command that sends the rest. It finds a run on S3 by its configuration."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
 
-    def _client(self, stop: threading.Event | None = None) -> BoundedClient:
-        return BoundedClient(tracking_client(self.config), stop)
-
     def _join(self) -> None:
-        """Ends the background thread. TimeoutError when it hangs in a call that has no deadline, as on a database."""
+        """Ends the background thread. TimeoutError if it still sends after JOIN_S, or hangs, as a database may."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
@@ -125,17 +125,17 @@ class Tracker:
                 continue
             pause = min(2 * pause, max(LONGEST_PAUSE_S, self.every_s))
             with self._attempt():
-                sync(self.folder, self.config, self._client(self._stop))
+                sync(self.folder, tracking_client(self.folder.config))
                 pause, sent_bytes = self.every_s, size
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
         """Suppresses every error of the tracker, which must not stop training. Logs the first error of a series."""
-        address = public_uri(self.config)
+        address = public_uri(self.folder.config)
         try:
             yield
         except Exception as error:
-            if not self._failing and not isinstance(error, ClientStopped):
+            if not self._failing:
                 self._failing = True
                 logger.info(
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "
@@ -147,27 +147,6 @@ class Tracker:
         self._failing = False
 
 
-def register_run(folder: RunFolder, config: RunConfig) -> str | None:
-    """Sends what the tracker lacks of a complete run, with its model, and records the outcome in COMPLETE.json.
-
-    Returns the registered name/version; None when the tracker does not accept everything now.
-    """
-    summary = folder.summary
-    if summary is None:
-        return None
-    registered = Tracker(folder, config).finish(summary["scores"], local_bundle(folder))
-    if summary["tracked"] != (registered is not None):
-        write_json(folder.path / "COMPLETE.json", summary | {"tracked": registered is not None})
-        folder.push("COMPLETE.json")
-    return registered
-
-
-METRICS_PER_REQUEST = 500  # the server accepts 1000
-SENT_FILE = "log/tracked.json"
-FIRST_METRIC = {"train": "loss", "validation": "validation_CIDEr-D"}  # a metric that every entry of this kind has
-NOT_METRICS = ("step", "time", "total")
-
-
 class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
@@ -176,8 +155,8 @@ class SentRecord:
     has its parameters. "ending" is the status with which the run ended, for a later `raycap sync`; None while it runs.
     """
 
-    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
-        self._folder, self._address = folder, public_uri(config)
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._address = folder, public_uri(folder.config)
         self._by_address = stored_records(folder)
         empty: Values = {"parent": None, "stages": {}, "sent": {}}
         self.values: Values = self._by_address.get(self._address, empty)
@@ -196,41 +175,35 @@ class SentRecord:
 
 
 def stored_records(folder: RunFolder) -> Values:
-    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
-
-    A damaged file is named in the log and counts as empty, so that the tracker gets the run again under a new id.
-    """
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}."""
     path = folder.path / SENT_FILE
-    try:
-        records = read_json(path) if path.is_file() else {}
-        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
-            raise DamagedError(f"{path} is damaged: it holds no records")
-        return records
-    except DamagedError as error:
-        logger.warning(f"damaged   {error}; the tracker gets the run again")
-        return {}
+    return read_json(path) if path.is_file() else {}
 
 
-def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | None = None) -> None:
+def sync(folder: RunFolder, client: Any, *, status: str | None = None) -> None:
     """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
 
     Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
     end with that status.
     """
-    record = SentRecord(folder, config)
+    record = SentRecord(folder)
     values = record.values
     stages: dict[str, list[Entry]] = {}
     for entry in read_journal(folder.journal):
         stages.setdefault(entry["stage"], []).append(entry)
     if values["parent"] is None:
-        record.set("parent", _get_or_create_parent(client, folder, config))
+        metadata = folder.metadata
+        match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
+        tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
+        tags["raycap.data_fingerprint"] = metadata.data_fingerprint
+        record.set("parent", get_or_create_run(client, experiment_of(client, folder.config), match, tags))
     if not values.get("described"):
-        log_params(client, values["parent"], config.stored_values())
+        log_params(client, values["parent"], folder.config.stored_values())
         client.log_artifact(values["parent"], str(folder.path / "config.yaml"))
         record.set("described", True)
     for stage, entries in stages.items():
         if stage not in values["stages"]:
-            values["stages"][stage] = _get_or_create_child(client, folder, config, entries[0], values["parent"])
+            values["stages"][stage] = _get_or_create_child(client, folder, entries[0], values["parent"])
             record.save()
         run_id = values["stages"][stage]
         _send_entries(client, record, stage, entries)
@@ -239,11 +212,11 @@ def sync(folder: RunFolder, config: RunConfig, client: Any, *, status: str | Non
     _set_status(client, record, values["parent"], status or "RUNNING")
 
 
-def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], client: Any) -> None:
+def log_results(folder: RunFolder, scores: dict[str, float], client: Any) -> None:
     """Logs scores, their signature and the files (report, captions, scores, metadata) to the parent run."""
     from mlflow.entities import Metric, RunTag
 
-    parent, entries = SentRecord(folder, config).values["parent"], read_journal(folder.journal)
+    parent, entries = SentRecord(folder).values["parent"], read_journal(folder.journal)
     # a repeated call uses the same time, the last one in the journal, so that no metric gets a second value
     time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
     splits = read_json(folder.path / "scores.json")["splits"]
@@ -256,31 +229,24 @@ def log_results(folder: RunFolder, config: RunConfig, scores: dict[str, float], 
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
 
 
-def tag_run(folder: RunFolder, config: RunConfig, client: Any, name: str, value: str) -> None:
+def tag_run(folder: RunFolder, client: Any, name: str, value: str) -> None:
     """Gives the parent run a tag, if the tracker has the run."""
-    parent = SentRecord(folder, config).values["parent"]
+    parent = SentRecord(folder).values["parent"]
     if parent is not None:
         client.set_tag(parent, name, value)
 
 
-def _get_or_create_parent(client: object, folder: RunFolder, config: RunConfig) -> str:
-    """The id of MLflow's run for a raycap run, which is created if it does not exist."""
-    metadata = folder.metadata
-    match = {"raycap.run_id": folder.run_id, "raycap.created": metadata.created}
-    tags = {"mlflow.runName": folder.run_id, "raycap.commit": metadata.commit}
-    tags["raycap.data_fingerprint"] = metadata.data_fingerprint
-    return get_or_create_run(client, experiment_of(client, config), match, tags)
-
-
-def _get_or_create_child(client: object, folder: RunFolder, config: RunConfig, first_entry: Entry, parent: str) -> str:
+def _get_or_create_child(client: object, folder: RunFolder, first_entry: Entry, parent: str) -> str:
     """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
-    section = config.stage(first_entry["stage"])
+    section = folder.config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
     if section.objective == "scst":
         tags["raycap.signature"] = section.sampling.signature
     match = {"mlflow.parentRunId": parent, "mlflow.runName": section.name}
-    run_id = get_or_create_run(client, experiment_of(client, config), match, tags, int(first_entry["time"] * 1000))
-    log_params(client, run_id, config.stored_values()["stages"][config.stages.index(section)])
+    run_id = get_or_create_run(
+        client, experiment_of(client, folder.config), match, tags, int(first_entry["time"] * 1000)
+    )
+    log_params(client, run_id, folder.config.stored_values()["stages"][folder.config.stages.index(section)])
     return run_id
 
 
@@ -314,7 +280,7 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
 
     for entry in entries:
         kind, step = entry["kind"], entry["step"]
-        if kind not in FIRST_METRIC or step <= sent.get(f"{stage}/{kind}", -1):
+        if kind not in SENT_KINDS or step <= sent.get(f"{stage}/{kind}", -1):
             continue
         prefix = "validation_" if kind == "validation" else ""
         new = [
@@ -330,16 +296,12 @@ def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Ent
         send()
 
 
-SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
-TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
-
-
-def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: dict[str, float]) -> str:
+def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float]) -> str:
     """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
 
     A version that this run registered before is returned unchanged.
     """
-    parent = SentRecord(folder, config).values["parent"]
+    config, parent = folder.config, SentRecord(folder).values["parent"]
     registered = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
     if registered:
         return f"{registered[0].name}/{registered[0].version}"
@@ -349,6 +311,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
     tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
     packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
+    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
     # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
     with (
         contextlib.redirect_stderr(io.StringIO()),
@@ -364,7 +327,7 @@ def register_model(folder: RunFolder, config: RunConfig, bundle: Path, scores: d
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
             input_example=_example(),
-            model_config=_settings(config),
+            model_config=search | {"uri_roots": []},  # MLflow lets a server change the settings that are named here
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, name, tags=tags)
@@ -383,12 +346,6 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
             yield
     finally:
         mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
-
-
-def _settings(config: RunConfig) -> Values:
-    """The settings of the pyfunc model. MLflow lets a server change those that are named here."""
-    search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
-    return search | {"uri_roots": []}
 
 
 def _signature() -> Any:

@@ -126,7 +126,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.images_of(rows[:: stage.captions_per_image])
-    side, width = config.backbone.image_size, folder.sizes.feature_width
+    side, width = config.backbone.image_size, folder.metadata.sizes.feature_width
     reads_images = stage.train_backbone or folder.config.features.store == "never"
     transform = image_transform(config.backbone) if reads_images else None
     if reads_images:

@@ -22,16 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import Backbone, set_drop_path
-from raycap.models.registry import build_model
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.evaluation.captioning.search import caption_images
-from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store import open_store
@@ -123,7 +122,7 @@ def stage_captioner(
     a decision, a GPU computes activations again and a CPU keeps them.
     """
     config = folder.config
-    model = build_model(config.model, folder.sizes)
+    model = build_model(config.model, folder.metadata.sizes)
     set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
     load_weights(model, folder.weights_before(stage, "model"))
     backbone = None
@@ -312,21 +311,13 @@ class StageRun:
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
 
     def _resume(self) -> Progress:
-        """Restores the newest checkpoint that is whole in the copies of all workers, if any.
-
-        Raises RuntimeError when the workers find different ones and none is damaged.
-        """
-        output, step = self.output, self.output.newest_whole(self.captioner)
-        found = gather_objects(self.context, (step, output.damages))
-        while len(steps := {step for step, _ in found}) > 1:
-            if not any(damages for _, damages in found):
-                raise RuntimeError(
-                    f"workers see different checkpoints of {output.path} (steps {sorted(steps)}); it must be shared"
-                )
-            step = output.newest_whole(self.captioner, last_step=min(steps))
-            found = gather_objects(self.context, (step, output.damages))
+        """Restores the newest checkpoint, if any. Raises RuntimeError when the workers find different ones."""
+        output, step = self.output, self.output.newest_step()
+        if len(steps := set(gather_objects(self.context, step))) > 1:
+            raise RuntimeError(
+                f"workers see different checkpoints of {output.path} (steps {sorted(steps)}); it must be shared"
+            )
         progress = output.restore(step, self.captioner, self.optimizer, self.average)
-        output.damages = list(dict.fromkeys(text for _, damages in found for text in damages))
         output.open_journal(progress.step)
         return progress
 
@@ -457,7 +448,7 @@ def caption_split(
 def _delivered_captioner(folder: RunFolder) -> Captioner:
     """The captioner that a run delivers; with a backbone if a stage up to the delivered one trained it and was kept."""
     config, stage, backbone = folder.config, folder.delivered(), None
-    model = build_model(config.model, folder.sizes)
+    model = build_model(config.model, folder.metadata.sizes)
     load_weights(model, folder.delivered_weights("model"))
     weights = folder.delivered_weights("backbone") if stage is not None and config.has_backbone else None
     if weights is not None and weights.parent != folder.path / "init":

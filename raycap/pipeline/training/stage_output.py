@@ -4,17 +4,15 @@
                    best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
                    DONE.json   the stage's result; it is written last and marks the stage as finished
 
-Each checkpoint is written atomically, with the digests of its files. A damaged one is stepped over: the stage resumes
-from the older one, whose best weights are therefore kept, or from the beginning.
-
-A checkpoint holds no random state: every random draw is seeded by (seed, stage, step, rank), so repeating a step gives
-identical numbers.
+Each checkpoint is written atomically. The one before it remains, with its best weights. A checkpoint holds no random
+state: every random draw is seeded by (seed, stage, step, rank), so repeating a step gives identical numbers.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 import shutil
 import time
@@ -33,8 +31,9 @@ from raycap.models.config import Values
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Journal
+from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.atomic import atomic_folder, read_json, write_json
-from raycap.pipeline.storage.digests import DIGESTS, require_whole, write_digests
+from raycap.pipeline.storage.digests import write_digests
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.training.optimizer import WeightAverage
@@ -87,7 +86,6 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
-        self.damages: list[str] = []  # one sentence for each checkpoint that `resume` has stepped over
         self._best_steps: list[int] = []  # those to which the newest checkpoints refer
 
     def check_may_write(self) -> None:
@@ -100,35 +98,9 @@ class StageOutput:
         if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
             raise RuntimeError(f"other workers train {self.folder.run_id} now; this one stops")
 
-    def newest_whole(self, captioner: Captioner, last_step: float = math.inf) -> int:
-        """The step of the newest whole checkpoint up to `last_step`; 0 without one.
-
-        A checkpoint is whole if its files and the best weights that it refers to are. Damaged ones are recorded in
-        `damages`. Raises ValueError for a checkpoint of another run.
-        """
-        for step, checkpoint in reversed(self._numbered("step-")):
-            if step <= last_step:
-                try:
-                    self._require_whole(checkpoint, captioner)
-                    return step
-                except DamagedError as error:
-                    self.damages.append(f"{error}; the stage resumes from an earlier state")
-        return 0
-
-    def _require_whole(self, checkpoint: Path, captioner: Captioner) -> None:
-        """Raises DamagedError for a damaged checkpoint, and ValueError for one of another run."""
-        if not (checkpoint / DIGESTS).is_file():
-            raise DamagedError(f"{checkpoint / DIGESTS} is missing")
-        for name in ("progress.json", "state.pt"):
-            require_whole(checkpoint / name)
-        record = read_json(checkpoint / "progress.json")
-        if record["identity"] != self.identity:
-            raise ValueError(
-                f"checkpoint {checkpoint} belongs to another run; remove the folder or give the run another name"
-            )
-        if record["best_step"] >= 0:
-            for part, _ in captioner.named_children():
-                require_whole(self.path / f"best-{record['best_step']}" / f"{part}.safetensors")
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        return max((step for step, _ in self._numbered("step-")), default=0)
 
     def restore(
         self,
@@ -137,13 +109,23 @@ class StageOutput:
         optimizer: torch.optim.Optimizer,
         average: WeightAverage | None = None,
     ) -> Progress:
-        """Restores the checkpoint of `newest_whole` and returns the stage's progress; that of the start for step 0."""
+        """Restores the checkpoint of a step, and returns the stage's progress; that of the start for step 0.
+
+        Raises ValueError for a checkpoint of another run, and DamagedError for one that cannot be read.
+        """
         if step == 0:
             return Progress()
         checkpoint = self.path / f"step-{step}"
-        record = read_json(checkpoint / "progress.json")
-        del record["identity"]
-        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        try:
+            record = read_json(checkpoint / "progress.json")
+            state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        except (DamagedError, FileNotFoundError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            remedy = f"remove {checkpoint}, and the same command resumes from the checkpoint before it"
+            raise DamagedError(f"{checkpoint} cannot be read: {one_line(error)}; {remedy}") from error
+        if record.pop("identity") != self.identity:
+            raise ValueError(
+                f"checkpoint {checkpoint} belongs to another run; remove the folder or give the run another name"
+            )
         captioner.load_state_dict(state["captioner"])
         optimizer.load_state_dict(state["optimizer"])
         if average is not None:
@@ -153,16 +135,14 @@ class StageOutput:
     def open_journal(self, step: int) -> None:
         """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again.
 
-        Checkpoints and best weights after `step`, which are damaged or belong to no checkpoint, are removed.
+        Best weights after `step`, which belong to no checkpoint, are removed.
         """
         if self.writes:
             self.check_may_write()
-            for number, later in (*self._numbered("step-"), *self._numbered("best-")):
+            for number, later in self._numbered("best-"):
                 if number > step:
                     shutil.rmtree(later, ignore_errors=True)
             self._journal = Journal(self.folder.journal, self.stage, step)
-            for damage in self.damages:
-                self.log("notice", step, {"text": damage})
 
     def log(self, kind: str, step: int, values: Values) -> None:
         """Appends an entry to the journal."""
@@ -252,7 +232,6 @@ class StageOutput:
         with atomic_folder(self.path / f"step-{record['step']}") as temporary:
             _save_state(state, temporary / "state.pt")
             (temporary / "progress.json").write_text(json.dumps(record))
-            write_digests(temporary)
             self.check_may_write()  # the checkpoint becomes visible at the end of this block
         for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)

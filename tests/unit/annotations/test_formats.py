@@ -57,19 +57,6 @@ def test_tables_of_every_kind_are_one_data_set(tmp_path: Path, name: str) -> Non
     assert dataset.column("captions") == [row["captions"] for row in ROWS]
 
 
-def test_a_table_may_name_objects_below_the_prefix_of_the_images(tmp_path: Path) -> None:
-    config = DataSection(root=str(tmp_path), annotations="t.jsonl", images="s3://bucket/photos")
-    names = ["s3://bucket/photos/a/1.png", "2.png", "s3://bucket/photos/a/../../other/3.png"]
-    for count, expected in ((2, ["s3://bucket/photos/a/1.png", "s3://bucket/photos/2.png"]), (3, None)):
-        rows = [{"image": name, "captions": ["a cat"], "split": "train"} for name in names[:count]]
-        (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if expected:
-            assert read_annotations(config, tmp_path)[0].column("uri") == expected
-        else:
-            with pytest.raises(UserError, match="is outside of"):
-                read_annotations(config, tmp_path)
-
-
 def test_rows_without_ids_get_those_of_their_names_and_malformed_rows_are_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     config = DataSection(root=str(tmp_path), annotations="t.jsonl")
@@ -127,18 +114,6 @@ def test_a_name_that_is_not_utf8_is_named(tmp_path: Path, keys: dict[str, Any]) 
     with pytest.raises(UserError, match="is not text in UTF-8; rename the file") as caught:
         read_annotations(DataSection(root=str(tmp_path), annotations=".", **keys), tmp_path)
     assert str(caught.value).isprintable()
-
-
-def test_a_parquet_file_with_a_row_per_caption_and_image_is_refused(tmp_path: Path) -> None:
-    images = [{"bytes": b"x", "path": path} for path in ("", "", None, "a.jpg", "b.jpg", "a.jpg")]
-    for count in (5, 6):
-        pq.write_table(pa.table({"image": images[:count], "text": ["a cat"] * count}), tmp_path / "t.parquet")
-        config = DataSection(root=str(tmp_path), annotations="t.parquet")
-        if count == 5:
-            assert len(read_annotations(config, tmp_path)[0]) == 5
-        else:
-            with pytest.raises(UserError, match="row 6 repeats the image 'a.jpg'; give one row with a list"):
-                read_annotations(config, tmp_path)
 
 
 def coco(tmp_path: Path, images: list[dict[str, Any]], annotations: list[dict[str, Any]], **config: Any) -> Any:

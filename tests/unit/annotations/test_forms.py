@@ -18,8 +18,7 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
-from raycap.pipeline.data.image_locations import ImageLocation, is_remote_image
-from raycap.pipeline.data.images import decode_batch
+from raycap.pipeline.data.images import ImageLocation, decode_batch, is_remote_image
 from raycap.pipeline.data.reading import read_annotations, read_dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
@@ -264,11 +263,3 @@ def test_patterns_name_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=problem):
             find_files(root, pattern)
-
-
-@pytest.mark.parametrize("row_group_size", [None, 7])
-def test_lists_of_captions_in_several_row_groups_are_read(tmp_path: Path, row_group_size: int | None) -> None:
-    rows = [{"image": f"{number}.jpg", "captions": [f"{number} {part}" for part in range(3)]} for number in range(40)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet", row_group_size=row_group_size)
-    dataset, _ = read_annotations(section(tmp_path, annotations="t.parquet"), tmp_path)
-    assert dataset.column("captions") == [row["captions"] for row in rows]

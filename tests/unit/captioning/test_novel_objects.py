@@ -1,8 +1,7 @@
-"""Novel objects: constraint files, constraints from detections, and captions that satisfy them."""
+"""Novel objects: constraint files, and captions that satisfy them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,53 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from raycap.jobs.cli import main
-from raycap.jobs.constraints import constraints as make_constraints
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.constraints import (
-    EXCLUDED,
-    Detection,
-    ImageConstraints,
-    build_automata,
-    choose_constraints,
-    read_constraints,
-    read_hierarchy,
-    write_constraints,
-)
+from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, build_automata, read_constraints
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
-from raycap.pipeline.evaluation.captions import ImageCaption, RankedCaption
-from raycap.pipeline.evaluation.results import ConstraintCounts, SplitScores
+from raycap.pipeline.evaluation.results import ConstraintCounts, ImageCaption, RankedCaption, SplitScores
 from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.few_images import FewImages, caption_split, half
 from tests.support.models import follow
 
-TREE = {
-    "LabelName": "Entity",
-    "Subcategory": [
-        {"LabelName": "Animal", "Subcategory": [{"LabelName": "Mammal", "Subcategory": [{"LabelName": "Dog"}]}]},
-        {"LabelName": "Toy", "Subcategory": [{"LabelName": "Teddy bear"}]},
-        {"LabelName": "Cart"},
-    ],
-}
 WHOLE = LocalContext()
-BOX, INSIDE, APART = (0.0, 0.0, 10.0, 10.0), (0.0, 0.0, 10.0, 9.0), (20.0, 20.0, 30.0, 30.0)
 
 
-def hierarchy(folder: Path, tree: Any = TREE) -> Path:
-    (folder / "tree.json").write_text(json.dumps(tree))
-    return folder / "tree.json"
-
-
-def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    made = {3: [("horse",), ("traffic light", "stoplight")], 4: [], 5: [("cart",)]}
+def test_constraints_are_read_from_lines(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text(
+        '{"image_id": 3, "constraints": ["horse", ["traffic light", "stoplight"]], "at_least": 1}\n\n'
+        '{"image_id": 5, "constraints": ["cart"]}\n'
+    )
     both, one = (("horse",), ("traffic light", "stoplight")), ImageConstraints((("cart",),))
-    write_constraints(tmp_path / "c.jsonl", made)
-    assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both), 5: one}
-    write_constraints(tmp_path / "c.jsonl", made, at_least=1)
     assert read_constraints(tmp_path / "c.jsonl") == {3: ImageConstraints(both, 1), 5: one}
 
 
@@ -73,64 +46,6 @@ def test_a_word_outside_the_vocabulary_is_refused() -> None:
     many = tuple((word,) for word in ("a", "cat", "mat", "on", "red", "sits", "the", "red mat", "on the"))
     with pytest.raises(UserError, match="image 8: 9 constraints need more than 256 states"):
         build_automata({8: ImageConstraints(many)}, WORDS, "c.jsonl")
-
-
-def test_overlaps_are_resolved_by_the_hierarchy(tmp_path: Path) -> None:
-    heights = read_hierarchy(hierarchy(tmp_path))
-    assert heights == {"entity": 3, "animal": 2, "mammal": 1, "dog": 0, "toy": 1, "teddy bear": 0, "cart": 0}
-    animal, dog = Detection("animal", 0.9, BOX), Detection("dog", 0.5, INSIDE)
-    assert choose_constraints([animal, dog], heights) == ["dog"], "the general class is dropped"
-    assert choose_constraints([animal, dog._replace(box=APART)], heights) == ["animal", "dog"]
-    assert choose_constraints([animal, dog._replace(box=(0.0, 0.0, 10.0, 8.4))], heights) == ["animal", "dog"]
-    assert choose_constraints([animal, dog._replace(box=(0.0, 0.0, 10.0, 8.5))], heights) == ["dog"]
-    cart = Detection("cart", 0.6, BOX)
-    assert choose_constraints([dog, cart], heights) == ["cart", "dog"], "equally high: both stay"
-    assert choose_constraints([animal, Detection("spaceship", 0.1, BOX)], heights) == ["spaceship"]
-
-
-def test_the_three_most_confident_classes_without_parts_and_people() -> None:
-    rows = [("person", 0.99), ("cart", 0.3), ("dog", 0.8), ("dog", 0.9), ("toy", 0.5), ("apple", 0.7), ("wheel", 0.9)]
-    found = [Detection(label, score, (9.0 * k, 0.0, 9.0 * k + 8, 8.0)) for k, (label, score) in enumerate(rows)]
-    assert choose_constraints(found, {}) == ["dog", "apple", "toy"]
-    assert choose_constraints(found, {}, max_constraints=1, excluded=()) == ["person"]
-    assert len(EXCLUDED) == 39
-
-
-def test_a_hierarchy_of_codes_needs_their_names(tmp_path: Path) -> None:
-    coded = {"LabelName": "/m/1", "Subcategory": [{"LabelName": "/m/2"}]}
-    with pytest.raises(UserError, match="--class-names"):
-        read_hierarchy(hierarchy(tmp_path, coded))
-    (tmp_path / "names.csv").write_text("/m/1,Animal\n/m/2,Dog\n")
-    assert read_hierarchy(hierarchy(tmp_path, coded), tmp_path / "names.csv") == {"animal": 1, "dog": 0}
-    for tree in ([1], {"Subcategory": []}):
-        with pytest.raises(UserError, match="not Open Images' JSON"):
-            read_hierarchy(hierarchy(tmp_path, tree))
-
-
-def test_the_command_writes_constraints_of_words_in_the_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [(1, "Cat", 0.5), (1, "Animal", 0.9), (2, "Mat", 0.5), (3, "Man", 0.5)]
-    content = {
-        "categories": [{"id": name, "name": name} for _, name, _ in rows],
-        "annotations": [
-            {"image_id": image, "category_id": name, "score": score, "bbox": [0, 0, 4, 6]}
-            for image, name, score in rows
-        ],
-    }
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    bundle, out = make_bundle(tmp_path / "bundle"), tmp_path / "c.jsonl"
-    command = ["constraints", "--detections", str(tmp_path / "boxes.json"), "--out", str(out)]
-    assert main([*command, "--hierarchy", str(hierarchy(tmp_path)), "--model", str(bundle)]) == 0
-    assert read_constraints(out) == {1: ImageConstraints((("cat",),)), 2: ImageConstraints((("mat",),))}
-    said = capsys.readouterr().out
-    assert "2 constraints in 2 images" in said and "left out because the model lacks their words: 1 (animal)" in said
-    assert main([*command, "--hierarchy", str(tmp_path / "boxes.json")]) == 2
-    (tmp_path / "no.txt").write_text("Mat\n")
-    assert make_constraints(tmp_path / "boxes.json", out, exclude=tmp_path / "no.txt", most=1) == 0
-    assert read_constraints(out) == {1: ImageConstraints((("animal",),)), 3: ImageConstraints((("man",),))}
-    assert main([*command, "--at-least", "1"]) == 0
-    assert read_constraints(out)[1] == ImageConstraints((("animal",), ("cat",)), 1)
 
 
 def entry_of(found: dict[int, list[RankedCaption]], automata: dict[int, Any]) -> dict[str, Any]:

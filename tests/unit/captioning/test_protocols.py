@@ -139,7 +139,7 @@ def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
         ({"ranking": 1e300}, "evaluation.ranking is 1e"),
         ({"decoding": {"min_length": 10**9}}, "protocol.decoding.min_length = 1000000000"),
         ({"decoding": {"min_length": 500}, "max_length": 20}, "min_length = 500 is above evaluation.max_length = 20"),
-        ({"decoding": {"sampling": True, "top_p": 7.0}}, "top_p is 7.0; it must be above 0 and at most 1"),
+        ({"decoding": {"sampling": True, "top_p": 7.0}}, "top_p = 7.0: input should be less than or equal to 1"),
         ({"decoding": {"unknown": 1}}, "unknown key protocol.decoding.unknown"),
         ({"language": "x" * 10**4}, "protocol.language"),
         ({"unknown": 1}, "unknown key protocol.unknown"),

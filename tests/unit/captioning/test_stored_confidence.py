@@ -15,9 +15,9 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle, read_confidences, store_results
-from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.evaluate import Options, evaluate, keep_results
+from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import storage_path

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from raycap.pipeline.cluster.start import ending_children, private_folder, protect_token
+from raycap.pipeline.cluster.start import private_folder, protect_token
 from raycap.pipeline.errors import UserError
 
 
@@ -51,21 +48,3 @@ def test_a_token_from_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("HOME", "/proc/nowhere")  # cannot be written
     protect_token()
-
-
-def test_an_interrupted_start_leaves_no_process() -> None:
-    """Neither children nor their children; those from before the block remain."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    nested = f"import subprocess, time; subprocess.Popen({sleep!r}); print('started', flush=True); time.sleep(600)"
-    earlier = subprocess.Popen(sleep)
-    try:
-        with pytest.raises(KeyboardInterrupt), ending_children():
-            later = subprocess.Popen([sys.executable, "-c", nested], stdout=subprocess.PIPE, text=True)
-            assert later.stdout is not None and later.stdout.readline() == "started\n"
-            started = [psutil.Process(later.pid), *psutil.Process(later.pid).children()]
-            raise KeyboardInterrupt
-        assert len(started) == 2 and not psutil.wait_procs(started, timeout=10)[1]
-        assert earlier.poll() is None
-    finally:
-        earlier.kill()
-        earlier.wait()

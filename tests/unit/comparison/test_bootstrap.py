@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raycap.pipeline.evaluation.comparison.bootstrap import difference_of_seeds, paired_difference
+from raycap.pipeline.evaluation.comparison.bootstrap import paired_difference
 
 
 def test_the_interval_is_the_normal_one_for_many_images() -> None:
     generator = np.random.default_rng(0)
     a, b = generator.normal(1.0, 0.5, 4000), generator.normal(0.95, 0.5, 4000)
-    difference = paired_difference(a.tolist(), b.tolist())
+    difference = paired_difference([a.tolist()], [b.tolist()])
     error = (a - b).std() / np.sqrt(len(a))
     assert difference.mean == pytest.approx((a - b).mean(), abs=1e-12)
     assert difference.low == pytest.approx(difference.mean - 1.96 * error, abs=0.1 * error)
     assert difference.high == pytest.approx(difference.mean + 1.96 * error, abs=0.1 * error)
-    assert paired_difference(a.tolist(), b.tolist()) == difference, "equal input gives an equal interval"
+    assert paired_difference([a.tolist()], [b.tolist()]) == difference, "equal input gives an equal interval"
 
 
 def test_the_interval_covers_the_true_mean_at_its_confidence() -> None:
     generator, inside = np.random.default_rng(1), 0
     for trial in range(200):
-        difference = paired_difference(generator.normal(0.1, 1, 80).tolist(), [0.0] * 80, resamples=500, seed=trial)
+        difference = paired_difference([generator.normal(0.1, 1, 80).tolist()], [[0.0] * 80], resamples=500, seed=trial)
         inside += difference.low <= 0.1 <= difference.high
     assert 0.88 <= inside / 200 <= 0.99
 
@@ -44,7 +44,7 @@ def test_the_interval_covers_the_true_difference_of_systems_with_seeds(
     for trial in range(400):
         images = generator.normal(1, 0.7, 500)
         a, b = (simulated(generator, count, seed_effects, images) for count in counts)
-        difference = difference_of_seeds(a + 0.1, b, resamples=300, seed=trial)  # type: ignore[arg-type]
+        difference = paired_difference(a + 0.1, b, resamples=300, seed=trial)  # type: ignore[arg-type]
         inside += difference.low <= 0.1 <= difference.high
     assert 0.92 <= inside / 400 <= 0.99
 
@@ -54,7 +54,7 @@ def test_seeds_of_the_same_runs_are_paired() -> None:
     generator = np.random.default_rng(3)
     runs = generator.normal(0, 0.3, (5, 1))
     a, b = (runs + generator.normal(0, 0.2, (5, 400)) for _ in range(2))
-    paired, independent = (difference_of_seeds(a, b, same_runs=same) for same in (True, False))  # type: ignore[arg-type]
+    paired, independent = (paired_difference(a, b, same_runs=same) for same in (True, False))  # type: ignore[arg-type]
     assert paired.mean == independent.mean
     assert paired.high - paired.low < 0.1 * (independent.high - independent.low)
 
@@ -62,6 +62,6 @@ def test_seeds_of_the_same_runs_are_paired() -> None:
 def test_equal_seeds_add_nothing() -> None:
     """Seeds whose scores are equal have no variance: the interval is that of one of them."""
     a, b = np.random.default_rng(5).normal(0, 1, (2, 50)).tolist()
-    one, several = paired_difference(a, b), difference_of_seeds([a] * 3, [b] * 2)
+    one, several = paired_difference([a], [b]), paired_difference([a] * 3, [b] * 2)
     assert (several.low, several.high) == (pytest.approx(one.low), pytest.approx(one.high))
-    assert difference_of_seeds([[1.0], [2.0]], [[1.0]]).mean == 0.5, "one image"
+    assert paired_difference([[1.0], [2.0]], [[1.0]]).mean == 0.5, "one image"

@@ -12,9 +12,8 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.jobs.config import config_schema
-from raycap.pipeline.config.load import load_config, parse_config, shown_values
+from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.variables import expand_variables, variable_names
 from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
 
@@ -39,17 +38,6 @@ def test_the_output_is_the_configuration(tmp_path: Path, capsys: pytest.CaptureF
         assert ("max_wait_minutes" in values["workers"]) == (not option)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_changes_are_a_file_of_the_same_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in variable_names("".join(file.read_text() for file in own(CONFIGS.rglob("*.yaml")))):
-        monkeypatch.setenv(name, "/data")
-    config = load_config(path)
-    changes = shown_values(config, only_changes=True)
-    assert parse_config(expand_variables(changes)) == config
-    assert "retrain" not in changes or path.stem.startswith("retrain")
-    assert "max_pixels" not in changes["data"]
-
-
 def test_no_secret_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,11 +53,6 @@ def problems(values: Any) -> list[str]:
     """What an editor marks in the plain values of a file."""
     validator = jsonschema.Draft202012Validator(config_schema())
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(values)]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_an_editor_accepts_the_shipped_files(path: Path) -> None:
-    assert not problems(yaml.safe_load(path.read_text()))
 
 
 def test_an_editor_marks_mistakes(tmp_path: Path) -> None:
@@ -95,12 +78,3 @@ def test_docstrings_of_the_code_are_descriptions(capsys: pytest.CaptureFixture[s
     assert slots["description"].startswith("Learned keys and values"), "a dataclass has docstrings, too"
     assert schema["$defs"]["BackboneConfig"]["description"].startswith("A timm model")
     assert schema["properties"].keys() == {"extends", *RunConfig.model_fields}
-
-
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["config"], "give its YAML file, or --schema"),
-        (["config", "demo", "--set", "sede=1"], "unknown key sede: did you mean seed?"),
-    ):
-        assert main(words) == 2
-        assert said in capsys.readouterr().err

@@ -15,8 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 from pydantic import BaseModel
 
-from raycap.models.config import MODEL_CONFIGS
-from raycap.models.values import read_number
+from raycap.models.config import MODEL_CONFIGS, read_number
 from raycap.pipeline.config.load import load_config, parse_config, set_value
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError

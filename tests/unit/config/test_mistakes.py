@@ -15,6 +15,12 @@ MISTAKES = [
     ("model={name: meshed_memory, num_memory_slots: many}", "model.num_memory_slots = 'many'"),
     ("model.num_heads=3", "model.d_model = 128 does not divide by model.num_heads = 3"),
     ("model.d_model=1000000", "model.d_model = 1000000: input should be less than or equal to 131072"),
+    ("model.dropout=1", "model.dropout = 1: input should be less than 1"),
+    (
+        "evaluation.decoding={min_length: 1}",
+        "decoding.min_length = 1: input should be greater than or equal to 2",
+    ),
+    ("evaluation.decoding={sampling: true, beam_groups: 2}", "beam_groups is 2; set one of them only"),
     ("model.d_model=true", "model.d_model = True: input should be a valid integer"),
     ("workers.num_workers=21", "batch_size = 20 is below 21 workers x 1 accumulated"),
     ("workers={gpus_per_worker: 0.5, num_workers: 2}", "gives two of 2 workers the same GPU"),

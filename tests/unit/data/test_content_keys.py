@@ -13,7 +13,7 @@ import pytest
 
 from raycap.pipeline.data.content_keys import MANIFEST, HashedFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.data.image_locations import ImageLocation, read_image_file
+from raycap.pipeline.data.images import ImageLocation, read_image_file
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageOptions
 from raycap.pipeline.storage.tables import read_cache
@@ -89,7 +89,7 @@ def any_uris(root: Path, rng: np.random.Generator) -> list[str]:
 
 def test_snapshots_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files change between the snapshots, and so do the images."""
-    monkeypatch.setattr("raycap.pipeline.data.image_locations.MAX_BYTES", 4)
+    monkeypatch.setattr("raycap.pipeline.data.images.MAX_BYTES", 4)
     monkeypatch.setattr("raycap.pipeline.data.content_keys._FILES_PER_TASK", 8)
     rng, stored, path = np.random.default_rng(0), Stored(), tmp_path / "manifest.parquet"
     root = tmp_path / "images"

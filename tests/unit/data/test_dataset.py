@@ -20,7 +20,7 @@ from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.data.reading import build_vocabulary, longest_caption, read_dataset
 from raycap.pipeline.data.vocabulary import SPECIALS, Vocabulary
-from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import OutageError, StorageError
 from tests.conftest import write_karpathy
@@ -137,16 +137,6 @@ def test_vocabulary_is_sorted_with_its_specials(tmp_path: Path) -> None:
         build_vocabulary(read_dataset(section(root), root), section(root, min_count=99))
 
 
-def test_the_images_of_a_folder_are_found_by_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = Bucket([f"a/{number}.png" for number in range(300)] + [f"a/b/{number}.png" for number in range(300)])
-    bucket.install(monkeypatch)
-    uris = [*bucket.objects, "s3://bucket/a/none.png"]
-    columns = [range(601), ["train"] * 601, uris, [["a"]] * 601, pa.nulls(601, pa.string())]
-    _, unreadable = take_snapshot(Dataset(pa.table(columns, schema=SCHEMA)), tmp_path / "manifest.parquet")
-    assert list(unreadable) == ["s3://bucket/a/none.png"]
-    assert len(bucket.listed) == 600 and not bucket.asked
-
-
 def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do missing rights. They end the command. An archived object is taken out."""
     bucket = Bucket(["x.png", "y.png"])
@@ -233,30 +223,3 @@ def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.Mo
         broken = [*with_cat[:-1], ["..."]]
         with pytest.raises(UserError, match=rf"image /{size - 1}\.png \(id {size - 1}\) has no caption with a word"):
             dataset.with_column("captions", pa.array(broken, pa.list_(pa.string()))).with_words()
-
-
-def test_the_content_of_a_saved_data_set_is_checked_once_per_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
-    path, dataset = tmp_path / "data.arrow", random_dataset(np.random.default_rng(2), 100)
-    dataset.save(path)
-    checked: list[str] = []
-    parse = Dataset.parse.__func__  # type: ignore[attr-defined]
-
-    def noted(cls: type[Dataset], content: pa.NativeFile, name: str) -> Dataset:
-        checked.append(name)
-        found: Dataset = parse(cls, content, name)
-        return found
-
-    monkeypatch.setattr(Dataset, "parse", classmethod(noted))
-    for _ in range(2):
-        assert Dataset.load(path).table.equals(dataset.table)
-    assert checked == [str(path)]
-    data = path.read_bytes()
-    place = data.index(b"two dogs run")
-    path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
-    for _ in range(2):
-        with pytest.raises(DamagedError, match=r"data.arrow is damaged: .*UTF"):
-            Dataset.load(path)
-    assert len(checked) == 3, "what is damaged is not remembered as whole"

@@ -17,8 +17,16 @@ from PIL import EpsImagePlugin, Image, features
 
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data import images
-from raycap.pipeline.data.image_locations import UNREADABLE, read_image_file
-from raycap.pipeline.data.images import FORMATS, MAX_SIDE, MAX_WEBP_SHARE, BadImage, decode_batch, decode_image
+from raycap.pipeline.data.images import (
+    FORMATS,
+    MAX_SIDE,
+    MAX_WEBP_SHARE,
+    UNREADABLE,
+    BadImage,
+    decode_batch,
+    decode_image,
+    read_image_file,
+)
 from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
 
@@ -128,10 +136,10 @@ def test_a_strip_has_the_colors_of_the_whole_image(monkeypatch: pytest.MonkeyPat
     ("mode", "name", "options"),
     [
         ("I;16", "PNG", {"compress_level": 1}),
-        ("RGBA", "PNG", {"compress_level": 1}),
-        ("RGBA", "TIFF", {"compression": "tiff_lzw"}),
-        ("RGBA", "WEBP", {"lossless": True, "method": 0}),
-        ("RGB", "AVIF", {"speed": 10}),
+        pytest.param("RGBA", "PNG", {"compress_level": 1}, marks=pytest.mark.proof),
+        pytest.param("RGBA", "TIFF", {"compression": "tiff_lzw"}, marks=pytest.mark.proof),
+        pytest.param("RGBA", "WEBP", {"lossless": True, "method": 0}, marks=pytest.mark.proof),
+        pytest.param("RGB", "AVIF", {"speed": 10}, marks=pytest.mark.proof),
     ],
 )
 def test_the_largest_image_of_a_format_needs_a_small_multiple_of_its_size(
@@ -222,7 +230,7 @@ def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch
     assert done.stdout.splitlines() == reasons, done.stderr
 
     (tmp_path / "large.png").write_bytes(bytes(101))
-    monkeypatch.setattr("raycap.pipeline.data.image_locations.MAX_BYTES", 100)
+    monkeypatch.setattr("raycap.pipeline.data.images.MAX_BYTES", 100)
     with pytest.raises(OSError, match="larger than 100 bytes"):
         read_image_file(StoragePath(str(tmp_path / "large.png")))
     batch = {"uri": np.array([str(tmp_path / "large.png")]), "key": np.array(["key"])}

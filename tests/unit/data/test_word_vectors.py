@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model, cost
 from raycap.models.config import (
     ClustFormerConfig,
     ExpansionNetConfig,
@@ -19,7 +19,6 @@ from raycap.models.config import (
 )
 from raycap.models.decoding.search import beam_search
 from raycap.models.layers import TiedOutput, WordVectors, fill_word_vectors
-from raycap.models.registry import build_model, cost
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.reading import build_vocabulary, read_dataset

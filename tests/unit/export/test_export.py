@@ -35,6 +35,7 @@ from tests.support.exports import (
 )
 
 NUM_IMAGES = 18
+QUICK = ("expansionnet", "transformer", "clustformer")  # `make proof` exports the others
 
 
 def captions_of(folder: Path, name: str, batch_size: int, **search: Any) -> tuple[list[Caption], Features]:
@@ -57,7 +58,9 @@ def assert_equal(ours: list[Caption], theirs: list[Caption]) -> None:
     np.testing.assert_allclose([each.log_prob for each in ours], [each.log_prob for each in theirs], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name not in QUICK)) for name in SYSTEMS]
+)
 def test_graphs_and_captions_are_those_of_the_model(name: str, exported: Export) -> None:
     folder, differences = exported(name)
     assert 0 <= differences.memory < 1e-4 and 0 <= differences.log_probs < 1e-4
@@ -115,6 +118,7 @@ def test_programs_of_torch(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(first), encoder(images)[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.proof
 def test_float16(tmp_path: Path) -> None:
     """Stated in docs/export.md: captions may differ. The tolerance is that of numbers near 1 in float16."""
     bundle = make_captioner_bundle("expansionnet")
@@ -128,6 +132,7 @@ def test_float16(tmp_path: Path) -> None:
     assert {onnx.TensorProto.FLOAT16} == {each.data_type for each in graph.initializer if each.name.endswith("weight")}
 
 
+@pytest.mark.proof
 def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,10 +14,9 @@ from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data import images as images_module
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import decode_batch, decode_image
+from raycap.pipeline.data.images import decode_batch, decode_image, read_image_file
 from raycap.pipeline.features.extraction import plan_extraction, with_views
-from raycap.pipeline.features.model_inputs import AugmentedImages, Images
+from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import QUARANTINE, FeatureStore, write_quarantine
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import read_cache
@@ -80,9 +79,9 @@ def batches_of(folder: Any, images: Images, *, rank: int = 0, world_size: int = 
 def test_every_epoch_reads_one_stored_view_of_each_image(run: Any) -> None:
     """The view depends on seed, epoch and image, and not on the number of workers or on earlier batches."""
     folder, store = run
-    train, arguments = folder.dataset.split("train"), (None, 10**6, 1)
+    train = folder.dataset.split("train")
     features = FeatureStore(store)
-    images = AugmentedImages(VIEWS, train, features, *arguments)
+    images = Images(train, features, 10**6, 1, views=VIEWS)
     batches = batches_of(folder, images)
     stored = features.gather_at(features.locate(with_views(train, folder.config).table["key"]))
     stored = stored.reshape(len(train), VIEWS.count, *stored.shape[1:])
@@ -104,14 +103,14 @@ def test_every_epoch_reads_one_stored_view_of_each_image(run: Any) -> None:
 def test_images_on_the_fly_are_augmented_by_the_same_seeds(run: Any) -> None:
     folder, _ = run
     train = folder.dataset.split("train")
-    images = AugmentedImages(VIEWS, train, None, ImageTransform(32), 10**6, 2)
+    images = Images(train, ImageTransform(32), 10**6, 2, views=VIEWS)
     (batch,) = batches_of(folder, images).at(3)
     rows, epochs = batch.images.numpy(), (np.arange(8) + 24) // len(train)
     assert torch.equal(batch.features.tokens, images.load(rows, view_seeds(rows, epochs, 5)).tokens)
     for row, seed, pixels in zip(rows, view_seeds(rows, epochs, 5), batch.features.tokens, strict=True):
         image = decode_image(Path(train.column("uri")[row]).read_bytes(), 10**6)
         assert np.array_equal(pixels, augmented(image, VIEWS.augmentation, int(seed), ImageTransform(32).resize))
-    plain = Images(train, None, ImageTransform(32), 10**6, 2).load(rows).tokens
+    plain = Images(train, ImageTransform(32), 10**6, 2).load(rows).tokens
     assert not torch.equal(batch.features.tokens, plain)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.jobs.runs.contents import Content, read_contents
-from raycap.jobs.runs.prune import Removal, plan_removals, remove
+from raycap.jobs.runs import Content, Removal, plan_removals, read_contents, remove
 from raycap.pipeline.runs.folder import try_lock
 from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -28,6 +27,11 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> FakeStorage:
     return FakeStorage(
         StoragePath(f"s3://data/inventory/{tmp_path.name}", StorageOptions(request.getfixturevalue("s3")))
     )
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> FakeStorage:
+    return FakeStorage(storage_path(tmp_path / "results"))
 
 
 @pytest.fixture
@@ -118,30 +122,27 @@ def test_a_run_in_progress(storage: FakeStorage, wait: Wait) -> None:
         ("COMPLETE.json", b'{"scores": {"val_CIDEr-D": "x", "test_CIDEr-D": NaN}}', "damaged"),
     ],
 )
-def test_a_damaged_run_is_named_and_kept(
-    storage: FakeStorage, wait: Wait, name: str, content: bytes, state: str
-) -> None:
-    storage.run("demo-1", step=False)
-    storage.write(f"runs/demo-1/{name}", content)
-    storage.features("f1", "of no run")
+def test_a_damaged_run_is_named_and_kept(local: FakeStorage, wait: Wait, name: str, content: bytes, state: str) -> None:
+    local.run("demo-1", step=False)
+    local.write(f"runs/demo-1/{name}", content)
+    local.features("f1", "of no run")
     wait(100)
-    run = run_of(storage)
-    assert run.state == state and (run.detail != "") is (state != "complete")
-    if state != "complete":
-        assert not plan(storage) and "runs/demo-1 is" in kept(storage)[0]
+    run = run_of(local)
+    assert run.state == state and run.detail
+    assert not plan(local) and "runs/demo-1 is" in kept(local)[0]
 
 
-def test_foreign_files_are_never_touched(storage: FakeStorage, wait: Wait) -> None:
+def test_foreign_files_are_never_touched(local: FakeStorage, wait: Wait) -> None:
     for name in ("runs/notes.txt", "runs/other/photo.jpg", "runs/mine/config.yaml", "runs/mine/thesis.tex", "x/y"):
-        storage.write(name, b"1")
-    storage.write("models/readme", b"1")
-    storage.write("retrain/x/y/z", b"1")
-    storage.write("searches/a/trials/1.txt", b"1")
-    storage.write("features/mine/1.npy", b"1")
+        local.write(name, b"1")
+    local.write("models/readme", b"1")
+    local.write("retrain/x/y/z", b"1")
+    local.write("searches/a/trials/1.txt", b"1")
+    local.write("features/mine/1.npy", b"1")
     wait(100)
-    found = read_contents(storage.place)["runs"]
+    found = read_contents(local.place)["runs"]
     assert {run.name: run.state for run in found} == {"mine": "foreign", "other": "foreign"}
-    assert plan(storage) == []
+    assert plan(local) == []
 
 
 def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
@@ -182,30 +183,30 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
 
 
 @pytest.mark.parametrize("damage", ["trial", "champion", "no digests"])
-def test_what_is_not_known_is_kept(storage: FakeStorage, wait: Wait, damage: str) -> None:
-    storage.run("demo-1", 1, complete=False)
-    storage.features("f1", "of no run")
+def test_what_is_not_known_is_kept(local: FakeStorage, wait: Wait, damage: str) -> None:
+    local.run("demo-1", 1, complete=False)
+    local.features("f1", "of no run")
     if damage == "trial":
-        storage.write("searches/s/trials/00001.json", b"{")
+        local.write("searches/s/trials/00001.json", b"{")
     elif damage == "champion":
-        storage.write("retrain/demo/champion.json", b"{")
+        local.write("retrain/demo/champion.json", b"{")
     else:
-        (storage.place / "runs/demo-1/init/digests.json").delete()
+        (local.place / "runs/demo-1/init/digests.json").delete()
     wait(40)
-    found = plan(storage)
-    assert kept(storage) and ("runs/demo-1" in names(found)) is (damage == "no digests")
+    found = plan(local)
+    assert kept(local) and ("runs/demo-1" in names(found)) is (damage == "no digests")
     assert ("features/f1" in names(found)) is (damage != "no digests")
 
 
-def test_a_retraining_in_progress_keeps_runs_and_features(storage: FakeStorage, wait: Wait) -> None:
-    storage.run("demo-1", 1, complete=False)
-    storage.features("f1", "of no run")
+def test_a_retraining_in_progress_keeps_runs_and_features(local: FakeStorage, wait: Wait) -> None:
+    local.run("demo-1", 1, complete=False)
+    local.features("f1", "of no run")
     wait(40)
-    lease = take_lease(storage.place / "retrain/demo/lease.json", 30)
+    lease = take_lease(local.place / "retrain/demo/lease.json", 30)
     assert isinstance(lease, Lease)
     with lease:
-        assert not plan(storage) and len(kept(storage)) == 2
-    assert set(names(plan(storage))) == {"runs/demo-1", "features/f1"}
+        assert not plan(local) and len(kept(local)) == 2
+    assert set(names(plan(local))) == {"runs/demo-1", "features/f1"}
 
 
 def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,7 @@ def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytes
     found = plan(storage)
     assert len(found) == 3
     with monkeypatch.context() as patch:
-        patch.setattr("raycap.jobs.runs.prune.shutil.rmtree", die)
+        patch.setattr("raycap.jobs.runs.shutil.rmtree", die)
         for removal in found:
             with pytest.raises(Killed):
                 remove(storage.place, removal)
@@ -241,8 +242,8 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
 ) -> None:
     """What remains is an unfinished run, or a store without the rows of missing shards; the next removal ends it."""
     delete = StoragePath.delete
-    for kind in ("run", "features", "checkpoint"):
-        for count in range(1, 20):
+    for kind, counts in (("run", (1, 5)), ("features", (2, 5)), ("checkpoint", (1,))):
+        for count in counts:
             storage = FakeStorage(StoragePath(f"s3://data/killed/{tmp_path.name}-{kind}-{count}", StorageOptions(s3)))
             storage.run("demo-1", step=kind == "checkpoint")
             if kind == "run":
@@ -259,13 +260,9 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
 
             wait(40)
             (removal,) = plan(storage)
-            try:
-                with monkeypatch.context() as patch:
-                    patch.setattr(StoragePath, "delete", dying)
-                    assert remove(storage.place, removal)
-                    break
-            except Killed:
-                pass
+            with monkeypatch.context() as patch, pytest.raises(Killed):
+                patch.setattr(StoragePath, "delete", dying)
+                remove(storage.place, removal)
             remaining = {name for name in storage.names() if name.startswith(f"{removal.name}/")}
             if kind == "run":
                 assert run_of(storage, "demo-2").state in ("interrupted", "unprepared")
@@ -282,9 +279,6 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
                 remove_all(storage)
                 assert not any(name.startswith(f"{removal.name}/") for name in storage.names())
             wait(-40)
-        else:
-            pytest.fail("the removal did not end")
-        wait(-40)
 
 
 def test_links_are_not_followed(tmp_path: Path, wait: Wait) -> None:

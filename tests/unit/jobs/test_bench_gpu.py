@@ -36,6 +36,7 @@ def rehearse(out: Path, parts: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
+@pytest.mark.proof
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     output = rehearse(tmp_path, "training,extraction,decoding")
     rows = json.loads((tmp_path / "rows.json").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.evaluation.results_folder import ResultsFolder
+from raycap.pipeline.evaluation.reports.report import ResultsFolder
 from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from tests.conftest import small_config

@@ -96,14 +96,12 @@ def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captione
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "is empty; give a folder of images and captions"),
+        ({}, "has 0 images and no captions"),
         ({"a.jpg": b"x", "b/c.png": b"x"}, "has 2 images and no captions; add an annotation file"),
-        ({"notes.md": b"x"}, "has neither images nor annotations"),
         ({"dataset.json": b"{"}, "is not valid JSON"),
-        ({"a.tar": b"x" * 600}, "is not a whole tar archive"),
         ({"part.parquet": b"x" * 600}, "is not a readable Parquet file"),
         ({"a.csv": b"image,caption\nx.jpg,a cat\n"}, "names images such as x.jpg, which are not below"),
-        ({"a.csv": b"image,caption\nx.jpg,\n", "x.jpg": b"x"}, "has 1 images and no captions (table (.csv)); add some"),
+        ({"a.csv": b"image,caption\nx.jpg,\n", "x.jpg": b"x"}, "the 1 images have no captions (table (.csv))"),
         ({"a.csv": b"image,caption\nx.jpg,a cat\n", "x.jpg": b"x"}, "are too few to divide"),
     ],
 )

@@ -123,12 +123,6 @@ def test_the_worst_member_continues_from_the_best(pbt_search: Search, tmp_path: 
     assert not driver.report(1, 3.5, 1.2) and driver.copies(1) == 1, "nothing happens between the intervals"
 
 
-def test_equal_members_do_not_replace_each_other(pbt_search: Search, tmp_path: Path) -> None:
-    driver = started(pbt_search, tmp_path)
-    assert not any(driver.report(number, 1.0, 0.5) for number in (1, 2, 3, 4))
-    assert not driver.report(1, 2.0, float("nan")), "a score that is not a number is not compared"
-
-
 def test_waiting_members_take_turns(pbt_search: Search, tmp_path: Path) -> None:
     """Two slots for four members: at each interval the reporting one makes room for the one with the fewest epochs."""
     records = members(pbt_search)

@@ -19,7 +19,7 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.comparison.bootstrap import compare, difference_of_seeds
+from raycap.pipeline.evaluation.comparison.bootstrap import compare, paired_difference
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.scores.metrics import MetricScores, Score
@@ -111,7 +111,7 @@ def test_systems_are_compared_over_images_and_seeds(log_lines: list[str]) -> Non
     generator, images = np.random.default_rng(0), range(30)
     ours, theirs = generator.normal(1, 0.2, (3, 30)), generator.normal(0.8, 0.2, (2, 30))
     sides = [[result(scores, images) for scores in side] for side in (ours, theirs)]
-    assert compare(*sides) == {"CIDEr-D": difference_of_seeds(ours.tolist(), theirs.tolist())}
+    assert compare(*sides) == {"CIDEr-D": paired_difference(ours.tolist(), theirs.tolist())}
     assert "difference by image and seed" in log_lines[0] and " ± " in log_lines[1]
     with pytest.raises(JobFailedError, match="some images could be read for one model and not for another"):
         compare(sides[0], [result(theirs[0], range(1, 31))])

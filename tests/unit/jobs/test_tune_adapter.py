@@ -18,7 +18,7 @@ from ray.tune.experiment import Trial
 from raycap.jobs.tune import adapter as module
 from raycap.jobs.tune.adapter import TuneAdapter
 from raycap.jobs.tune.command import _lease
-from raycap.pipeline.cluster.capacity import ClusterStatus, WaitedTooLongError
+from raycap.pipeline.cluster.capacity import ClusterStatus
 from raycap.pipeline.cluster.stalls import StalledError
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runs.folder import JOURNAL
@@ -68,16 +68,6 @@ def test_a_search_asks_a_cluster_for_a_process_per_trial(tmp_path: Path) -> None
     assert assigned(adapter, names[3])["number"] == 4
     end(adapter, names[3])
     assert adapter.request("last") is None, "the search is over"
-
-
-def test_budget_concurrent_limits_the_requests(tmp_path: Path) -> None:
-    adapter = adapter_of(tmp_path, budget={"trials": 4, "concurrent": 2})
-    names = requests(adapter)
-    assert len(names) == 2
-    assigned(adapter, names[0])
-    assert not requests(adapter), "one runs and one waits"
-    end(adapter, names[0])
-    assert len(requests(adapter)) == 1
 
 
 def test_a_lost_node(tmp_path: Path) -> None:
@@ -154,23 +144,6 @@ def test_an_error_is_read_as_text(
     text = module._error_of(trial)
     assert module._is_node_lost(text) is is_lost and module._failure_reason(text).startswith(reason)
     assert trial.get_pickled_error() is None and not (tmp_path / "ran").exists()
-
-
-def test_a_search_without_any_node_does_not_wait_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    status = ClusterStatus(nodes=[], used=0, pending=[{"CPU": 1.0}] * 4, num_starting=1)
-    monkeypatch.setattr(module, "cluster_status", lambda: status)
-    adapter, now = adapter_of(tmp_path), module.time.monotonic()
-    requests(adapter)
-    monkeypatch.setattr(module.time, "monotonic", lambda: now + 40)
-    adapter.on_step()
-    adapter.on_step()
-    (line,) = [line for line in log_lines if "waiting" in line]
-    assert "no trial runs, 4 wait for nodes; no node has CPUs; 1 more starting; pending: 4 x (1 CPU)" in line
-    monkeypatch.setattr(module.time, "monotonic", lambda: now + 60 * 31)
-    with pytest.raises(WaitedTooLongError, match=r"workers.max_wait_minutes \(30 min\).*the same command continues"):
-        adapter.on_step()
 
 
 @pytest.fixture

@@ -46,18 +46,6 @@ def backbone_of(search: Search) -> tuple[Backbone, list[str]]:
     return backbone, messages
 
 
-def test_the_base_backbone_is_the_same_for_every_seed(tmp_path: Path) -> None:
-    search = small_search(tmp_path)
-    backbone, _ = backbone_of(search)
-    run = prepare(search.base)
-    initial = load_file(run.path / "init" / "backbone.safetensors")
-    assert torch.equal(
-        initial["swin.layers.0.blocks.0.mlp.fc1.weight"], backbone.swin.layers[0].blocks[0].mlp.fc1.weight
-    )
-    again, _ = backbone_of(search)
-    assert torch.equal(again.swin.norm.weight, backbone.swin.norm.weight)
-
-
 def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only if every stage that trains it has ended; otherwise a stand-in is trained."""
     search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})

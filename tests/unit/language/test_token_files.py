@@ -11,8 +11,7 @@ import pytest
 
 from raycap.pipeline.data.vocabulary import DTYPES, TokenFiles, write_tokens
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.storage.digests import DIGESTS
-from tests.support.damage import cut, empty, flip_any, replace_by_garbage
+from tests.support.damage import cut, empty, replace_by_garbage
 
 Ids = list[list[list[int]]]
 
@@ -39,11 +38,11 @@ def test_files_have_what_was_written(tmp_path: Path) -> None:
             assert read_ids(files) == ids and files.num_images == num_images
             assert {name: str(getattr(files, name).dtype) for name in DTYPES} == DTYPES
             assert all(isinstance(getattr(files, name), np.memmap) for name in DTYPES)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f"{name}.npy" for name in DTYPES), DIGESTS])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.npy" for name in DTYPES)
 
 
-@pytest.mark.parametrize("name", [*(f"{name}.npy" for name in DTYPES), DIGESTS])
-@pytest.mark.parametrize("damage", [cut, empty, flip_any, replace_by_garbage, Path.unlink])
+@pytest.mark.parametrize("name", [f"{name}.npy" for name in DTYPES])
+@pytest.mark.parametrize("damage", [cut, empty, replace_by_garbage, Path.unlink])
 def test_a_damaged_file_is_refused_and_can_be_written_again(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from raycap.models.base import Cache, CaptionModel, Features, Memory
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.explain import attribution
 from raycap.models.explain.attribution import integrated_gradients
-from raycap.models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import (
     Backbone,
@@ -13,7 +13,6 @@ from raycap.models.encoders.backbone import (
     load_tensors,
     prepare_to_compile,
 )
-from raycap.models.registry import build_model
 from tests.support.models import (
     SMALL_SWIN,
 )
@@ -29,6 +28,7 @@ def test_the_grid_is_what_the_backbone_gives() -> None:
         assert backbone.num_tokens == backbone.grid[0] * backbone.grid[1]
 
 
+@pytest.mark.proof
 @torch._dynamo.config.patch(recompile_limit=2)  # monkeypatch would delete it afterwards
 def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles only few forms of a piece of code: here two."""

@@ -20,17 +20,15 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import (
     Backbone,
-    backbone_macs,
     image_transform,
     set_drop_path,
     with_one_block_per_stage,
 )
 from raycap.models.encoders.transform import ImageTransform
-from raycap.models.registry import build_model
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.storage.weights import export_backbone, save_weights
 from tests.support.backbones import FAMILIES
@@ -271,7 +269,6 @@ def test_a_timm_checkpoint_with_a_classifier_is_loaded_at_another_size(family: s
         ({"name": "../vit"}, "expected a timm name"),
         ({"name": "vit_base_patch16_clip_224.nobody"}, "whose tag timm does not know; known: .*openai"),
         ({"name": "crossvit_9_240", "image_size": 240}, "gives neither a grid nor a sequence"),
-        ({"name": "sequencer2d_s", "image_size": 224}, "recurrent layers"),
         ({"name": "pit_ti_224", "image_size": 224}, "1 tokens per image, and these form no square grid"),
         ({"name": "vit_tiny_patch16_224", "image_size": 40}, "must be a multiple of the patches' 16 px"),
         ({"name": "vit_tiny_patch16_224", "image_size": 48, "pool": 2}, "does not divide the grid of 3 x 3"),
@@ -300,14 +297,10 @@ def test_a_thin_backbone_has_one_block_per_stage(family: str) -> None:
 
 def test_macs_are_those_of_the_literature() -> None:
     """timm's published GMACs count attention's products for these models, and no element-wise work."""
-    published = {
-        "vit_base_patch16_224": 17.58,
-        "resnet50": 4.11,
-        "convnext_base": 15.38,
-        "swin_tiny_patch4_window7_224": 4.51,
-    }
-    for name, expected in published.items():
-        assert backbone_macs(BackboneConfig(name, image_size=224)) / 1e9 == pytest.approx(expected, rel=0.01), name
+    for name, expected in (("resnet50", 4.11), ("swin_tiny_patch4_window7_224", 4.51)):
+        with torch.device("meta"):
+            backbone = Backbone(BackboneConfig(name, image_size=224), with_weights=False)
+        assert backbone.macs() / 1e9 == pytest.approx(expected, rel=0.01), name
 
 
 def test_different_features_have_different_settings() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from raycap.models.decoding.search import Beams, Captions, Decoder, sample, search
 from raycap.models.dropout import CaptionMasks, Dropout, PrefixMasks, new_masks
-from raycap.models.encoder_decoder import EncoderDecoder
-from raycap.models.registry import build_model
+from raycap.models.layers import EncoderDecoder
 from tests.support.models import SIZES
 
 LENGTH, SAMPLES = 9, 4
@@ -28,7 +28,6 @@ CONFIGS: dict[str, ModelConfig] = {
     "meshed_memory": MeshedMemoryConfig(**SMALL),  # type: ignore[arg-type]
     "clustformer": ClustFormerConfig(**SMALL, decoder_clusters="none"),  # type: ignore[arg-type]
     "conditional": ClustFormerConfig(**SMALL, stacking="conditional"),  # type: ignore[arg-type]
-    "literal": ClustFormerConfig(**SMALL, attention="literal"),  # type: ignore[arg-type]
     "on_attention": MeshedMemoryConfig(**SMALL, attention="on_attention", gates="softmax"),  # type: ignore[arg-type]
 }
 MASK_TOKEN = {

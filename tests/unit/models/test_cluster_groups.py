@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from raycap.models.base import Features
+from raycap.models.captioner import build_model
 from raycap.models.clustformer import ClustFormer
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.explain.cluster_groups import find_clusters, grid_groups, sequence_groups
-from raycap.models.registry import build_model
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 3, "num_decoder_layers": 2}

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
 from raycap.models.decoding.search import ScoreRules
-from raycap.models.registry import build_model
 from tests.support.models import (
     every_caption,
     features_for,

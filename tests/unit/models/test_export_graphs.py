@@ -12,7 +12,7 @@ from raycap.models.base import CaptionModel, Features
 from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
-from raycap.models.encoder_decoder import cross_bias
+from raycap.models.layers import cross_bias
 from tests.support.exports import REGIONS, SIZES, SYSTEMS, make_captioner
 from tests.support.models import exact
 
@@ -24,7 +24,7 @@ FORMS: dict[str, ModelConfig] = {
     "padding attended": MeshedMemoryConfig(**SIZES, attended_regions=9, attention="on_attention"),
     "one to one": MeshedMemoryConfig(**SIZES | {"num_encoder_layers": 2}, connection="one_to_one", gates="softmax"),
     "regions in a grid": ClustFormerConfig(**SIZES, **REGIONS),
-    "conditional stacking": ClustFormerConfig(**SIZES, **REGIONS, stacking="conditional", attention="renormalized"),
+    "conditional stacking": ClustFormerConfig(**SIZES, **REGIONS, stacking="conditional"),
     "fixed window": ClustFormerConfig(**SIZES, **REGIONS, window=2),
     "some layers": ClustFormerConfig(**SIZES, **REGIONS, encoder_clusters="1d", clustered_decoder_layers=(2,)),
 }  # fmt: skip

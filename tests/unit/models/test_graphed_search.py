@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.captioner import build_model
 from raycap.models.config import MODEL_CONFIGS
 from raycap.models.decoding import graphed_search
 from raycap.models.decoding.graphed_search import GraphedSearch, SearchGraph
 from raycap.models.decoding.search import BEAM_TENSORS, Beams, Captions, ScoreRules, beam_search
-from raycap.models.registry import build_model
 from tests.support.models import SIZES
 from tests.support.models import one_thread as one_thread
 from tests.support.operations import counted

@@ -32,19 +32,10 @@ def test_attention_of_few_queries_is_torchs(precision: torch.dtype, queries: int
     ("config", "changes", "key"),
     [
         (ExpansionNetConfig, {"num_heads": 7}, "model.num_heads"),
-        (ExpansionNetConfig, {"static_expansion": (4, 0)}, "model.static_expansion"),
-        (ExpansionNetConfig, {"dynamic_expansion": 0}, "model.dynamic_expansion"),
         (ExpansionNetConfig, {"encoder_dynamic_expansion": 4}, "model.encoder_dynamic_expansion"),
-        (ExpansionNetConfig, {"dropout": 1.0}, "model.dropout"),
-        (ExpansionNetConfig, {"name": "expansionet"}, "model.name"),
-        (MeshedMemoryConfig, {"num_memory_slots": -1}, "model.num_memory_slots"),
-        (MeshedMemoryConfig, {"connection": "some"}, "model.connection"),
         (MeshedMemoryConfig, {"connection": "one_to_one", "num_encoder_layers": 2}, "model.connection"),
         (ClustFormerConfig, {"inputs": "regions"}, "model.sampling"),
         (ClustFormerConfig, {"clustered_decoder_layers": (2, 2)}, "model.clustered_decoder_layers"),
-        (ClustFormerConfig, {"grid": (0, 3)}, "model.grid"),
-        (ClustFormerConfig, {"window": -1}, "model.window"),
-        (ClustFormerConfig, {"input_dropout": 1.0}, "model.input_dropout"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(config: Any, changes: dict[str, Any], key: str) -> None:

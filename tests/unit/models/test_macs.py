@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.captioner import TABLE_6_SIZES, build_model, cost
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.decoding.search import beam_search
 from raycap.models.expansionnet import ExpansionNet
-from raycap.models.registry import TABLE_6_SIZES, build_model, cost
 from raycap.pipeline.evaluation.comparison.published import ablation
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.models.base import Features
+from raycap.models.captioner import build_model
 from raycap.models.config import MeshedMemoryConfig, ModelSizes
 from raycap.models.dropout import Dropout
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import sinusoids
 from raycap.models.meshed_memory import MeshedMemoryTransformer
-from raycap.models.registry import build_model
 from tests.support.models import (
     SIZES,
     exact,

@@ -21,6 +21,7 @@ from PIL import Image
 from raycap.pipeline.evaluation.confidence import measure_quality
 from raycap.pipeline.evaluation.reports import page as report
 from raycap.pipeline.evaluation.reports.page import (
+    LayerColors,
     Report,
     ReportImage,
     ReportStage,
@@ -29,7 +30,6 @@ from raycap.pipeline.evaluation.reports.page import (
     curve,
     write_report,
 )
-from raycap.pipeline.evaluation.reports.pictures import LayerColors
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\" 'single' {{ 7 * 7 }} SCRIPT_DIGEST"
@@ -100,7 +100,7 @@ def test_page_holds_scores_curves_pictures_and_metadata(tmp_path: Path) -> None:
     text = " ".join(" ".join(reader.text).split())
     for expected in ("A run", "demo-1234", "Karpathy test, beam 5", "45.6", "140.4", "not comparable: other data"):
         assert expected in text
-    for expected in ("xe_frozen", "caption 2", "reference 2", "CIDEr-D 1.40", "abc", "2 pictures, mean 0.800"):
+    for expected in ("xe_frozen", "caption 2", "reference 2", "CIDEr-D 1.40", "abc"):
         assert expected in text
     assert html.startswith("<!DOCTYPE html>")
     assert [card["data-id"] for card in reader.all("li", "card")] == ["1", "2"]
@@ -122,8 +122,6 @@ def test_pictures_that_were_chosen_by_contrast_are_sorted_by_it(tmp_path: Path) 
     assert [option["value"] for option in reader.all("option")].count("different") == 1
     assert re.search(r'<select name="order">\s*<option value="different">most different CIDEr-D first', html)
     assert [card["data-difference"] for card in reader.all("li", "card")] == ["0.1", "0.7"]
-    assert not reader.all("figure", "histogram"), "they are no sample of the scores"
-    assert reader.all("figure", "histogram") != _written(tmp_path, _report())[1].all("figure", "histogram")
 
 
 def test_the_page_shows_the_risk_and_the_reliability_of_each_split(tmp_path: Path) -> None:
@@ -225,7 +223,6 @@ def test_large_gallery_holds_worst_best_and_random_and_says_so(tmp_path: Path, m
     text = " ".join(reader.text)
     assert "This page holds 30 of 300 pictures: 10 with the lowest CIDEr-D, 10 with the highest" in text
     assert len(reader.all("li", "card")) == 30
-    assert "300 pictures, mean 1.495" in text  # the distribution is that of all
 
 
 def test_unavailable_scores_are_explained_and_never_zero(tmp_path: Path) -> None:
@@ -266,15 +263,6 @@ def test_values_that_are_not_finite_are_not_drawn() -> None:
     plot = curve("loss", [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)])
     assert plot is not None and [text for _, text in plot.readings] == ["1", "2"]
     assert curve("loss", [(0, math.nan)]) is None
-
-
-@given(st.lists(st.floats(0, 30), min_size=1, max_size=60))
-def test_histograms_count_every_score_once(scores: list[float]) -> None:
-    (found,) = report._histograms([_image(number, score) for number, score in enumerate(scores)])
-    assert sum(found.counts) == len(scores) and len(found.counts) <= 25
-    for number, (count, low, high) in enumerate(zip(found.counts, found.edges, found.edges[1:], strict=False)):
-        is_last = number == len(found.counts) - 1  # the page's script compares in this way
-        assert count == sum(low <= score and (score < high or is_last) for score in scores)
 
 
 def test_tokens_maps_and_clusters_reach_the_page(tmp_path: Path) -> None:

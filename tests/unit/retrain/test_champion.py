@@ -14,7 +14,6 @@ from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import storage_path
 
 BUNDLE = {"bundle": "models/demo/champion-t000001", "files": {"model.safetensors": "0"}, "run_id": "demo-1"}
-FILE = {"name": "snapshots/t000001.parquet", "sha256": "0"}
 
 
 @pytest.mark.parametrize(
@@ -23,12 +22,13 @@ FILE = {"name": "snapshots/t000001.parquet", "sha256": "0"}
         {"champion": BUNDLE | {"bundle": "../../elsewhere"}},
         {"champion": BUNDLE | {"files": {"/etc/passwd": "0"}}},
         {"before": [BUNDLE | {"bundle": "/elsewhere"}]},
-        {"snapshot": FILE | {"name": "a/../../b"}},
+        {"snapshot": "a/../../b"},
     ],
 )
 def test_a_name_that_leads_out_of_the_storage_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     store = ChampionStore(storage_path(tmp_path), "demo")
-    state = {"champion": BUNDLE, "before": [BUNDLE], "snapshot": FILE, "number": 1, "decided": [1]}
+    snapshot = "snapshots/t000001.parquet"
+    state = {"champion": BUNDLE, "before": [BUNDLE], "snapshot": snapshot, "number": 1, "decided": 1}
     path = tmp_path / "retrain" / "demo" / "champion.json"
     path.parent.mkdir(parents=True)
     assert ChampionState.model_validate_json(json.dumps(state)).champion is not None
@@ -37,14 +37,20 @@ def test_a_name_that_leads_out_of_the_storage_is_refused(tmp_path: Path, change:
         store.read()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ChampionStore:
-    """A store after one decision, whose configuration has a name that looks like a token."""
-    store = ChampionStore(storage_path(tmp_path), "coco-t000001")
+def leased(store: ChampionStore) -> Lease:
+    lease = take_lease(store.folder / "lease.json", 30, by_force=True)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def test_only_files_of_no_decision_are_deleted(tmp_path: Path) -> None:
+    """The configuration's name looks like a token."""
+    store = ChampionStore(storage_path(tmp_path), "coco-t000009")
     lease = leased(store)
     state = store.fence(lease)
     bundle = f"models/{store.name}/champion-t000001"
     (store.storage / f"{bundle}/model.safetensors").write_bytes(b"weights")
+    (store.storage / f"models/{store.name}/coco-t000009-1a/model.safetensors").write_bytes(b"of a run")
     (store.folder / "decisions/000001-t000001.html").write_bytes(b"page")
     update = {
         "decision": store.write_file("decisions/000001-t000001.json", b"{}", lease),
@@ -52,36 +58,16 @@ def store(tmp_path: Path) -> ChampionStore:
         "held_out": store.write_file("held-out/t000001.parquet", b"images", lease),
         "champion": BundleRecord(bundle=bundle, files={"model.safetensors": "0"}, run_id="demo-1"),
         "number": 1,
-        "decided": (1,),
+        "decided": 1,
     }
     store.commit(state.model_copy(update=update), lease)
-    return store
-
-
-def leased(store: ChampionStore) -> Lease:
-    lease = take_lease(store.folder / "lease.json", 30, by_force=True)
-    assert isinstance(lease, Lease)
-    return lease
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("decided", [3]), ("number", 3), ("fingerprint", "a"), ("token", 0), ("challenger", "demo-2"), ("sha256", "")],
-)
-def test_a_damaged_file_is_refused(store: ChampionStore, field: str, value: Any) -> None:
-    path = store.folder / "champion.json"
-    path.write_bytes(json.dumps(json.loads(path.read_bytes()) | {field: value}).encode())
-    with pytest.raises(UserError, match=r"champion\.json is damaged \(.*restore it from a copy"):
-        store.read()
-
-
-@pytest.mark.parametrize("decided", [(1,), (3,), ()])
-def test_no_file_of_the_state_is_deleted(store: ChampionStore, decided: tuple[int, ...]) -> None:
-    (store.folder / "snapshots/t000002.parquet").write_bytes(b"of a killed process")
+    later = {f"retrain/{store.name}/snapshots/t000002.parquet", f"models/{store.name}/champion-t000002/model"}
+    for name in later:
+        (store.storage / name).write_bytes(b"of a killed process")
     before = set(store.storage.list())
     leased(store)
     lease = leased(store)
     assert lease.token == 3
-    store.remove_orphans(store.read().model_copy(update={"decided": decided}), lease)
-    assert before - set(store.storage.list()) == {f"retrain/{store.name}/snapshots/t000002.parquet"}
+    store.remove_orphans(store.read(), lease)
+    assert before - set(store.storage.list()) == later
     lease.check()

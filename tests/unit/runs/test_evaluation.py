@@ -11,14 +11,12 @@ import pytest
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.caption_files import N_BEST
-from raycap.pipeline.evaluation.captions import ImageCaption
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.reports.report import score_table
-from raycap.pipeline.evaluation.results import Scores, SplitScores
-from raycap.pipeline.evaluation.results_folder import write_captions
+from raycap.pipeline.evaluation.results import ImageCaption, Scores, SplitScores, write_captions
 from raycap.pipeline.evaluation.scores import java
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.runs.run_results import stored_captions
+from raycap.pipeline.runs.results import stored_captions
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config

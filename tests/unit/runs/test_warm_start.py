@@ -16,7 +16,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.run_bundle import bundle_run
+from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
@@ -62,7 +62,7 @@ def test_weights_and_words_are_taken_over_and_new_rows_begin_fresh(tmp_path: Pat
     known, words = before.vocabulary.words, after.vocabulary.words
     assert words[: len(known)] == known and len(words) > len(known)
     assert set(words) == set(fresh.vocabulary.words) | set(known)
-    assert after.sizes.max_positions > before.sizes.max_positions
+    assert after.metadata.sizes.max_positions > before.metadata.sizes.max_positions
     old, new, drawn = initial(before), initial(after), initial(fresh)
     assert old.keys() == new.keys()
     grown = 0

@@ -74,7 +74,7 @@ def test_a_cancelled_call_is_left_out_and_a_failure_is_that_of_its_batch(executo
     assert asyncio.run(run()) == [[0], [2, 13], [3, 4], [7, 8], [9]]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_call_gets_its_answers_in_order(executor: ThreadPoolExecutor, seed: int) -> None:
     generator = random.Random(seed)
     sizes = [generator.randint(1, 9) for _ in range(60)]

@@ -92,7 +92,7 @@ SECRETS = (
 )
 NO_SECRETS = (
     "TOKENIZERS_PARALLELISM NCCL_DEBUG PATH PWD HOME KEYBOARD COMPASS BYPASS_CACHE code session GITHUB_PATH "
-    "tokenizer model.key"
+    "tokenizer tokens_per_word model.key"
 )
 
 

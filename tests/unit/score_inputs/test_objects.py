@@ -13,8 +13,8 @@ from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
 from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.inputs import read_instances, read_names, score_inputs
-from raycap.pipeline.evaluation.scores.metrics import score_captions
+from raycap.pipeline.evaluation.scores.grounding import read_instances, read_names
+from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, score_captions
 
 NAMES = "dog, puppy\nhot dog, hot dogs\nperson, man, woman\n\ntraffic light, stoplight\n"
 INSTANCES = {
@@ -69,7 +69,7 @@ def test_malformed_instances_are_refused(content: Any, words: str, tmp_path: Pat
 def test_objects_of_the_synthetic_data_set_are_those_of_its_scenes(language: str) -> None:
     """In every language the references name the shapes of the scene and no others."""
     data = DataSection.model_validate({"synthetic": {"num_images": 60, "language": language}, "language": language})
-    inputs = score_inputs(ScoreInputsSection(), language, data=data)
+    inputs = ScoreInputs.read(ScoreInputsSection(), language, data=data)
     scenes = [make_scene(3, index, language) for index in range(40)]
     references = {index: captions for index, (_, captions) in enumerate(scenes)}
     truth = {

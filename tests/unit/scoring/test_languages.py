@@ -10,7 +10,7 @@ import pytest
 from benchmarks.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import characters, unicode_words
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences, in_language
-from raycap.pipeline.evaluation.scores import ptb
+from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.support.scripts import scene_texts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from raycap.jobs.tune.features import extract_once
+from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
-from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
@@ -88,24 +88,6 @@ def test_the_captions_of_the_weights_that_were_kept_are_scored(tmp_path: Path, s
     assert module.scores_of(folder, search, [])["BLEU-1"] < 0.1
 
 
-@dataclass
-class World:
-    """A search on S3 with two points of a second each."""
-
-    cache: Path
-    search: Search
-    tasks: list[TrialTask]
-
-    def copies(self) -> list[str]:
-        """The folders of the cache that contain a copy of a run."""
-        return sorted(path.parts[len(self.cache.parts)] for path in self.cache.rglob("run.json"))
-
-    def pulled(self) -> RunFolder:
-        """The driver's copy of the run, which is brought up to date."""
-        (path,) = (self.cache / "storage").glob("*/runs/*/run.json")
-        return open_folder(path.parent, self.search.base.home(f"runs/{path.parent.name}"))
-
-
 SECTION: dict[str, Any] = {
     "name": "slots",
     "base": "base.yaml",
@@ -123,38 +105,6 @@ def region_values(storage: str | dict[str, Any]) -> dict[str, Any]:
     values["stages"] = values["stages"][:1]
     values["stages"][0] |= {"epochs": 2, "validate_every_epochs": 1}
     return values
-
-
-def make_world(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> World:
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path))
-    storage = {"uri": f"s3://data/{tmp_path.name}", "endpoint_url": s3}
-    search = Search(SearchConfig.model_validate(SECTION | changes), region_values(storage))
-    store, bad = extract_once(search, find_data(search.base)[0], None, lambda: None)
-    plan = SearchPlan(search, None, None, store, bad)
-    return World(tmp_path, search, [TrialTask(plan, point, 0) for point in search.space.points()])
-
-
-def test_a_trial_leaves_no_copy_of_its_run_that_nobody_uses(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first trial finishes. The second one is stopped, and another process has pulled its run meanwhile."""
-    world = make_world(s3, tmp_path, monkeypatch)
-    first, second = world.tasks
-
-    def report(metrics: dict[str, Any]) -> None:
-        assert world.copies() == ["storage", "workers"]
-
-    outcome = run_trial(first, report)
-    assert outcome.state == "finished", outcome
-    assert not world.copies() and not list(tmp_path.rglob("*.safetensors"))
-
-    def stop(metrics: dict[str, Any]) -> None:
-        world.pulled()
-        raise SystemExit
-
-    with pytest.raises(SystemExit):
-        run_trial(second, stop)
-    assert world.copies() == ["storage"]
 
 
 def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
@@ -209,14 +159,14 @@ def stop(*_: Any) -> None:
 
 def captions_by_hand(run: RunFolder, weights: Path, store: str) -> dict[int, str]:
     """The test split's captions by image id, one image at a time."""
-    model = build_model(run.config.model, run.sizes)
+    model = build_model(run.config.model, run.metadata.sizes)
     model.load_state_dict(load_file(weights / "model.safetensors"))
     model.eval()
     images = run.dataset.split("test")
     features = open_store(storage_path(store), run.config.features)
     captions = {}
     for row, image in enumerate(images.column("image_id")):
-        inputs = on_device(Images(images, features, None, 10**6, 1).load(np.array([row])), torch.device("cpu"))
+        inputs = on_device(Images(images, features, 10**6, 1).load(np.array([row])), torch.device("cpu"))
         settings = run.config.evaluation
         with torch.inference_mode():
             memory = model.encode(inputs)

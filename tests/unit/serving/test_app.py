@@ -374,7 +374,7 @@ def test_schemathesis_finds_no_failure(captioners: LocalCaptioners) -> None:
     found: set[str] = set()
     for operation in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations():
 
-        @settings(max_examples=15, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
+        @settings(max_examples=5, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
         @given(case=operation.ok().as_strategy())
         def check(case: Any) -> None:
             answer = case.call()

@@ -84,26 +84,12 @@ def test_unreadable_images_have_a_reason_and_the_others_captions(
 ) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(Path(names[0]).read_bytes()[:60])
-    bad: list[Any] = [
-        str(tmp_path / "none.png"),
-        broken,
-        b"",
-        b"text",
-        np.zeros((2, 2, 2), np.uint8),
-        np.zeros((4, 4)),
-        7,
-    ]
+    bad: list[Any] = [str(tmp_path / "none.png"), broken, b"", b"text", np.zeros((4, 4)), 7]
     found = captioner.caption([names[0], *bad, names[1]], batch_size=3)
     assert [each.caption is None for each in found] == [False, *[True] * len(bad), False]
     assert found[0].to_json() == pytest.approx(captioner.caption(names[:1])[0].to_json(), abs=1e-5)
-    reasons = [each.error or "" for each in found[1:-1]]
-    for reason, words in zip(
-        reasons,
-        ("cannot be read: No such file", "cannot be decoded", "empty file", "not an image", "(2, 2, 2) of uint8",
-         "(4, 4) of float64", "of the type int; give a path"),
-        strict=True,
-    ):  # fmt: skip
-        assert words in reason
+    said = ("No such file", "cannot be decoded", "empty file", "not an image", "(4, 4) of float64", "of the type int")
+    assert all(words in (each.error or "") for each, words in zip(found[1:-1], said, strict=True))
     assert all(each.to_json() == {"error": each.error} for each in found[1:-1])
     assert captioner.caption([]) == []
 
@@ -112,12 +98,9 @@ def test_mistakes_are_one_sentence(captioner: raycap.Captioner, bundle: Path, na
     for call, words in (
         (lambda: captioner.caption(names[0]), "images has the type str"),
         (lambda: captioner.caption(names, batch_size=0), "batch_size is 0"),
-        (lambda: captioner.caption(names, num_results=9), "num_results is 9"),
         (lambda: captioner.caption(names, beam_size=10**6), "evaluation.beam_size"),
         (lambda: captioner.explain(names[0], head=2), "head is 2"),
-        (lambda: captioner.explain(tmp_path / "none.png"), "cannot be read"),
         (lambda: raycap.load(tmp_path / "none"), "no such folder"),
-        (lambda: raycap.load(bundle, device="tpu"), "device is 'tpu'"),
         (lambda: raycap.load("champion:a/../b"), "names no configuration"),
         (lambda: raycap.load("champion:demo", storage=tmp_path), "has no champion of demo"),
         (lambda: raycap.load(make_bundle(tmp_path / "features", backbone=False)), "has no backbone"),

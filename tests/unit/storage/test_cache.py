@@ -50,7 +50,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[StoragePath,
 
 
 def size(found: ShardCache) -> int:
-    return cache.used_bytes([found.folder])
+    return cache.used_bytes(found.folder)
 
 
 def test_a_cache_takes_half_of_what_is_free(disk: Disk, sources: list[tuple[StoragePath, int, str]]) -> None:

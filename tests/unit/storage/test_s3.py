@@ -10,10 +10,7 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 from botocore.response import StreamingBody
 
-from raycap.pipeline.storage.s3 import ConflictError, S3Object, StorageError, StorageOptions
-
-ATTEMPTS = 3
-EARLIER, LATER = 0.0, 1e9  # seconds of the clock
+from raycap.pipeline.storage.s3 import BODY_ATTEMPTS, ConflictError, S3Object, StorageError, StorageOptions
 
 
 def refusal(status: int, code: str = "") -> ClientError:
@@ -46,14 +43,11 @@ def body(data: bytes, length: int) -> dict[str, Any]:
 
 @pytest.fixture
 def s3_object(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An object whose client gives these answers. The time for repeats ends with attempt number ATTEMPTS."""
+    """An object whose client gives these answers."""
 
     def make(*answers: Any) -> tuple[S3Object, Client]:
         client = Client(*answers)
-        clock = iter([EARLIER] * ATTEMPTS + [LATER])  # read once for the deadline and then after each failed attempt
-        monkeypatch.setattr(
-            "raycap.pipeline.storage.s3.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
-        )
+        monkeypatch.setattr("raycap.pipeline.storage.s3.time", SimpleNamespace(sleep=lambda _: None))
         monkeypatch.setattr("raycap.pipeline.storage.s3._client", lambda options, pid: client)
         return S3Object("s3://data/x", StorageOptions()), client
 
@@ -63,7 +57,7 @@ def s3_object(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_cut_body_is_read_again(s3_object: Any) -> None:
     where, _ = s3_object(body(b"ab", 4), body(b"abcd", 4))
     assert where.get() == (b"abcd", '"tag"')
-    where, client = s3_object(*[body(b"ab", 4)] * ATTEMPTS, body(b"abcd", 4))
+    where, client = s3_object(*[body(b"ab", 4)] * BODY_ATTEMPTS, body(b"abcd", 4))
     with pytest.raises(StorageError, match="s3://data/x: storage failed"):
         where.get()
     assert len(client.answers) == 1
@@ -72,7 +66,7 @@ def test_a_cut_body_is_read_again(s3_object: Any) -> None:
 def test_a_conditional_write_waits_for_another_one_under_way(s3_object: Any) -> None:
     where, _ = s3_object(refusal(409), refusal(409), {"ETag": "new"})
     assert where.put_if(b"one", None) == "new"
-    where, _ = s3_object(*[refusal(409)] * ATTEMPTS)
+    where, _ = s3_object(*[refusal(409)] * BODY_ATTEMPTS)
     with pytest.raises(StorageError, match="s3://data/x: storage failed"):
         where.put_if(b"one", None)
 

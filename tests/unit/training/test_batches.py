@@ -31,7 +31,7 @@ def parts(tmp_path: Path) -> tuple[Images, CaptionTokens]:
     table = dataset.table.set_column(4, "key", [keys])
     dataset = type(dataset)(table)
     vocabulary = Vocabulary.build(dataset.tokens(), 1)
-    images = Images(dataset, FeatureStore(tmp_path / "store"), ImageTransform(8), 10**6, 1)
+    images = Images(dataset, FeatureStore(tmp_path / "store"), 10**6, 1)
     return images, caption_tokens(dataset, vocabulary)
 
 

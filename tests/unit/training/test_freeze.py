@@ -60,7 +60,7 @@ def test_patterns_match_as_a_plain_matcher_says(captioner: Captioner) -> None:
 @pytest.mark.parametrize(
     ("stage", "patterns", "found"),
     [
-        (1, ["model.encodr"], r"'model.encodr', which matches no parameter; close names are .*model.encoder"),
+        (1, ["model.encodr"], r"'model.encodr', which matches no parameter; names are .*model.encoder"),
         (0, ["backbone"], r"stages.xe_frozen: freeze names 'backbone', which matches no parameter"),
         (0, ["model"], r"stages.xe_frozen: freeze names model, and nothing is left to train; name fewer"),
     ],

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training.batches import Batch, target_positions
 from raycap.pipeline.training.objectives import cross_entropy_objective, scst_objective

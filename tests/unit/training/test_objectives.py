@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import ExpansionNetConfig, ModelSizes
-from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.objectives import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raycap.models.base import Features, Memory
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import (
     BackboneConfig,
     ClustFormerConfig,
@@ -20,9 +20,8 @@ from raycap.models.config import (
     ModelSizes,
 )
 from raycap.models.dropout import CaptionMasks, Dropout, PrefixMasks, new_masks
-from raycap.models.encoder_decoder import EncoderDecoder
 from raycap.models.encoders.backbone import Backbone
-from raycap.models.registry import build_model
+from raycap.models.layers import EncoderDecoder
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.training import objectives
 from raycap.pipeline.training.batches import Batch

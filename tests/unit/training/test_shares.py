@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycap.models.base import Features, Memory
-from raycap.models.captioner import Captioner
+from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding import search as decoding
-from raycap.models.registry import build_model
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training import objectives
 from raycap.pipeline.training.batches import Batches, CaptionTokens, share

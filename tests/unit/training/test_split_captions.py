@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from raycap.models.base import CaptionModel, Features
+from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
-from raycap.models.registry import build_model
 from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.evaluation.captioning.search import score_rules
@@ -31,7 +31,7 @@ def pretend_training(folder: RunFolder, *, kept: bool) -> tuple[CaptionModel, Ba
     frozen, end_to_end = folder.config.stages[:2]
     models = []
     for stage in (frozen, end_to_end):
-        model, backbone = build_model(folder.config.model, folder.sizes), Backbone(folder.config.backbone)
+        model, backbone = build_model(folder.config.model, folder.metadata.sizes), Backbone(folder.config.backbone)
         if stage is frozen:
             load_weights(backbone, folder.weights_before(stage, "backbone"))
         best = folder.stage(stage.name) / "best-3"

@@ -6,7 +6,6 @@ import gzip
 import io
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -51,9 +50,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
         (b"\xff\xfe\xff", "not valid YAML"),
         ("x: !!int nine", "not valid YAML"),
         ("a: {b: 1,\n  b: 2}", "the key 'b' a second time in line 2, column 3; remove one of them"),
-        ("x: !!int ''", "a value does not fit its tag"),
-        ("x: !!bool maybe", "a value does not fit its tag"),
-        ("x: !!timestamp soon", "a value does not fit its tag"),
+        ("x: !!timestamp soon", "does not fit its tag"),
     ],
 )
 def test_hostile_yaml_is_refused(text: str | bytes, reason: str) -> None:
@@ -66,14 +63,9 @@ def test_hostile_yaml_is_refused(text: str | bytes, reason: str) -> None:
     ("text", "problem"),
     [
         ("a:\n  token: secret-word: x", "mapping values are not allowed here in line 2, column 21"),
-        ('token: "secret-word', "found unexpected end of stream in line 1, column 20"),
         ("token: *secret-word", "found undefined alias '...' in line 1, column 8"),
         ("a:\n\t- b", "found a tab in line 2, column 1; indent with blanks"),
-        ("a: &x 1\nb: &x 2", "an anchor is defined a second time in line 2, column 4"),
-        ("a: 1\nb: {c: !!bool maybe}", "a value does not fit its tag (!!bool, !!int, ...) in line 2, column 8"),
-        ("token: !!int secret-word", "a value does not fit its tag (!!bool, !!int, ...) in line 1, column 8"),
-        ("token: 2026-99-99", "month must be in 1..12 in line 1, column 8"),
-        ("a: [1, 2", "expected ',' or ']', but got '<stream end>' in line 1, column 9"),
+        ("token: !!int secret-word", "a value is no date, or does not fit its tag (!!int, ...)"),
     ],
 )
 def test_errors_in_yaml_quote_no_value(text: str, problem: str) -> None:
@@ -138,15 +130,6 @@ def test_gzip_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     for damaged in (small[:-9], b"\x1f\x8b" + small[3:], b"no gzip"):
         with pytest.raises(UserError, match="^x.gz is not a whole gzip file"):
             gunzip(damaged, "x.gz")
-
-
-def test_every_flipped_byte_of_gzip_is_refused_or_equal() -> None:
-    whole = gzip.compress(bytes(range(256)), mtime=0)
-    for index in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[index] ^= 0x10
-        with suppress(UserError):
-            assert gunzip(bytes(damaged), "f") == bytes(range(256))  # a flag or time in the header
 
 
 def test_a_parquet_column_whose_name_has_a_dot_is_another_column() -> None:

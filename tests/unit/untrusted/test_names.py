@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.cluster.submission import check_paths
+from raycap.jobs.submit import check_paths
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import expanded_path, printable, relative_name
 from raycap.pipeline.storage.path import cache_folder, storage_path

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.image_locations import ImageLocation, forget_row_groups
+from raycap.pipeline.data.images import ImageLocation, forget_row_groups
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath

@@ -14,7 +14,7 @@ import pytest
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.formats import webdataset
 from raycap.pipeline.data.formats.webdataset import TarMember, tar_members
-from raycap.pipeline.data.image_locations import read_image_file
+from raycap.pipeline.data.images import read_image_file
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
@@ -118,11 +118,8 @@ def test_damaged_archives_end_in_a_sentence_or_in_what_tarfile_finds() -> None:
     ("files", "message"),
     [
         ([("0.jpg", b""), ("0.png", b"")], "has two images of one sample"),
-        ([("0.jpg", b""), ("0.txt", b"\xff\xfe")], "is not text in UTF-8"),
         ([("0.jpg", b""), ("0.txt", bytes(2**20 + 1))], r"has 1048577 bytes of captions in '0.txt'"),
         ([("0.jpg", b""), ("0.json", b"[1]")], "must hold a mapping"),
-        ([("0.jpg", b""), ("0.json", b"[" * 10**5)], "nested too deeply"),
-        ([("0.jpg", b""), ("0.json", b'{"id": [1]}')], "id .1. is not a whole number"),
         ([("0.jpg", b""), ("0.json", b'{"split": [1]}')], r"split \[1\] is not text"),
         ([("0.txt", b"a cat")], "contains no image"),
     ],

@@ -1,9 +1,7 @@
 """A source of images, and the rows that every reader of a form makes of it.
 
-A source has an annotation file or a pattern that names several, such as `shard-{000..009}.tar`; it decides where the
-images are, and how they get ids and splits. A reader does not change captions, not even empty ones. It collects the
-problems of single captions: training stops at the first problem, and `raycap check` reports all of them. A file that
-does not have its format raises UserError.
+A reader does not change captions, not even empty ones. It collects the problems of single captions: training stops at
+the first problem, and `raycap check` reports all of them. A file that does not have its format raises UserError.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import hashlib
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +28,6 @@ from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
-ID_BITS = 63
 # The names of the columns that `data.columns` does not name: the first that an entry has.
 COLUMNS = {
     "image": ("image", "file_name"),
@@ -82,10 +78,9 @@ class Splits:
 def id_of_name(name: str) -> int:
     """An image's id: the first 63 bits of the sha256 of its name in the data set.
 
-    It does not depend on other images. Two of n images have equal ids with probability n^2 / 2^64: 5e-8 for a million
-    images and 5e-4 for a hundred million. Reading a data set refuses repeated ids.
+    Two of a million images have equal ids with probability 5e-8. Reading a data set refuses repeated ids.
     """
-    return int.from_bytes(_digest(name)[:8], "big") >> (64 - ID_BITS)
+    return int.from_bytes(_digest(name)[:8], "big") >> 1
 
 
 def _digest(name: str) -> bytes:
@@ -138,7 +133,7 @@ def read_file(path: StoragePath) -> bytes:
 
 @contextmanager
 def opened(path: StoragePath) -> Iterator[BinaryIO]:
-    """An annotation file of any size, which is read in parts. Raises UserError."""
+    """An annotation file that is read in parts. Raises UserError."""
     with errors_named(path), path.open() as file:
         yield file
 
@@ -158,13 +153,13 @@ def is_image(name: str) -> bool:
 def find_files(root: StoragePath, pattern: str) -> list[str]:
     """The files below a folder that a pattern names, sorted where it has wildcards. Raises UserError without any.
 
-    {000..009} stands for these numbers, {a,b} for each of the words, and *, ?, [...] and ** for what they mean in a
-    shell. A name without these characters, or of a file that exists, stands for itself.
+    {000..009} are these numbers, {a,b} each of the words, and *, ?, [...] and ** what they are in a shell. A name
+    without these characters, or of a file that exists, is that of one file.
     """
     if not (glob.has_magic(pattern) or _BRACES.search(pattern)) or (root / pattern).exists():
         return [pattern]
-    names = list(itertools.islice(_expanded(pattern), MAX_FILES + 1))
-    found = [name for each in names for name in (_matching(root, each) if glob.has_magic(each) else [each])]
+    patterns = list(itertools.islice(_expanded(pattern), MAX_FILES + 1))
+    found = [name for each in patterns for name in (matching(root, each) if glob.has_magic(each) else [each])]
     if not 0 < len(found) <= MAX_FILES:
         problem = f"names more than {MAX_FILES} files" if found else "matches no file"
         raise UserError(f"data.annotations: {shown(pattern)} {problem} below {root}; correct the pattern")
@@ -184,7 +179,7 @@ def _expanded(pattern: str) -> Iterator[str]:
             yield f"{pattern[: match.start()]}{value}{rest}"
 
 
-def _matching(root: StoragePath, pattern: str) -> list[str]:
+def matching(root: StoragePath, pattern: str) -> list[str]:
     """The files below a folder that match a pattern with wildcards, sorted."""
     if not root.is_remote:
         names = glob.glob(pattern, root_dir=root.path, recursive=True)  # noqa: PTH207 (Path.glob refuses some patterns)
@@ -229,7 +224,7 @@ class Source:
 
     @cached_property
     def image_prefix(self) -> str:
-        """What precedes the name of an image file in the data set."""
+        """What precedes the name of an image file in its name in the data set."""
         return _prefix(self.images_name)
 
     @cached_property
@@ -255,9 +250,9 @@ class Source:
 
         listed: names by which lists of splits may contain the image. Raises UserError for values of a wrong type.
         """
-        identifier = self.value(entry, "id", location)
-        image_id = None if identifier in (None, "") else _whole_number(identifier)
+        identifier, image_id = self.value(entry, "id", location), None
         if identifier not in (None, ""):
+            image_id = _whole_number(identifier)
             if image_id is None and (self.columns.id is not None or not isinstance(identifier, str)):
                 remedy = "set data.columns.id to a column that is; without a column id, ids are hashes of file names"
                 raise UserError(f"{location}: id {quoted(identifier)} is not a whole number; {remedy}")
@@ -282,12 +277,6 @@ def _whole_number(value: Any) -> int | None:
         return int(value)
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-def images_folder(root: StoragePath, images: str) -> StoragePath:
-    """The folder of the images: a path below the root, or an s3:// prefix."""
-    uri = images.rstrip("/") if is_remote(images) else inside(root, images, "data.images")[0]
-    return StoragePath(uri, root.options)
 
 
 def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
@@ -320,19 +309,13 @@ def _prefix(folder: str) -> str:
 
 
 class Rows:
-    """The images of annotation files, in Arrow arrays, and `problems`: sentences about single captions.
-
-    The last images, at most BUFFERED_ROWS, are Python objects.
-    """
+    """The images of annotation files, and `problems`: sentences about single captions."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._buffer: list[tuple[int, str, str, list[str], list[str]]] = []  # the columns of IMAGES
-        self._images, self._num_stored = list[pa.RecordBatch](), 0
-        self._late: dict[int, list[str]] = {}  # captions of rows that are no longer in the buffer
-
-    def __len__(self) -> int:
-        return self._num_stored + len(self._buffer)
+        self._stored = list[pa.RecordBatch]()
+        self.count = 0
 
     def add(
         self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
@@ -347,6 +330,7 @@ class Rows:
         if "\0" in uri or SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
         self._buffer.append((image_id, split, uri, captions, list(tokens)))
+        self.count += 1
         if len(self._buffer) == BUFFERED_ROWS:
             self._store()
 
@@ -354,26 +338,13 @@ class Rows:
         """Moves the buffer to Arrow arrays."""
         columns = zip(*self._buffer, strict=True) if self._buffer else [()] * len(IMAGES)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, IMAGES, strict=True)]
-        self._images.append(pa.RecordBatch.from_arrays(arrays, schema=IMAGES))
-        self._num_stored += len(self._buffer)
+        self._stored.append(pa.RecordBatch.from_arrays(arrays, schema=IMAGES))
         self._buffer = []
-
-    def add_captions(self, row: int, captions: list[str]) -> None:
-        """Adds captions to those of an image that was added before as the row with this number."""
-        if row >= self._num_stored:
-            self._buffer[row - self._num_stored][3].extend(captions)
-        else:
-            self._late.setdefault(row, []).extend(captions)
 
     def table(self, *, with_tokens: bool) -> pa.Table:
         """The images as a table of IMAGES, without the column tokens unless it is asked for."""
         self._store()
-        table = pa.Table.from_batches(self._images)
-        if self._late:
-            lists = table["captions"].to_pylist()
-            for row, captions in self._late.items():
-                lists[row] += captions
-            table = table.set_column(IMAGES.get_field_index("captions"), "captions", pa.array(lists, LISTS))
+        table = pa.Table.from_batches(self._stored)
         return table if with_tokens else table.drop_columns(["tokens"])
 
 
@@ -394,10 +365,7 @@ def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:
     texts = []
     for value in values:
         if not isinstance(value, str):
-            # a million equal sentences about one image share their memory
-            rows.problems.append(
-                sys.intern(f"{location} is malformed: a caption is not text but {type(value).__name__}")
-            )
+            rows.problems.append(f"{location} is malformed: a caption is not text but {type(value).__name__}")
         elif SURROGATE.search(value):
             rows.problems.append(f"{location} is malformed: a caption is not text in any encoding")
         else:

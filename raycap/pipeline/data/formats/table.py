@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
 from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
-from raycap.pipeline.data.image_locations import ImageLocation
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import parse_json
@@ -32,11 +32,9 @@ def table_entries(source: Source) -> Iterator[Values]:
     path = source.annotations
     name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
     try:
-        if path.name.endswith(".parquet"):
+        if name.endswith(".parquet"):
             with opened(path) as file:
                 yield from _parquet_entries(source, file, title)
-        elif name.endswith(".parquet"):
-            yield from _parquet_entries(source, io.BytesIO(read_file(path)), title)
         elif name.endswith(".csv"):
             rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
             if len(rows.fieldnames or ()) > MAX_COLUMNS:
@@ -82,8 +80,6 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
     if binary is None:
         yield from table.rows(columns)
         return
-    if not isinstance(file, io.BufferedReader):
-        raise UserError(f"{title} is compressed as a whole; unpack it, because images in it are read in place")
     columns.remove(found["image"])
     columns += [] if binary.names is None else [binary.names]
     for row, place in zip(table.rows(columns), table.places(binary), strict=True):
@@ -97,8 +93,8 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
     Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.
     """
-    path, begin = source.annotations, len(rows)
-    rows_of_names, stated_splits = dict[str, int](), list[Any]()  # of image files
+    path, begin = source.annotations, rows.count
+    files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}
     stored_names = dict[str, int]()
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
@@ -112,18 +108,18 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
         uri, name = inside(source.images, image, location)
         stated = source.value(entry, "split", location)
-        row = rows_of_names.setdefault(name, len(stated_splits))
-        if row < len(stated_splits):  # the table has one row per caption
-            first = stated_splits[row]
+        if name in files:  # the table has one row per caption
+            first, (*_, known, _) = files[name]
             if stated not in (None, "", first):
                 splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-            rows.add_captions(begin + row, captions)
-            continue
-        image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
-        stated_splits.append(stated)
-        rows.add(image_id, split, uri, captions, location)
-    if len(rows) == begin:
+            known.extend(captions)
+        else:
+            image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
+            files[name] = stated, (image_id, split, uri, captions, location)
+    for _, row in files.values():
+        rows.add(*row)
+    if rows.count == begin:
         raise UserError(f"{path} has no rows")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import NamedTuple
 
 from raycap.pipeline.data.formats.source import Rows, Source, as_texts, errors_named, is_image, lines_of
 from raycap.pipeline.errors import UserError
@@ -14,15 +13,8 @@ MAX_TEXT_BYTES = 2**20  # of the captions of an image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
-class Captioned(NamedTuple):
-    """An image's path in the folder, and its captions; none without a text file."""
-
-    name: str
-    captions: list[str]
-
-
-def read_text_files(source: Source) -> Iterator[Captioned]:
-    """The images of a folder and of those in it, in the order of their names. Raises UserError."""
+def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
+    """The name and captions of each image in a folder and those below it, sorted by name. Raises UserError."""
     folder = source.annotations
     texts: dict[str, set[str]] = {}  # by ending, as .txt or .TXT, the names before it
 
@@ -38,28 +30,28 @@ def read_text_files(source: Source) -> Iterator[Captioned]:
     with errors_named(folder):
         images = iter(sorted(image_names()))
 
-    def read(name: str) -> Captioned:
+    def read(name: str) -> tuple[str, list[str]]:
         stem = name.rpartition(".")[0]
         text = next((stem + ending for ending in sorted(texts, reverse=True) if stem in texts[ending]), None)
         if text is None:
-            return Captioned(name, [])
+            return name, []
         with errors_named(folder / text):
-            return Captioned(name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text)))
+            return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
         while part := list(islice(images, _FILES_PER_SLICE)):
             yield from pool.map(read, part)
 
 
-def add_text_files(source: Source, images: Iterator[Captioned], rows: Rows) -> None:
+def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows: Rows) -> None:
     """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
-    count = len(rows)
-    for image in images:
-        location = str(source.annotations / image.name)
-        name = source.member_prefix + image.name
-        image_id, split = source.id_and_split({}, (image.name, image.name.rsplit("/", 1)[-1]), name, location)
-        rows.add(image_id, split, location, as_texts(list(image.captions), location, rows), location)
-    if len(rows) == count:
+    count = rows.count
+    for name, captions in images:
+        location = str(source.annotations / name)
+        listed = name, name.rsplit("/", 1)[-1]
+        image_id, split = source.id_and_split({}, listed, source.member_prefix + name, location)
+        rows.add(image_id, split, location, as_texts(captions, location, rows), location)
+    if rows.count == count:
         folder = source.annotations
         if not folder.is_remote and not folder.path.exists():
             raise UserError(f"folder {folder} does not exist; data.annotations is relative to data.root")

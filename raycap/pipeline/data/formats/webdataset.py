@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 from raycap.models.config import Values
 from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, Source, as_list, as_texts, lines_of, opened
-from raycap.pipeline.data.image_locations import ImageLocation
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping

@@ -15,49 +15,33 @@ MAX_SHOWN = 60  # characters of an example
 
 
 @dataclass
-class Tally:
-    """How many captions have a property, and the first of them."""
-
-    count: int = 0
-    example: str = ""
-
-    def add(self, caption: str) -> None:
-        self.example = self.example if self.count else caption
-        self.count += 1
-
-    def __str__(self) -> str:
-        text = self.example if len(self.example) <= MAX_SHOWN else f"{self.example[:MAX_SHOWN]}..."
-        return quoted(text)
-
-
-@dataclass
 class CaptionProblems:
-    """Counts captions that a tokenizer of `TOKENIZERS` does not split into words."""
+    """The captions that a tokenizer of `TOKENIZERS` does not split into words."""
 
     tokenizer: str
     total: int = 0
-    one_word: Tally = field(default_factory=Tally)
+    one_word: list[str] = field(default_factory=list)
     unsplit: int = 0  # captions of one word in a script without spaces between words
-    cut: Tally = field(default_factory=Tally)
-    composed: Tally = field(default_factory=Tally)
-    decomposed: Tally = field(default_factory=Tally)
+    cut: list[str] = field(default_factory=list)  # with letters that are split from their marks
+    composed: list[str] = field(default_factory=list)
+    decomposed: list[str] = field(default_factory=list)
     without_spaces: int = 0  # captions with a letter of a script without spaces between words
 
     def add(self, caption: str, words: Sequence[str]) -> None:
         """Counts a caption and its words."""
         self.total += 1
         if len(words) == 1:
-            self.one_word.add(caption)
+            self.one_word.append(caption)
             self.unsplit += is_without_spaces(caption)
         if caption.isascii():
             return
         self.without_spaces += is_without_spaces(caption)
         if cuts_letters(caption, words):
-            self.cut.add(caption)
+            self.cut.append(caption)
         if not unicodedata.is_normalized("NFC", caption):
-            self.decomposed.add(caption)
+            self.decomposed.append(caption)
         elif not unicodedata.is_normalized("NFD", caption):
-            self.composed.add(caption)
+            self.composed.append(caption)
 
     @property
     def suggestion(self) -> str:
@@ -67,19 +51,25 @@ class CaptionProblems:
     def warnings(self) -> Iterator[str]:
         """A sentence for each kind of problem."""
         remedy = f"set data.tokenizer to {self.suggestion}" if self.suggestion != self.tokenizer else "look at them"
-        if self.one_word.count:
-            counted = "1 caption is" if self.one_word.count == 1 else f"{self.one_word.count} captions are"
-            yield f"{counted} one word for data.tokenizer = {self.tokenizer}, such as {self.one_word}; " + (
+        if self.one_word:
+            counted = "1 caption is" if len(self.one_word) == 1 else f"{len(self.one_word)} captions are"
+            yield f"{counted} one word for data.tokenizer = {self.tokenizer}, such as {_first(self.one_word)}; " + (
                 remedy if self.unsplit else "look at them"
             )
-        if self.cut.count:
-            problem = f"data.tokenizer = {self.tokenizer} splits letters from their marks in {self.cut.count} captions"
-            yield f"{problem}, such as {self.cut}; {remedy}"
-        if self.composed.count and self.decomposed.count and self.tokenizer not in NORMALIZING:
+        if self.cut:
+            problem = f"data.tokenizer = {self.tokenizer} splits letters from their marks in {len(self.cut)} captions"
+            yield f"{problem}, such as {_first(self.cut)}; {remedy}"
+        if self.composed and self.decomposed and self.tokenizer not in NORMALIZING:
             yield (
-                f"{self.decomposed.count} captions are not in the normal form NFC, such as {self.decomposed}, and "
-                f"{self.composed.count} are, such as {self.composed}: equal words count as different; {remedy}"
+                f"{len(self.decomposed)} captions are not in the normal form NFC, such as {_first(self.decomposed)}, "
+                f"and {len(self.composed)} are, such as {_first(self.composed)}: equal words count as different; "
+                f"{remedy}"
             )
+
+
+def _first(captions: Sequence[str]) -> str:
+    """The first caption, shortened to MAX_SHOWN characters."""
+    return quoted(captions[0] if len(captions[0]) <= MAX_SHOWN else f"{captions[0][:MAX_SHOWN]}...")
 
 
 def cuts_letters(caption: str, words: Sequence[str]) -> bool:

@@ -87,7 +87,8 @@ class SubwordModel:
             max_token_length=MAX_PIECE,
         )
         tokenizer.train_from_iterator(map(_prepared, captions), trainer)
-        return cls(_merges_of(tokenizer))
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]  # no other form contains them
+        return cls(tuple((left, right) for left, right in merges))
 
     @property
     def pieces(self) -> list[str]:
@@ -127,8 +128,3 @@ def _new_tokenizer(ids: dict[str, int], merges: Sequence[tuple[str, str]]) -> To
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([runs, to_bytes])
     return tokenizer
-
-
-def _merges_of(tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
-    """The merges of a trained tokenizer, which only its JSON form contains."""
-    return tuple((left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"])

@@ -67,9 +67,7 @@ SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then redu
 # Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
-REGION_NOISE = (
-    0.2  # standard deviation; about one shape in 1,000 has a larger feature for a wrong color than for its own
-)
+REGION_NOISE = 0.2  # standard deviation; one shape in 1,000 has a larger feature for a wrong color than for its own
 REGION_JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
 REGION_WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
@@ -206,7 +204,7 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds other files;
     existing files are never overwritten.
     """
-    marker = json.dumps({"format": FORMAT_VERSION, **config.values()})
+    marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
     if _is_complete(folder, marker):
         return
     try:
@@ -232,16 +230,11 @@ def _write_annotations(folder: Path, images: list[Values]) -> None:
 
 def _is_complete(folder: Path, marker: str) -> bool:
     """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file, but the synthetic data set needs a folder; give another path for it")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if not (folder / MARKER).is_file():
-        problem = f"holds files but no {MARKER} marker, so it is not a synthetic data set"
-        raise UserError(f"{folder} {problem}; give an empty or new folder for it")
-    if (text := (folder / MARKER).read_text("utf-8")) != marker:
-        problem = f"holds a synthetic data set of another configuration ({text} instead of {marker})"
-        raise UserError(f"{folder} {problem}; give another folder, or delete this one")
+    if not (folder / MARKER).is_file() or (folder / MARKER).read_text("utf-8") != marker:
+        problem = f"holds something else than the synthetic data set {marker}"
+        raise UserError(f"{folder} {problem}; give an empty or new folder, or remove this one")
     return True
 
 
@@ -277,14 +270,11 @@ def main_object_hits(
 ) -> dict[Any, bool]:
     """Whether each predicted caption names the color and the shape of the references' main object, by image id.
 
-    Raises ValueError when the arguments are empty or have different images, and when the references of an image do not
-    all name the same main object. All references of the synthetic data set do; those of other data sets need not.
+    Raises ValueError when the arguments have different images, and when the references of an image do not all name the
+    same main object. All references of the synthetic data set do; those of other data sets need not.
     """
     if not references or predictions.keys() != references.keys():
-        raise ValueError(
-            f"there are {len(predictions)} predicted captions and {len(references)} images with references, of which "
-            f"{len(predictions.keys() & references.keys())} are the same; give one prediction for each image"
-        )
+        raise ValueError("captions and references are not those of the same images; give one caption per image")
     hits = {}
     for image_id, captions in references.items():
         expected = {main_object(caption, language) for caption in captions}

@@ -173,7 +173,7 @@ def load_bundle(folder: Path) -> Bundle:
     """
     from safetensors.torch import load_file
 
-    from raycap.models.base import load_strictly
+    from raycap.models.convert.tensor_files import load_strictly
 
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
@@ -210,7 +210,7 @@ class BundleParts:
 
     def build(self) -> Captioner:
         """The captioner with random weights."""
-        from raycap.models.registry import build_captioner
+        from raycap.models.captioner import build_captioner
 
         return build_captioner(self.model, self.sizes, self.backbone)
 

@@ -19,7 +19,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
-from raycap.pipeline.evaluation.captions import ImageCaption
+from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.processor import device_for, prepare_processor
@@ -152,5 +152,9 @@ class TaskCaptioner:
         """Each model's inputs of these images."""
         from raycap.pipeline.features.model_inputs import Images
 
-        pairs = zip(self.stores, self.bundles, strict=True)
-        return [Images(images, store, bundle.transform, **self.reading) for store, bundle in pairs]
+        inputs = []
+        for store, bundle in zip(self.stores, self.bundles, strict=True):
+            source = bundle.transform if store is None else store
+            assert source is not None
+            inputs.append(Images(images, source, **self.reading))
+        return inputs

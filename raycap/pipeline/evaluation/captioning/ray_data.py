@@ -19,13 +19,13 @@ import torch
 
 from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.captions import ImageCaption
-from raycap.pipeline.features.interruptions import one_sentence, repeat_interrupted_tasks
+from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.runtime.processor import device_for, prepare_processor
 from raycap.pipeline.storage.s3 import is_remote
 

@@ -1,4 +1,13 @@
-"""Captions many images with one model or an ensemble. Each worker runs a batched search over its share."""
+"""Captions many images with one model or an ensemble. Each worker runs a batched search over its share.
+
+Two measures of a best caption take one teacher-forced pass each. The alignment is the normalized fine-grained score of
+Ada-ClustFormer's paper (section 4.1): the share of words that agree with an image token, where each is the nearest of
+the other. The energy of a token is minus the log-sum-exp of its logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with
+temperature 1). It is higher on images unlike those of the training. Log-probabilities do not contain it, because
+softmax removes the common level of the logits.
+
+Shapes: B images, N image tokens, T caption tokens with SOS, D width, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +16,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from raycap.models.base import CaptionModel, Memory
+from raycap.models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
 from raycap.models.captioner import Captioner
 from raycap.models.config import Values
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
@@ -26,12 +37,11 @@ from raycap.models.decoding.search import (
     image_draws,
     sample,
 )
-from raycap.models.explain.measures import alignment_scores, caption_energies
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
-from raycap.pipeline.evaluation.captions import RankedCaption
 from raycap.pipeline.evaluation.confidence import NUM_FIRST, caption_signals
+from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.context import Context, gather_objects
@@ -255,3 +265,53 @@ def _seed(seed: int, image: object) -> int:
 def collapsed(caption: str) -> str:
     """The caption with one word in place of equal neighboring words."""
     return " ".join(word for word, _ in groupby(caption.split()))
+
+
+def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
+    """Whether each word agrees, (B, T), from image tokens (B, N, D) and word states (B, T, D).
+
+    `valid_mask` (B, N) is True at image tokens that are not padding, `counted` (B, T) at tokens that are words.
+    """
+    products = image @ words.mT  # (B, N, T)
+    if valid_mask is not None:
+        products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
+    nearest_token = products.argmax(1)  # (B, T) the image token of each word
+    index = nearest_token[:, :, None].expand(-1, -1, words.shape[1])
+    counted_products = products.masked_fill(~counted[:, None], -torch.inf)
+    nearest_word = counted_products.gather(1, index).argmax(2)  # (B, T) the word nearest to that image token
+    return (nearest_word == torch.arange(words.shape[1], device=words.device)) & counted
+
+
+@torch.no_grad()
+def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
+    """The scores (B,) float32 of one caption per image, tokens (B, T) with SOS; NaN for a caption without words.
+
+    The paper divides by no stated number; here it is the number of words. The state of a word is the one after the
+    word was read. A model with several encoder levels is measured on the last one. When a caption fills the positional
+    table, its last word has no state and is left out. A random model scores above 0.
+    """
+    tokens = tokens[:, : model.sizes.max_positions]
+    sizes = model.sizes
+    states: list[Tensor] = []  # the input of the output layer, which is the last decoder states (B, T, D)
+    with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
+        model.decode(memory, tokens)
+    ended = (tokens == sizes.eos).cumsum(1) > 0  # True at EOS and after it
+    counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
+    image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
+    agree = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), counted)
+    return agree.sum(1) / counted.sum(1)  # 0 / 0 is NaN
+
+
+@torch.no_grad()
+def caption_energies(model: CaptionModel, memory: Memory, tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """The mean energy (B,) float32 of the first `count` tokens of each caption; float64 for a float64 model.
+
+    tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: without SOS; of a
+    shorter caption, all tokens count.
+    """
+    counts = (lengths - 1).clamp(max=count)
+    with evaluating(model):
+        logits = model.decode(memory, tokens[:, :-1][:, :count])
+    energies = -logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+    counted = torch.arange(energies.shape[1], device=energies.device) < counts[:, None]
+    return energies.masked_fill(~counted, 0.0).sum(1) / counts

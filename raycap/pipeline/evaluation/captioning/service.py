@@ -24,8 +24,8 @@ from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
 from raycap.pipeline.evaluation.captioning.search import best_signals, collapsed, find_captions
-from raycap.pipeline.evaluation.captions import Explanation, ImageCaption, RankedCaption
 from raycap.pipeline.evaluation.comparison.protocol import changed_search
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption, RankedCaption
 from raycap.pipeline.runtime.processor import measure_precisions
 from raycap.pipeline.storage.s3 import StorageOptions
 

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from raycap.models.base import CaptionModel, load_strictly
-from raycap.models.captioner import Captioner
-from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
+from raycap.models.base import CaptionModel
+from raycap.models.captioner import Captioner, build_model
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes, Values
 from raycap.models.convert import upstream as convert
-from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.convert.tensor_files import load_strictly, read_tensors
 from raycap.models.encoders.backbone import Backbone, load_tensors
-from raycap.models.registry import build_model
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
@@ -50,19 +49,15 @@ class _Unpickler(pickle.Unpickler):
     the name of the class or function, such as "vocab.Vocab".
     """
 
-    def __init__(self, file: io.BytesIO, stand_ins: Mapping[str, object]) -> None:
-        super().__init__(file)
-        self.stand_ins = stand_ins
+    stand_ins: Mapping[str, object] = {}
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """The stand-in for a class or function that the pickle names. Raises UnpicklingError if there is none."""
+    def find_class(self, module_name: str, global_name: str) -> object:
         key = f"{module_name.split('.')[-1]}.{global_name}"
         if key not in self.stand_ins:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
         return self.stand_ins[key]
 
-    def persistent_load(self, pid: object) -> Any:
-        """Refuses a pickle that refers to an object outside of the file."""
+    def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
 
@@ -78,7 +73,9 @@ def read_plain_pickle(
     try:
         data = read_regular_file(path, MAX_BYTES)
         _check_operations(data)
-        content = _Unpickler(io.BytesIO(data), stand_ins or {}).load()
+        unpickler = _Unpickler(io.BytesIO(data))
+        unpickler.stand_ins = stand_ins or {}
+        content = unpickler.load()
         content = content if convert is None else convert(content)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is refused: {shown(error)}; {ALLOWED}") from error
@@ -222,7 +219,8 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
         raise UserError(f"{request.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
     inferred = convert.infer_expansionnet(tensors)
     config = convert.complete_config(inferred, request.settings["model"])
-    model = _build(request, config, inferred, vocabulary, convert.convert_expansionnet(tensors, config))
+    tensors = convert.join_rows(tensors, convert.upstream_names(config), "an ExpansionNet v2", config)
+    model = _build(request, config, inferred, vocabulary, tensors)
     sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
     if request.backbone_file is not None:
         swin = read_tensors(request.backbone_file)
@@ -265,8 +263,14 @@ def _build(
     tensors: dict[str, Tensor],
 ) -> CaptionModel:
     """Builds the model and loads `tensors`, which have raycap's names. Raises ValueError if they do not fit."""
-    vocabulary_sizes = {"count": len(vocabulary), "sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad}
-    model = build_model(config, convert.imported_sizes(inferred, vocabulary_sizes))
+    if len(vocabulary) != inferred.vocabulary_size:
+        raise ValueError(
+            f"the vocabulary has {len(vocabulary)} words, the checkpoint predicts {inferred.vocabulary_size}; "
+            "they do not belong together"
+        )
+    special = (vocabulary.sos, vocabulary.eos, vocabulary.pad)
+    sizes = ModelSizes(inferred.feature_width, len(vocabulary), inferred.max_positions, *special)
+    model = build_model(config, sizes)
     load_strictly(model, tensors, str(request.checkpoint))
     return model
 

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.data.image_locations import read_image_file
-from raycap.pipeline.data.images import BadImage, decode_image
+from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.confidence import Quality
-from raycap.pipeline.evaluation.reports.pictures import COLORS, LayerColors
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
-from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
+
+if TYPE_CHECKING:
+    from raycap.models.explain.cluster_groups import Clusters
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
@@ -34,10 +34,41 @@ THUMBNAIL = 256  # the longer side of a picture on the page, in pixels
 SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
 MAX_IMAGES = 200  # a page shows at most this many pictures
 MAX_POINTS = 240  # a line of a chart has at most this many points
-NUM_BINS = 20  # about as many has a histogram
 SCORE_NAME = "CIDEr-D"
+# ColorBrewer's Set3, on which black text can be read. Cluster i has the color i modulo 12.
+COLORS = (
+    "#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462",
+    "#b3de69", "#fccde5", "#d9d9d9", "#bc80bd", "#ccebc5", "#ffed6f",
+)  # fmt: skip
 
 Ticks = list[tuple[float, str]]  # positions on an axis in percent, with their labels
+
+
+class LayerColors(NamedTuple):
+    """One layer: a hexadecimal digit for each grid cell, row by row, and for each word: the index into COLORS.
+
+    rows: of the grid; 0 and "" for a layer without clusters of cells. words: "" for one without clusters of words.
+    """
+
+    title: str
+    rows: int
+    cells: str
+    words: str
+
+
+def layer_colors(clusters: Clusters) -> list[LayerColors]:
+    """Every layer with clusters of patches or words. Without a grid of image tokens, no layer has cells."""
+    cells = {} if clusters.grid is None else dict(zip(clusters.encoder_layers, clusters.image.tolist(), strict=True))
+    words = dict(zip(clusters.decoder_layers, clusters.words.tolist(), strict=True))
+    layers = []
+    for number in sorted(cells.keys() | words.keys()):
+        parts = [(cells.get(number), "patch cluster"), (words.get(number), "phrase")]
+        counts = [(len(set(labels)), noun) for labels, noun in parts if labels is not None]
+        title = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        digits = ["".join(f"{label % len(COLORS):x}" for label in labels or ()) for labels, _ in parts]
+        rows = clusters.grid[0] if clusters.grid is not None and number in cells else 0
+        layers.append(LayerColors(f"layer {number}: {title}", rows, *digits))
+    return layers
 
 
 @dataclass(frozen=True)
@@ -130,7 +161,7 @@ def report_html(report: Report) -> str:
     """
     reasons = [_reason(cell) for _, cells in report.score_rows for cell in cells]
     images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
-    cards = _cards(images, report.language, seed=report.run_id)
+    cards = _cards(images, seed=report.run_id)
     html = render_template(
         TEMPLATE,
         report=report,
@@ -141,8 +172,6 @@ def report_html(report: Report) -> str:
             (stage, [plot for name, series in stage.curves.items() if (plot := curve(name, series))])
             for stage in report.stages
         ],
-        # Pictures that were chosen by their contrast are no sample of the scores.
-        histograms=_histograms([image for image in report.images if image.contrast is None]),
         confidence=[(split, each, *_confidence_charts(each)) for split, each in report.confidence.items()],
         cards=cards,
         shape=_aspect_ratio(cards),
@@ -287,55 +316,18 @@ def round_values(low: float, high: float, about: int) -> list[float]:
     return [float(f"{index * distance:.12g}") for index in range(first, last + 1)]
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Bin i counts the scores in [edges[i], edges[i + 1]), and the last one those at its upper edge, too."""
-
-    name: str
-    scores: list[float]
-    counts: list[int]
-    edges: list[float]
-
-    @property
-    def summary(self) -> str:
-        """The statistics of the scores as text."""
-        mean, median = statistics.fmean(self.scores), statistics.median(self.scores)
-        return f"{len(self.scores)} pictures, mean {mean:.3f}, median {median:.3f}"
-
-
-def _histograms(images: Sequence[ReportImage]) -> list[Histogram]:
-    """One histogram per split, all with the same bins."""
-    by_split: dict[str, list[float]] = {}
-    for image in images:
-        if (score := image.finite_score) is not None:
-            by_split.setdefault(image.split, []).append(score)
-    highest = max((score for scores in by_split.values() for score in scores), default=0.0)
-    edges = round_values(0.0, max(highest, 0.01), NUM_BINS)
-    if edges[-1] < highest:
-        edges.append(float(f"{2 * edges[-1] - edges[-2]:.12g}"))
-    return [
-        Histogram(split, scores, np.histogram(scores, edges)[0].tolist(), edges) for split, scores in by_split.items()
-    ]
-
-
-def _cards(images: Sequence[ReportImage], language: str, *, seed: str) -> list[dict[str, Any]]:
+def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:
     """The template's values for each picture, lowest score first. Pictures without a score are last."""
     positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
         thumbnails = list(pool.map(_thumbnail, images))
     cards = []
     for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
-        words = metric_words(image.caption, language)
-        pairs = [(set(words), set(metric_words(caption, language))) for caption in image.alternatives.values()]
-        # the share of words that only one of two captions has
-        differences = [len(one ^ other) / len(one | other) for one, other in pairs if one | other]
         cards.append(
             {
                 "image": image,
                 "score": image.finite_score,
                 "thumbnail": thumbnail,
-                "length": len(words),
-                "difference": max(differences, default=0.0) if image.contrast is None else image.contrast,
                 "position": position,
                 "attention": _encode_maps(image, image.attention),
                 "attribution": _encode_maps(image, image.attribution),

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+
+from raycap.pipeline.evaluation.reports.page import COLORS, layer_colors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,40 +25,8 @@ if TYPE_CHECKING:
 TILE = 2.4  # inches
 WORD_COLUMNS, LAYER_COLUMNS = 6, 3
 LINE_LENGTH = 28  # characters of a line of words below a tile
-# ColorBrewer's Set3, on which black text can be read. Cluster i has the color i modulo 12.
-COLORS = (
-    "#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462",
-    "#b3de69", "#fccde5", "#d9d9d9", "#bc80bd", "#ccebc5", "#ffed6f",
-)  # fmt: skip
 # Matplotlib takes each character from the first of these fonts that has it. The first one is its own.
 FONTS = ("DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Unifont", "FreeSans")
-
-
-class LayerColors(NamedTuple):
-    """One layer: a hexadecimal digit for each grid cell, row by row, and for each word: the index into COLORS.
-
-    rows: of the grid; 0 and "" for a layer without clusters of cells. words: "" for one without clusters of words.
-    """
-
-    title: str
-    rows: int
-    cells: str
-    words: str
-
-
-def layer_colors(clusters: Clusters) -> list[LayerColors]:
-    """Every layer with clusters of patches or words. Without a grid of image tokens, no layer has cells."""
-    cells = {} if clusters.grid is None else dict(zip(clusters.encoder_layers, clusters.image.tolist(), strict=True))
-    words = dict(zip(clusters.decoder_layers, clusters.words.tolist(), strict=True))
-    layers = []
-    for number in sorted(cells.keys() | words.keys()):
-        parts = [(cells.get(number), "patch cluster"), (words.get(number), "phrase")]
-        counts = [(len(set(labels)), noun) for labels, noun in parts if labels is not None]
-        title = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
-        digits = ["".join(f"{label % len(COLORS):x}" for label in labels or ()) for labels, _ in parts]
-        rows = clusters.grid[0] if clusters.grid is not None and number in cells else 0
-        layers.append(LayerColors(f"layer {number}: {title}", rows, *digits))
-    return layers
 
 
 def draw_word_maps(

@@ -6,9 +6,14 @@ One Ray task computes attention, attribution and cluster maps.
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +26,28 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import bundle_source, read_parts
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
+from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.comparison.published import FinalRow
-from raycap.pipeline.evaluation.reports.page import MAX_IMAGES, Report, ReportImage, choose_images, report_html
-from raycap.pipeline.evaluation.reports.pictures import layer_colors
-from raycap.pipeline.evaluation.reports.tables import Rows
-from raycap.pipeline.evaluation.results import Scores, SplitScores
+from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
+from raycap.pipeline.evaluation.reports.page import (
+    MAX_IMAGES,
+    Report,
+    ReportImage,
+    choose_images,
+    layer_colors,
+    report_html,
+    write_report,
+)
+from raycap.pipeline.evaluation.reports.tables import Rows, format_scores
+from raycap.pipeline.evaluation.results import Scores, SplitScores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import Score
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
+
+logger = logging.getLogger(__name__)
 
 MAX_ATTRIBUTED_IMAGES = 24  # an attribution takes one backward pass per word and integration step
 INTEGRATION_STEPS = 16  # with more steps, the picture looks the same
@@ -230,3 +248,136 @@ def write_summary(
     with decorations.making("the report of the seeds"):
         page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
         (place / "report.html").write_bytes(report_html(page).encode())
+
+
+@dataclass(frozen=True)
+class ResultsFolder:
+    """The place of the results, and the local folder in which they are written.
+
+    They differ if the results go to S3; the local folder is then a new one.
+    """
+
+    place: StoragePath
+    path: Path
+
+    @classmethod
+    def of(cls, config: RunConfig, label: str, out: str | None) -> ResultsFolder:
+        """The folder that the option --out names; None for evaluations/`label` in the storage."""
+        default = config.storage_place / f"evaluations/{label}"
+        place = storage_path(default if out is None else out, config.storage.options)
+        if not place.is_remote:
+            return cls(place, place.path)
+        return cls(place, cache_folder() / "evaluations" / uuid.uuid4().hex[:16] / "results")
+
+    def part(self, name: str) -> ResultsFolder:
+        """The folder of this name in this one."""
+        path = self.path / name
+        path.mkdir(parents=True, exist_ok=True)
+        return ResultsFolder(self.place / name, path)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Makes the local folder, and removes it when its results are on S3.
+
+        After an error, results that are not on S3 remain, and the log names the folder: the captions can take hours.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        is_done = not self.place.is_remote
+        try:
+            yield
+            is_done = True
+        finally:
+            if not is_done and any(self.path.iterdir()):
+                logger.warning(
+                    f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
+                )
+            elif self.place.is_remote:
+                shutil.rmtree(self.path.parent, ignore_errors=True)  # with the mirror's record
+
+    def write_captions(self, captions: SplitCaptions) -> None:
+        """Writes the captions of all splits."""
+        for split, images in captions.items():
+            predictions = f"predictions-{split}.json"
+            write_captions(self.path, split, images, predictions)
+            logger.info(f"predictions  {self.place / predictions}")
+
+    def write_scores(self, content: Mapping[str, object], missing: Mapping[str, str]) -> None:
+        """Writes scores.json and uploads all results. missing: {report: reason}, of those that failed."""
+        write_json(self.path / "scores.json", {**content, **({"missing": missing} if missing else {})})
+        if self.place.is_remote:
+            Mirror(self.place, self.path).push()
+
+
+def write_results(
+    folder: ResultsFolder,
+    scores: Scores,
+    settings: RunConfig,
+    *,
+    label: str,
+    compared: Scores | None = None,
+) -> None:
+    """Logs the scores of a model, and writes its scores and pages. Stores its confidence in its bundle.
+
+    label: names the model. compared: the scores of another model on the same splits.
+    Raises JobFailedError if the two models have captioned other images.
+    """
+    content, decorations = scores.to_json(), Decorations()
+    others: dict[str, SplitScores] = {}
+    for each in scores.splits:
+        _log_scores(each)
+        if compared is None or each.scores is None:
+            continue
+        others[each.split] = other = compared[each.split]
+        differences = {name: asdict(gap) for name, gap in compare([each], [other]).items()}
+        entry = {"differences": differences, "images": len(each.captions)}
+        content["splits"][each.split]["compared"] = other.scores_to_json() | entry
+    if len(scores.bundles) == 1:
+        keep_results(scores, {}, decorations)
+    folder.write_scores(content, {})
+    for each in scores.splits:
+        if each.scores is not None:
+            with decorations.making(f"the report of {each.split}"):
+                _write_page(folder, scores.of(each.split), settings, decorations, label, others.get(each.split))
+    folder.write_scores(content, decorations.failed)
+    logger.info(f"scores       {folder.place / 'scores.json'}")
+    decorations.log_failed()
+
+
+def _log_scores(result: SplitScores) -> None:
+    """Logs the scores of a split, and printed scores, each with why ours cannot be compared."""
+    if result.scores is None:
+        logger.info(f"{result.split} has no reference captions: captioned, not scored")
+    else:
+        logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
+    if result.main_object is not None:
+        logger.info(f"  main object named in {result.main_object:.1%} of the captions")
+    for row, difference in result.published:
+        values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
+        logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
+
+
+def _write_page(
+    folder: ResultsFolder,
+    scores: Scores,
+    settings: RunConfig,
+    decorations: Decorations,
+    label: str,
+    other: SplitScores | None,
+) -> None:
+    """Writes report-SPLIT.html of the only split of `scores`. other: of another model."""
+    (result,) = scores.splits
+    other = None if other is None else replace(other, split=f"{result.split}, the other")
+    page = report(
+        scores,
+        settings,
+        decorations,
+        title=f"{label} on {result.split}",
+        run_id=label,
+        pictured=[result.split],
+        compared=other,
+    )
+    models = ", ".join(bundle.name for bundle in scores.bundles)
+    metadata = {"models": models, "images": f"{result.split} {len(result.images)}"}
+    name = f"report-{result.split}.html"
+    write_report(folder.path / name, replace(page, metadata=metadata))
+    logger.info(f"report       {folder.place / name}")

@@ -1,18 +1,29 @@
-"""Metrics that need more than the words of captions: CHAIR, CLIPScore, PAC-S and BERTScore."""
+"""Metrics that need more than the words of captions: CHAIR, CLIPScore, PAC-S and BERTScore.
+
+For CHAIR, a file of words has one line per object: its name, and after commas further words and phrases for it, as in
+"dog, puppy, baby dog". COCO's annotations of objects (instances_*.json) have the objects of each image.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
+from raycap.pipeline.data.caption_files import ImageId, read_json
+from raycap.pipeline.data.synthetic.scene_captions import shape_names
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.words import metric_words
+from raycap.pipeline.runtime.names import quoted, shorten
+from raycap.pipeline.storage.untrusted.documents import read_document
 
 if TYPE_CHECKING:  # it imports torch
     from raycap.pipeline.evaluation.scores.encoders import BertEncoder, Ids
@@ -22,10 +33,9 @@ _PLURALS = {
     **{"man": "men", "person": "people", "child": "children", "foot": "feet", "goose": "geese", "mouse": "mice"},
     **{"knife": "knives", "leaf": "leaves", "shelf": "shelves", "calf": "calves", "wolf": "wolves", "scarf": "scarves"},
 }
-
-
 PROMPT = "A photo depicts "  # before every caption and reference, as in the authors' code of CLIPScore and PAC-S
 CLIP_WEIGHT, PAC_WEIGHT = 2.5, 2.0  # w in `image_similarity`
+MAX_NAME = 200  # characters of a name of an object
 IMAGES_AT_ONCE = 256  # whose tokens' vectors are in memory
 
 
@@ -40,6 +50,20 @@ class Objects:
     names: Mapping[str, Iterable[str]]
     language: str = ENGLISH
     annotated: Mapping[Any, Set[str]] | None = None
+
+    @classmethod
+    def read(cls, section: ScoreInputsSection, language: str, data: DataSection | None) -> Objects | None:
+        """The objects that a configuration names, or else the shapes of the synthetic data set. None without any.
+
+        Raises UserError for a file that cannot be read.
+        """
+        if section.objects is None:
+            synthetic = None if data is None else data.synthetic
+            return None if synthetic is None else cls(shape_names(synthetic.language), synthetic.language)
+        names = read_names(Path(section.objects).expanduser())
+        if section.instances is None:
+            return cls(names, language)
+        return cls(names, language, read_instances(Path(section.instances).expanduser(), names))
 
     @cached_property
     def _phrases(self) -> dict[tuple[str, ...], str]:
@@ -84,6 +108,59 @@ def _with_plurals(name: str) -> list[str]:
     if name.endswith("y"):
         regular.append(f"{name[:-1]}ies")
     return regular + [name.removesuffix(end) + plural for end, plural in _PLURALS.items() if name.endswith(end)]
+
+
+def read_names(path: Path) -> dict[str, tuple[str, ...]]:
+    """The names of each object, by the first of them. Raises UserError."""
+    try:
+        lines = read_document(path).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"evaluation.inputs.objects: {path} cannot be read as text: {error}") from error
+    rows = [[name.strip() for name in line.split(",")] for line in lines if line.strip()]
+    objects: dict[str, tuple[str, ...]] = {}
+    owner: dict[str, str] = {}  # the object of each name
+    for first, *others in rows:
+        for name in dict.fromkeys((first, *others)):
+            if not name or len(name) > MAX_NAME:
+                raise UserError(
+                    f"evaluation.inputs.objects: {path} has the name {quoted(name)} in the line of {quoted(first)}; "
+                    f"expected 1 to {MAX_NAME} characters between commas"
+                )
+            if name in owner:
+                raise UserError(
+                    f"evaluation.inputs.objects: {path} gives {quoted(name)} to {quoted(owner[name])} and to "
+                    f"{quoted(first)}; every name must belong to one object"
+                )
+            owner[name] = first
+        objects[first] = (first, *others)
+    if not objects:
+        raise UserError(f"evaluation.inputs.objects: {path} is empty; give one line per object")
+    return objects
+
+
+def read_instances(path: Path, names: Mapping[str, tuple[str, ...]]) -> dict[ImageId, set[str]]:
+    """The objects in each image, by id, from COCO's annotations of objects.
+
+    names: those of each object, of which every category must be one. Raises UserError.
+    """
+    data = read_json(path)
+    object_of = {name: object_name for object_name, others in names.items() for name in others}
+    try:
+        categories = {category["id"]: category["name"] for category in data["categories"]}
+        if unknown := [name for name in categories.values() if name not in object_of]:
+            raise UserError(
+                f"evaluation.inputs.instances: {path} has the categories {shorten(unknown)}, which are not in "
+                "evaluation.inputs.objects; add them there"
+            )
+        found: defaultdict[Any, set[str]] = defaultdict(set)
+        for annotation in data["annotations"]:
+            found[annotation["image_id"]].add(object_of[categories[annotation["category_id"]]])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"evaluation.inputs.instances: {path} has no COCO annotations of objects ({type(error).__name__}: "
+            f"{error}); expected categories and annotations with image_id and category_id"
+        ) from error
+    return dict(found)
 
 
 def hallucinations(

@@ -45,6 +45,7 @@ _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
+METEOR_DEADLINE_S, SPICE_DEADLINE_S = (120.0, 0.05), (300.0, 1.0)  # for all images, and for each
 _LONGEST = 65536  # characters of a line; a longer one is no score
 
 
@@ -55,16 +56,14 @@ def check_meteor() -> None:
 
 def check_spice() -> None:
     """Raises JavaError when SPICE cannot run on this machine."""
-    java_command(_METEOR_HEAP_MB)
+    check_meteor()
     spice_models()
 
 
-def meteor(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
-) -> tuple[float, list[float]]:
+def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> tuple[float, list[float]]:
     """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
 
-    deadline_s: by default 120 s plus 50 ms per image. Raises JavaError.
+    Raises JavaError.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -86,16 +85,16 @@ def meteor(
         return value, per_image
 
     with tempfile.TemporaryDirectory(prefix="raycap-java-") as folder:
-        return _with_java(command, Path(folder), talk, 120 + 0.05 * len(requests) if deadline_s is None else deadline_s)
+        return _with_java(command, Path(folder), talk, METEOR_DEADLINE_S[0] + METEOR_DEADLINE_S[1] * len(requests))
 
 
 def spice(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]], deadline_s: float | None
+    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]
 ) -> tuple[list[float], dict[str, float | None]]:
     """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-score of each sub-category.
 
     The mean is over the images whose caption or references mention the category; None when no image does.
-    deadline_s: by default 300 s plus 1 s per image. Raises JavaError.
+    Raises JavaError.
     """
     package = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
@@ -121,7 +120,7 @@ def spice(
     with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
         folder = Path(name)
         (folder / "in.json").write_text(json.dumps(data), encoding="utf-8")
-        deadline_s = 300 + len(data) if deadline_s is None else deadline_s
+        deadline_s = SPICE_DEADLINE_S[0] + SPICE_DEADLINE_S[1] * len(data)
         scores_by_image = _with_java([*java, *options, *main], folder, run, deadline_s)
     categories = {name: _mean_f(scores_by_image, category) for category, name in SPICE_CATEGORIES.items()}
     return [scores["All"]["f"] for scores in scores_by_image], categories
@@ -162,7 +161,7 @@ class JavaError(Exception):
 
 def java_version() -> str:
     """The first line of `java -version`. Raises JavaError when java is missing or does not start."""
-    java = _find_java()
+    java = java_command(_METEOR_HEAP_MB)[0]
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
@@ -177,21 +176,15 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
 
     Raises JavaError when java is missing or the free memory is too small.
     """
-    java = _find_java()
+    java = shutil.which("java")
+    if java is None:
+        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
     (smallest, largest), free = heap_mb, free_memory_mb()
     if free < smallest * 1.25:  # Java also needs memory outside of its heap
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
     # The encoding is set because before Java 18 its default depends on the locale.
     return [java, f"-Xmx{heap}m", "-Dfile.encoding=UTF-8", *options]
-
-
-def _find_java() -> str:
-    """The path of the program java. Raises JavaError when it is missing."""
-    java = shutil.which("java")
-    if java is None:
-        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
-    return java
 
 
 def free_memory_mb() -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from raycap.models.config import Values
 from raycap.pipeline.config.languages import ENGLISH
+from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import java, ngrams
 from raycap.pipeline.evaluation.scores.grounding import (
@@ -31,6 +32,7 @@ from raycap.pipeline.evaluation.scores.grounding import (
 from raycap.pipeline.evaluation.scores.java import JavaError
 from raycap.pipeline.evaluation.scores.words import caption_stats, words_of_all, words_signature
 from raycap.pipeline.runtime.names import shorten
+from raycap.pipeline.storage.s3 import StorageOptions
 
 if TYPE_CHECKING:  # it imports torch
     from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
@@ -76,6 +78,34 @@ class ScoreInputs:
     pac: ClipEncoder | None = None
     bert: BertEncoder | None = None
 
+    @classmethod
+    def read(
+        cls,
+        section: ScoreInputsSection,
+        language: str,
+        data: DataSection | None = None,
+        *,
+        several: Mapping[Any, Sequence[str]] | None = None,
+        uris: Mapping[Any, str] | None = None,
+        options: StorageOptions = StorageOptions(),
+    ) -> ScoreInputs:
+        """The inputs that the section `evaluation.inputs` names. The files of encoders are read at their first use.
+
+        uris: of the images, by id. Raises UserError for a file of objects that cannot be read.
+        """
+        objects, clip, pac, bert = Objects.read(section, language, data), None, None, None
+        if section.clip or section.pac or section.bert:
+            # imports torch, which the check of a configuration does not need
+            from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
+
+            max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
+            clip, pac = (
+                None if files is None else ClipEncoder(files, uris or {}, max_pixels, options)
+                for files in (section.clip, section.pac)
+            )
+            bert = None if section.bert is None else BertEncoder(section.bert)
+        return cls(objects, several or None, clip, pac, bert)
+
 
 def _needed(inputs: ScoreInputs, field: Input) -> Any:
     """The value of a field. Raises UnavailableError if it is not given."""
@@ -106,7 +136,6 @@ class TokenizedCaptions(CaptionWords):
 
     image_ids: list[Any]
     language: str
-    java_deadline_s: float | None  # longest time for one Java metric; None for the metric's default
     inputs: ScoreInputs
     raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
 
@@ -160,7 +189,7 @@ def _bleu(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _meteor(captions: TokenizedCaptions) -> list[Score]:
-    return [Score(*java.meteor(captions.predictions, captions.references, captions.java_deadline_s))]
+    return [Score(*java.meteor(captions.predictions, captions.references))]
 
 
 def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
@@ -178,7 +207,7 @@ def _cider_r(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    values, categories = java.spice(captions.predictions, captions.references, captions.java_deadline_s)
+    values, categories = java.spice(captions.predictions, captions.references)
     return [Score(sum(values) / len(values), values, categories=categories)]
 
 
@@ -281,6 +310,14 @@ class MetricScores:
         """Score by metric; None for a metric that is unavailable."""
         return {name: score.value for name, score in self.by_name.items()}
 
+    def repairable(self, language: str) -> dict[str, str]:
+        """{metric: reason} of metrics that could not be computed now, but may be later or on another machine."""
+        java = [
+            name for metric in TABLE if metric.jar and not _other_language(metric, language) for name in metric.names
+        ]
+        scores = {name: self.by_name[name].unavailable for name in java if name in self.by_name}
+        return {name: reason for name, reason in scores.items() if reason}
+
     def to_json(self) -> Values:
         """The values, the reasons of unavailable metrics, the signature and the extras."""
         unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
@@ -293,7 +330,6 @@ def score_captions(
     predictions: Mapping[Any, str],
     *,
     metrics: Iterable[str] = DEFAULT_METRICS,
-    java_deadline_s: float | None = None,
     training_captions: Iterable[str] | None = None,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
@@ -302,8 +338,7 @@ def score_captions(
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    java_deadline_s: the longest time for METEOR and for SPICE each; the defaults are those of
-    `java.py`. training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
+    training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
     English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
@@ -313,7 +348,7 @@ def score_captions(
     image_ids = [image for image in references if image in predictions]
     raw = [predictions[image] for image in image_ids], [references[image] for image in image_ids]
     predicted, words = words_of_all(raw[0], language), _words_by_image(raw[1], language)
-    captions = TokenizedCaptions(predicted, words, image_ids, language, java_deadline_s, inputs, raw)
+    captions = TokenizedCaptions(predicted, words, image_ids, language, inputs, raw)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
         if set(metric.names) & set(metrics):
@@ -390,11 +425,6 @@ def _other_language(metric: Metric, language: str) -> str | None:
         return None
     verb = "is" if len(metric.names) == 1 else "are"
     return f"{' and '.join(metric.names)} {verb} defined for English captions only, and the language is {language}"
-
-
-def has_meaning(name: str, language: str) -> bool:
-    """Whether a metric of `METRICS` is defined for captions in a language."""
-    return not any(_other_language(metric, language) for metric in TABLE if name in metric.names)
 
 
 def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | None = None) -> str | None:

@@ -8,12 +8,13 @@ lists, YAML aliases or gzip can fill the memory.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json import JSONDecoder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_DOCUMENT_BYTES = 2**30
-MAX_UNSIZED_BYTES = 2**20  # of a file whose size is given as 0: an empty one, or one of /proc
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
 MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
 MAX_YAML_NODES = 100_000  # with each alias counted as a copy
@@ -45,22 +45,13 @@ def read_document(path: Path) -> bytes:
 def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """The content of a regular file, which a link may lead to.
 
-    Raises OSError for a folder, pipe, socket or device, without waiting for a writer; for a file of more than
-    `max_bytes` bytes, whose content takes no memory; and for a file that grows meanwhile.
+    Raises OSError for a folder, pipe, socket or device, without waiting for a writer, and for a file of more than
+    `max_bytes` bytes, whose content takes no memory.
     """
     with open_regular_file(path) as file:
-        if max_bytes is None:
-            return file.read()
-        size = os.fstat(file.fileno()).st_size
-        limit = max_bytes if size else min(max_bytes, MAX_UNSIZED_BYTES)
-        if size <= limit:
-            expected = size or limit
-            data = file.read(expected + 1)  # memory for all of it is taken at once
-            if len(data) <= expected:
-                return data
-            if size:
-                raise OSError(errno.EBUSY, "changed while it was read", str(path))
-    raise OSError(errno.EMSGSIZE, f"larger than {limit} bytes", str(path))
+        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
+        return file.read()
 
 
 def is_file(path: Path) -> bool:
@@ -94,6 +85,35 @@ def open_regular_file(path: Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+class RangedFile(io.RawIOBase):
+    """A file of `size` bytes without a buffer, of which a function reads ranges, each given by start and length."""
+
+    def __init__(self, size: int, read_range: Callable[[int, int], bytes]) -> None:
+        self.size, self.read_range, self.place = size, read_range, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence])
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), self.size - self.place)
+        if length <= 0:
+            return 0
+        data = self.read_range(self.place, length)
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
 
 
 def _refuse_constant(constant: str) -> None:
@@ -130,18 +150,11 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
     """The value of a YAML document of plain values: mappings, lists, text, numbers, booleans, dates and null."""
     import yaml
 
-    constructed = list[yaml.Node]()
-
-    class Loader(yaml.SafeLoader):
-        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-            constructed[:] = [node]
-            return super().construct_object(node, deep)
-
     try:
         text = text.decode() if isinstance(text, bytes) else text
         if len(text) > MAX_YAML_CHARACTERS:
             raise UserError(f"{name} has {len(text)} characters of YAML; the limit is {MAX_YAML_CHARACTERS}")
-        loader = Loader(text)
+        loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -156,17 +169,10 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{name} is not valid YAML: {_yaml_problem(error)}") from error
-    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # of a tag's constructor
-        raise UserError(f"{name} is not valid YAML: {_value_problem(error, constructed)}") from error
-
-
-def _value_problem(error: Exception, constructed: Sequence[yaml.Node]) -> str:
-    """What is wrong with a value, and where. It quotes nothing of it. constructed: the node of the value, if known."""
-    if not constructed:
-        return one_line(error)
-    is_date = constructed[0].tag.endswith(":timestamp") and isinstance(error, ValueError | OverflowError)
-    problem = one_line(error) if is_date else "a value does not fit its tag (!!bool, !!int, ...)"
-    return f"{problem} in {_place(constructed[0].start_mark)}"
+    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # whose text quotes the value
+        raise UserError(
+            f"{name} is not valid YAML: a value is no date, or does not fit its tag (!!int, ...)"
+        ) from error
 
 
 def _yaml_problem(error: Exception) -> str:

@@ -2,28 +2,28 @@
 
 Arrow ends the whole process when it is asked for a column whose footer contradicts itself, and a few hundred bytes can
 decompress to gigabytes. So this process has limits of memory and time. It opens nothing itself: it asks its parent for
-ranges of the file. A message is its kind (one letter), its length in 8 bytes, and its content:
+ranges of the file. The parent sends tasks as JSON, and the bytes of each range. The child sends pairs of a kind and a
+content:
 
-    parent:  one line of JSON, a task; then the bytes of each range that is asked for
-    child:   R start and length of a range, B a record batch as an Arrow stream, E an error, D the end with JSON
+    R  start and length of a range, as JSON        E  an error
+    B  a record batch, as an Arrow stream          D  the end, with JSON
 """
 
 from __future__ import annotations
 
-import io
 import json
 import resource
-import struct
 import sys
 import time
 from contextlib import suppress
-from typing import Any
+from multiprocessing.connection import Connection
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raycap.models.config import Values
+from raycap.pipeline.storage.untrusted.documents import RangedFile
 
 MAX_MEMORY = 4 * 2**30  # bytes of address space
 MAX_CPU_S = 120  # per task
@@ -33,49 +33,13 @@ MIN_LIMIT_VALUES = 1_000_000  # rows that any file may have; a larger file may h
 BATCH_ROWS = 8192
 
 
-class ParentFile(io.RawIOBase):
-    """The file that the parent has opened, of `size` bytes."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.place = size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self.size - self.place))
-        if length:
-            send(b"R", struct.pack("<QQ", self.place, length))
-            data = sys.stdin.buffer.read(length)
-            if len(data) < length:
-                sys.exit(1)  # the parent has ended
-            buffer[:length] = data
-            self.place += length
-        return length
-
-
-def send(kind: bytes, content: bytes | memoryview | pa.Buffer = b"") -> None:
-    sys.stdout.buffer.write(kind + struct.pack("<Q", len(content)))
-    sys.stdout.buffer.write(content)
-    sys.stdout.buffer.flush()
-
-
-def send_batch(batch: pa.RecordBatch) -> None:
+def send_batch(parent: Connection, batch: pa.RecordBatch) -> None:
     batch.validate(full=True)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    send(b"B", sink.getvalue())
+    parent.send_bytes(b"B")
+    parent.send_bytes(memoryview(sink.getvalue()))
 
 
 def describe(file: pq.ParquetFile) -> Values:
@@ -104,7 +68,7 @@ def is_binary(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
 
 
-def send_rows(source: ParentFile, columns: list[str]) -> None:
+def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> None:
     """Sends the rows of some columns, or parts of columns such as image.path.
 
     A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
@@ -128,7 +92,7 @@ def send_rows(source: ParentFile, columns: list[str]) -> None:
             left -= sum(map(decoded_bytes, batch.columns))
             if left < 0:
                 raise ValueError(f"it has more than {limit} bytes of text in {stored} bytes; divide it")
-            send_batch(batch)
+            send_batch(parent, batch)
 
 
 def decoded_bytes(array: pa.Array) -> int:
@@ -143,7 +107,7 @@ def decoded_bytes(array: pa.Array) -> int:
     return int(array.nbytes)
 
 
-def send_values(file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
+def send_values(parent: Connection, file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
     """Sends a leaf column of at most `most` bytes in a row group, as a column of large binaries."""
     size = file.metadata.row_group(group).column(leaf).total_uncompressed_size
     path = file.metadata.schema.column(leaf).path
@@ -155,34 +119,48 @@ def send_values(file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
     while pa.types.is_struct(column.type):
         column = pc.struct_field(column, 0)
     values = pc.cast(column, pa.large_binary()).combine_chunks()
-    send_batch(pa.RecordBatch.from_arrays([values], ["values"]))
+    send_batch(parent, pa.RecordBatch.from_arrays([values], ["values"]))
 
 
-def answer(task: Values) -> None:
-    source = ParentFile(task["size"])
-    result: Values = {}
+def answer(parent: Connection, task: Values) -> Values:
+    """Sends the batches of a task. Returns its values."""
+
+    def read_range(start: int, length: int) -> bytes:
+        parent.send_bytes(b"R")
+        parent.send_bytes(json.dumps([start, length]).encode())
+        data = parent.recv_bytes()
+        if len(data) < length:
+            raise ValueError("it ends too early")
+        return data
+
+    source = RangedFile(task["size"], read_range)
     match task["kind"]:
-        case "describe":
-            result = describe(pq.ParquetFile(source))
         case "rows":
-            send_rows(source, task["columns"])
+            send_rows(parent, source, task["columns"])
         case "values":
-            send_values(pq.ParquetFile(source), task["group"], task["leaf"], task["most"])
-    send(b"D", json.dumps(result).encode())
+            send_values(parent, pq.ParquetFile(source), task["group"], task["leaf"], task["most"])
+        case "describe":
+            return describe(pq.ParquetFile(source))
+    return {}
 
 
 def main() -> None:
+    parent = Connection(int(sys.argv[1]))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     with suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    for line in sys.stdin.buffer:
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
-        try:
-            answer(json.loads(line))
-        except MemoryError:  # pyarrow's error for memory is one, too
-            send(b"E", b"it needs too much memory")
-        except Exception as error:  # damaged files raise nearly any type
-            send(b"E", " ".join(str(error).split()).encode(errors="replace"))
+    with suppress(EOFError, ConnectionError):  # the parent has ended
+        while True:
+            task = json.loads(parent.recv_bytes())
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
+            try:
+                kind, content = b"D", json.dumps(answer(parent, task)).encode()
+            except MemoryError:  # pyarrow's error for memory is one, too
+                kind, content = b"E", b"it needs too much memory"
+            except Exception as error:  # damaged files raise nearly any type
+                kind, content = b"E", " ".join(str(error).split()).encode(errors="replace")
+            parent.send_bytes(kind)
+            parent.send_bytes(content)
 
 
 if __name__ == "__main__":

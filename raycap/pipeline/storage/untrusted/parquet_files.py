@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -98,56 +97,47 @@ class _Child:
         import pyarrow as pa
 
         with self._lock:
-            process = self._process = self._process or self._start()
-            assert process.stdin is not None and process.stdout is not None
+            if self._process is None:
+                self._start()
             batches: list[pa.RecordBatch] = []
-            is_done = False
+            kind = b""
             try:
-                line = json.dumps({**task, "size": file.seek(0, os.SEEK_END)})
-                process.stdin.write(line.encode() + b"\n")
-                process.stdin.flush()
-                while not is_done:
-                    head = process.stdout.read(9)
-                    content = process.stdout.read(struct.unpack("<Q", head[1:])[0]) if len(head) == 9 else b""
-                    kind = head[:1]
-                    is_done = kind in (b"D", b"E")
+                self._pipe.send_bytes(json.dumps({**task, "size": file.seek(0, os.SEEK_END)}).encode())
+                while kind != b"D":
+                    kind, content = self._pipe.recv_bytes(), self._pipe.recv_bytes()
                     if kind == b"R":
-                        start, length = struct.unpack("<QQ", content)
+                        start, length = json.loads(content)
                         file.seek(start)
-                        data = file.read(length)
-                        if len(data) < length:
-                            raise ValueError("it ends too early")
-                        process.stdin.write(data)
-                        process.stdin.flush()
+                        self._pipe.send_bytes(file.read(length))
                     elif kind == b"B":
                         batches += pa.ipc.open_stream(content)
                     elif kind == b"E":
                         raise ValueError(content.decode())
-                    elif kind != b"D":
-                        raise ValueError("its reader ended, by a limit of memory or time or by damage")
                 return batches, json.loads(content)
-            except BrokenPipeError as error:
+            except (EOFError, BrokenPipeError, ConnectionResetError) as error:
                 raise ValueError("its reader ended, by a limit of memory or time or by damage") from error
             finally:
-                if not is_done:  # also when the file could not be read, and the child waits for a range
+                if kind not in (b"D", b"E"):  # also when the file could not be read, and the child waits for a range
                     self.stop()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-        return subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+    def _start(self) -> None:
+        self._pipe, other = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD), str(other.fileno())],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
         )
+        other.close()
 
     def stop(self) -> None:
         """Ends the process."""
         if self._process is not None:
+            self._pipe.close()
             self._process.kill()
-            with suppress(BrokenPipeError):
-                self._process.communicate()
+            self._process.wait()
             self._process = None
 
 

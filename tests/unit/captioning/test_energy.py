@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.explain.measures import caption_energies
-from raycap.models.registry import build_model
+from raycap.pipeline.evaluation.captioning.search import caption_energies
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=8, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "dropout": 0.5}

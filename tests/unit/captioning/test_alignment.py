@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from raycap.models.base import Features
+from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.explain.measures import aligned_words, alignment_scores
-from raycap.models.registry import build_model
+from raycap.pipeline.evaluation.captioning.search import aligned_words, alignment_scores
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=6, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}

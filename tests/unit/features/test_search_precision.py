@@ -9,11 +9,8 @@ import pytest
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.evaluation.captioning import measured_precision
-from raycap.pipeline.evaluation.captioning.measured_precision import (
-    measure_search,
-    with_precision,
-)
+from raycap.pipeline.features import precision
+from raycap.pipeline.features.precision import measure_search, with_search_precision
 from raycap.pipeline.runtime.processor import PrecisionTimes
 from tests.conftest import small_config
 
@@ -55,11 +52,11 @@ def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monk
             assert not config.tracking.enabled, "the tracker's address was sent to a worker"
             return PrecisionTimes("CPU", float32=1.0, bfloat16=0.1)
 
-    monkeypatch.setattr(measured_precision, "decided_precision", decided)
+    monkeypatch.setattr(precision, "decided_precision", decided)
     monkeypatch.setattr("ray.remote", lambda function: Task())
     monkeypatch.setattr("ray.get", lambda result: result)
     config = config_of(tmp_path, workers={"num_workers": 1, "cpus_per_worker": 2})
 
-    monkeypatch.setattr(measured_precision, "start_ray", lambda *_: started.append("Ray"))
-    assert with_precision(config, None).evaluation.precision == "bfloat16"
+    monkeypatch.setattr(precision, "start_ray", lambda *_: started.append("Ray"))
+    assert with_search_precision(config, None).evaluation.precision == "bfloat16"
     assert started == ["Ray", "2.0 CPUs"]
