@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import logging
 import os
 import platform
@@ -18,7 +17,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,7 +96,6 @@ def doctor(
     address: Annotated[
         str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
     ] = None,
-    print_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> int:
     """Check what this machine or a cluster can run.
 
@@ -108,20 +106,21 @@ def doctor(
     """
     address = cluster_address(address)
     if address is not None and address.startswith(("http://", "https://")):
-        return _submit(config, set_ or (), address, print_json)
+        # this command runs as a job, whose output is printed
+        changes = [word for override in set_ or () for word in ("--set", override)]
+        arguments, secrets = ([], []) if config is None else ([str(config)], used_variables(config))
+        job = Job("doctor", [*arguments, *changes], secrets=secrets)
+        with unchanged_level():
+            configure_logging(logging.WARNING)
+            return submit(job, address)
     run, requests = (None, {}) if config is None else _read(config, set_ or ())
-    findings: list[Finding] = []
+    failed: dict[str, None] = {}
     for finding in _examine(run, requests, address):
-        findings.append(finding)
-        if not print_json:
-            print(printable(finding.line))
-    failed = list(dict.fromkeys(finding.name for finding in findings if finding.level == "fail"))
-    if print_json:
-        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(report, indent=1))
-    else:
-        name = str(config) if config is not None else "raycap"
-        print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
+        print(printable(finding.line))
+        if finding.level == "fail":
+            failed[finding.name] = None
+    name = str(config) if config is not None else "raycap"
+    print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
     return 1 if failed else 0
 
 
@@ -150,18 +149,9 @@ def _examine(config: RunConfig | None, requests: Requests, address: str | None) 
         yield from check_nodes(config, requests)
 
 
-def _submit(path: Path | None, overrides: Sequence[str], address: str, print_json: bool) -> int:
-    """Runs this command as a job on the cluster, whose output is printed. Returns its exit code."""
-    arguments = [*([str(path)] if path else []), *(word for override in overrides for word in ("--set", override))]
-    secrets = used_variables(path) if path else ()
-    with unchanged_level():
-        configure_logging(logging.WARNING)
-        return submit(Job("doctor", [*arguments, *(["--json"] if print_json else [])], secrets=secrets), address)
-
-
 def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Finding]:
     """Checks this machine. on_cluster: a run computes on a cluster, not here."""
-    yield Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    yield same_versions({})
     yield find("torch", torch_pair, "install both from one place, as `uv pip install -r requirements.lock` does")
     yield java()
     yield from folders()
@@ -279,11 +269,11 @@ def tracker(config: RunConfig) -> str:
     address = public_uri(config)
     if is_only_here(config):
         raise ScarceError(f"{address} is lost with this machine, the storage is not")
-    if urllib.parse.urlsplit(address).scheme in ("http", "https"):
-        try:
+    try:
+        if urllib.parse.urlsplit(address).scheme in ("http", "https"):
             tracking_client(config).search_experiments(max_results=1)
-        except Exception as error:
-            raise ScarceError(f"{address} does not answer: {reason_of(error)}") from error
+    except Exception as error:
+        raise OSError(f"{address} does not answer: {reason_of(error)}") from error
     return address
 
 
@@ -293,23 +283,25 @@ def versions() -> dict[str, str]:
     return found | {name: importlib.metadata.version(name).partition("+")[0] for name in ("ray", "torch")}
 
 
+def same_versions(expected: Mapping[str, str]) -> Finding:
+    """Compares this machine's versions with those of another. An unknown commit, as without git, is no difference."""
+    found = versions()
+    if different := [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]:
+        text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
+        return Finding("versions", "fail", text, "give all nodes the same image")
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
 def check_node(
     expected: Mapping[str, str], wanted: tuple[float, bool], probe: tuple[StoragePath, str] | None
 ) -> list[Finding]:
     """Runs the checks on the node on which this runs.
 
-    expected: the driver's versions; an unknown commit, as without git, is no difference. wanted: how many GPUs Ray
-    offers there, and whether a run needs them. probe: the place of the storage, and the name of a file that the driver
-    wrote there.
+    expected: the driver's versions. wanted: how many GPUs Ray offers there, and whether a run needs them. probe: the
+    place of the storage, and the name of a file that the driver wrote there.
     """
-    mine = versions()
-    different = [name for name in expected if len({mine[name], expected[name]} - {"unknown"}) > 1]
-    found = Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in mine.items()))
-    if different:
-        text = ", ".join(f"{name} {mine[name]} and not {expected[name]}" for name in different)
-        found = Finding("versions", "fail", text, "give all nodes the same image")
-    findings = [found, gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
-    return findings if probe is None else [*findings, storage(*probe)]
+    found = [same_versions(expected), gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
+    return found if probe is None else [*found, storage(*probe)]
 
 
 def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:

@@ -6,8 +6,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
@@ -48,26 +48,21 @@ class JournalPrinter:
             self._print_new_entries(download=time.monotonic() - self._downloaded_at > JOURNAL_EVERY_S)
 
     def _print_new_entries(self, *, download: bool) -> None:
-        """Prints the entries that were added since the last call. download: first get a new copy of a journal on S3."""
-        if download:
-            with self._reporting_once(), suppress(OSError, UserError):  # then the output is late but the run continues
-                self.folder.pull(JOURNAL)
-            self._downloaded_at = time.monotonic()
-        with self._reporting_once():
+        """Prints the entries that were added since the last call. download: first get a new copy of a journal on S3.
+
+        Raises no error, because training must not end when it cannot be shown. The first one is logged.
+        """
+        try:
+            if download:
+                self._downloaded_at = time.monotonic()
+                with suppress(OSError, UserError):  # then the output is late but the run continues
+                    self.folder.pull(JOURNAL)
             size = journal_bytes(self.folder.journal)
             if size != self._size:
                 self._size = size
                 self._changed()
-        with self._reporting_once():
             for entry in self.follower.new():
-                with self._reporting_once():
-                    self._print(entry)
-
-    @contextmanager
-    def _reporting_once(self) -> Iterator[None]:
-        """Logs the first error of these contexts and raises none: training must not end because it cannot be shown."""
-        try:
-            yield
+                self._print(entry)
         except Exception as error:
             if not self._has_failed:
                 logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")
@@ -83,10 +78,9 @@ class JournalPrinter:
             self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def _warn_of_zero(self, stage: str) -> None:
-        """Warns once if a stage of SCST begins with a model whose captions have nothing of the references.
+        """Warns once if a stage of SCST begins with a model whose captions have nothing in common with the references.
 
-        The score is that of the stage before, or after `init_from` the first one of the stage itself. Reads the
-        whole journal.
+        The score is that of the stage before, or after `init_from` the first one of the stage itself.
         """
         journal = read_journal(self.folder.journal)
         scores = [each for each in journal if each["kind"] == "validation"]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from raycap.jobs.evaluate import evaluate_ensemble
 from raycap.jobs.extract import initial_weights
@@ -61,7 +60,6 @@ from raycap.pipeline.tracking.run_tracker import Tracker
 logger = logging.getLogger(__name__)
 
 NUM_CHECKPOINTS = 2  # on the disk at a time
-NUM_WEIGHT_COPIES = 3  # an estimate for a checkpoint: the weights and two moments of Adam
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
@@ -78,9 +76,14 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     except DamagedError as error:
         logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
         summary = None
-    missing = [] if summary is None else _repairable(summary)
+    # the missing decorations and scores of a complete run that this machine can make
+    missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:
-        _finish_registration(folder, summary)
+        if config.tracking.enabled and not summary["tracked"]:
+            decorations = Decorations()
+            with decorations.making("the registration"):
+                register(folder)
+            decorations.log_failed()
         logger.info(f"{folder.run_id} is complete; nothing to do")
         logger.info(summary["table"])
         return folder
@@ -113,20 +116,6 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
         return find_data(config, hash_and_extract(config, weights, start))
-
-
-def _repairable(summary: Mapping[str, Any]) -> list[str]:
-    """The missing decorations and scores of a complete run that this machine can make."""
-    return [name for name in summary.get("missing", {}) if why_unavailable(name) is None]
-
-
-def _finish_registration(folder: RunFolder, summary: Mapping[str, object]) -> None:
-    """Registers a complete run whose tracker has not accepted everything."""
-    decorations = Decorations()
-    if folder.config.tracking.enabled and not summary["tracked"]:
-        with decorations.making("the registration"):
-            register(folder)
-    decorations.log_failed()
 
 
 @contextmanager
@@ -179,13 +168,10 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
 
 def shares_text(config: RunConfig, stage: StageSection) -> str:
     """How the workers share a batch, such as `3 workers x 6 to 7 x 2 accumulated`."""
-
-    def span(low: int, high: int) -> str:
-        return f"{low}" if low == high else f"{low} to {high}"
-
-    counts, steps = config.workers.counts, stage.gradient_accumulation_steps
-    accumulated = f" x {steps} accumulated" if steps > 1 else ""
-    return f"{span(counts[0], counts[-1])} workers x {span(*config.micro_batch_sizes(stage))}{accumulated}"
+    spans = (config.workers.counts[0], config.workers.counts[-1]), config.micro_batch_sizes(stage)
+    workers, samples = (f"{low}" if low == high else f"{low} to {high}" for low, high in spans)
+    steps = stage.gradient_accumulation_steps
+    return f"{workers} workers x {samples}" + (f" x {steps} accumulated" if steps > 1 else "")
 
 
 class RunDriver:
@@ -207,8 +193,7 @@ class RunDriver:
 
     def _decide(self, config: RunConfig) -> None:
         """Sets the configuration with a decision in place of an `auto`."""
-        if config is not self.config:
-            self.folder = self.tracker.folder = replace(self.folder, config=config)
+        self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def _decide_precisions(self) -> None:
         """Decides the precisions that are `auto`. The first command of a storage measures them on its workers."""
@@ -386,7 +371,7 @@ class RunDriver:
         num_rows = num_stores * (len(self.folder.dataset) - len(train))
         num_rows += num_training * len(train) * max(1, self.config.features.views)
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
-        copies = NUM_WEIGHT_COPIES + any(stage.ema is not None for stage in pending)
+        copies = 3 + any(stage.ema is not None for stage in pending)  # the weights and two moments of Adam
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
@@ -408,15 +393,16 @@ class RunDriver:
         with self._timed("starting ray"):
             start_ray(self.config, self.address, stage)
 
-    def _start_extraction(self) -> StallWatch:
-        self._start_ray("features")
-        return StallWatch("extraction", self.config.workers)
-
     def _extract(self, part: Dataset, stage: StageSection) -> StoragePath:
         """Extracts the features of a part of the data for a stage. Returns the store."""
+
+        def start() -> StallWatch:
+            self._start_ray("features")
+            return StallWatch("extraction", self.config.workers)
+
         weights = self.folder.weights_before(stage, "backbone") if self.config.has_backbone else None
         with self._timed("features"):
-            extracted = extract_features(self.config, part, weights, self._start_extraction)
+            extracted = extract_features(self.config, part, weights, start)
         extracted.require_enough(len(part), self.config)
         if extracted.missing:
             quarantine = extracted.store / "quarantine.parquet"

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from raycap.models.config import Values
@@ -27,6 +26,7 @@ from raycap.pipeline.training.step_metrics import DivergedError
 logger = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
+SCRATCH = ".ray"  # the folder in a run's log folder for files that Ray Train demands and raycap does not use
 STOP = "stop"  # the file in a run's log folder that names the driver whose workers must stop
 NUM_STARTS = 5  # how often Ray Train tries in one attempt to start workers again that did not start within a minute
 
@@ -58,11 +58,11 @@ class FailureBudget:
 def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
     """Runs the job's stages on the cluster. After a failure, new workers resume the stage.
 
-    start_ray: joins or starts Ray if that is necessary, and may wait until it has resources for new workers. It is
-    called after a failure. Without it, the death of Ray Train's controller is not followed by another attempt.
-    Raises StageFailedError without another attempt for failures that would repeat, such as a loss that is not finite
-    or a setting that does not fit the data. Raises JobFailedError after more than `workers.max_failures_per_hour`
-    failures within an hour. The same command then resumes the stage.
+    start_ray: called after a failure, to join or start Ray if necessary and to wait for resources. Without it, the
+    death of Ray Train's controller is not followed by another attempt.
+
+    Raises StageFailedError for a failure that would repeat, such as a loss that is not finite, and JobFailedError after
+    more than `workers.max_failures_per_hour` failures within an hour. The same command then resumes the stage.
     """
     import ray
     from ray.exceptions import RayActorError
@@ -89,11 +89,17 @@ def _attempt(job: StageJob) -> None:
 
     After Ctrl-C or SIGTERM the workers save a checkpoint and end, and KeyboardInterrupt is raised.
     """
+
+    def request_stop() -> None:
+        logger.info(f"stopping  a checkpoint is saved first (within {SAVE_LIMIT_S} s); a second signal skips it")
+        with suppress(OSError):  # without the request, the last checkpoint remains
+            (job.folder.root / "log" / STOP).write_bytes(job.driver_token.encode())
+
     try:
-        with saving_first(lambda: _ask_to_stop(job)):
+        with saving_first(lambda: threading.Thread(target=request_stop, name="stop-request", daemon=True).start()):
             call_in_thread(_trainer(job).fit)
     finally:
-        shutil.rmtree(_scratch(job), ignore_errors=True)
+        shutil.rmtree(job.folder.path / "log" / SCRATCH, ignore_errors=True)
         if failure_file(job).exists():
             raise StageFailedError(failure_file(job).read_bytes().decode())
 
@@ -123,11 +129,6 @@ def _first_line(error: BaseException) -> str:
     return cause or f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _scratch(job: StageJob) -> Path:
-    """The driver's folder for files that Ray Train demands and raycap does not use."""
-    return job.folder.path / "log" / ".ray"
-
-
 def _trainer(job: StageJob) -> Any:
     """Ray Train's trainer for the job's stages."""
     from ray.train import FailureConfig, ScalingConfig
@@ -150,7 +151,7 @@ def _trainer(job: StageJob) -> Any:
         run_config=RayRunConfig(
             # a new name, because Ray Train returns the old result when a name is used twice
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
-            storage_path=str(_scratch(job)),
+            storage_path=str(job.folder.path / "log" / SCRATCH),
             # `fit` makes the next attempt, except after a node was drained, which is no failure
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=NUM_STARTS),  # type: ignore[call-arg]
         ),
@@ -162,36 +163,23 @@ def failure_file(job: StageJob) -> StoragePath:
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
-def _ask_to_stop(job: StageJob) -> None:
-    """Asks the job's workers to save a checkpoint and to end. A background thread writes the request."""
-
-    def write() -> None:
-        logger.info(f"stopping  a checkpoint is saved first (within {SAVE_LIMIT_S} s); a second signal skips it")
-        with suppress(OSError):  # without the request, the last checkpoint remains
-            (job.folder.root / "log" / STOP).write_bytes(job.driver_token.encode())
-
-    threading.Thread(target=write, name="stop-request", daemon=True).start()
-
-
 def _run_worker(settings: Values) -> None:
     """The function that Ray Train runs on every worker."""
     job: StageJob = settings["job"]
     if failure_file(job).exists():
         return  # When Ray Train restarts the workers, all of them end here, which ends the fit.
+    reason = ""
     try:
         train_stages(RayContext(lambda: job.folder.token(STOP) == job.driver_token), job)
     except (AbandonedError, DivergedError, JobFailedError, ValueError) as error:
-        _end_attempts(job, " ".join(str(error).split()))
+        reason = " ".join(str(error).split())
         raise
     except OSError as error:
-        if not is_disk_full(error):
-            raise
-        remedy = "free space, and the same command continues from the last checkpoint"
-        _end_attempts(job, f"{job.folder.path} cannot be written ({error.strerror}); {remedy}")
+        if is_disk_full(error):
+            remedy = "free space, and the same command continues from the last checkpoint"
+            reason = f"{job.folder.path} cannot be written ({error.strerror}); {remedy}"
         raise
-
-
-def _end_attempts(job: StageJob, reason: str) -> None:
-    """Writes the reason for which another attempt would fail. A disk may be too full for it."""
-    with suppress(OSError):
-        failure_file(job).write_bytes(without_secrets(reason).encode())
+    finally:
+        if reason:  # another attempt would fail in the same way
+            with suppress(OSError):  # the disk may be too full for it
+                failure_file(job).write_bytes(without_secrets(reason).encode())

@@ -172,7 +172,6 @@ def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeyp
         assert "nothing new" in world.call()[1] and not world.store.orphans(world.store.read())
 
 
-@ON_DISK_AND_S3
 def test_a_process_suspended_between_check_and_write_is_fenced_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,21 +60,6 @@ def test_large_objects_are_transferred_in_parts(
     (tmp_path / "up").write_bytes(body[::-1])
     assert large.upload(tmp_path / "up") == large.stat().tag and large.stat().tag.strip('"').endswith("-3")
     assert large.read_bytes() == body[::-1]
-
-
-def test_storage_that_cannot_be_reached_is_named() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    unreachable = StoragePath("s3://data/x", StorageOptions(address, retry_minutes=0.01))
-    for request in (
-        unreachable.read_bytes,
-        unreachable.stat,
-        unreachable.list,
-        lambda: unreachable.write_if(b"", None),
-    ):
-        with pytest.raises(StorageError, match=r"s3://data/x: storage failed in every attempt: .*" + address):
-            request()
 
 
 def test_a_remote_store_is_cached_within_its_limit(options: StorageOptions, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_failed_trials_are_recorded_and_the_others_finish(
     assert records[0]["scores"].keys() == names and records[0]["costs"]["macs"] > 0
     assert {len(read_predictions(path)) for path in storage.glob("runs/*/predictions/test.json")} == {6}
     (folder,) = storage.glob("searches/*")
-    for name in ("trials.csv", "pareto.png", "parallel.png", "search.html", "front-1.yaml"):
+    for name in ("trials.csv", "pareto.png", "search.html", "front-1.yaml"):
         assert (folder / name).stat().st_size > 100
     assert pyarrow.parquet.read_table(folder / "trials.parquet").num_rows == 4
     best = load_config(folder / "best.yaml")

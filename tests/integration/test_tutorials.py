@@ -83,7 +83,7 @@ def test_search_g_and_n_e(tmp_path: Path) -> None:
     changes = {size: size.replace("600", "60") + with_keys(**sizes), run: f"best.yaml{with_keys(**epochs)}\n"}
     outputs = run_page(TUTORIALS / "search_g_and_n_e.md", tmp_path, changes)
     assert "trials, " in outputs[1]
-    assert {"best.yaml", "pareto.png", "parallel.png", "search.html", "trials.csv"} <= set(outputs[2].split())
+    assert {"best.yaml", "pareto.png", "search.html", "trials.csv"} <= set(outputs[2].split())
     assert "finished in" in outputs[3].splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""Writes the results of a search at its end: the leaderboard, plots, page and configurations."""
+"""Writes the results of a search at its end: the leaderboard, plot, page and configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.report import importances, write_page, write_plots
+from raycap.pipeline.search.report import importances, write_page, write_plot
 from raycap.pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
 from raycap.pipeline.search.space import short
 from raycap.pipeline.search.spec import SCORE
@@ -33,15 +33,15 @@ def write_outcome(log: TrialLog, tracker: SearchTracker) -> int:
             logger.info(f"{table.title}\n{table.note}\n{format_table(table.columns, table.rows)}\n")
     with decorations.making("the importance"):
         _log_importance(log)
-    with decorations.making("the plots"):
-        write_plots(folder, search, results, best)
+    with decorations.making("the plot"):
+        write_plot(folder, search, results, best)
     with decorations.making("the page"):
         write_page(log, results, best)
     log.folder.push()
     succeeded, failed = log.count("finished", "stopped"), log.count("failed")
     tracked = tracker.close("FINISHED" if succeeded else "FAILED", files=True)
     logger.info(f"tables       {place / 'trials.parquet'} and trials.csv")
-    pictures = [name for name in ("search.html", "pareto.png", "parallel.png") if (folder / name).is_file()]
+    pictures = [name for name in ("search.html", "pareto.png") if (folder / name).is_file()]
     logger.info(f"pages        {', '.join(pictures) or 'none'} in {place}")
     if paths:
         logger.info(f"to run       {', '.join(path.name for path in paths)} in {place}")

@@ -42,14 +42,12 @@ TOKENS = "tokens"  # the ids of the captions in data.arrow
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
-@contextmanager
-def try_lock(folder: Path) -> Iterator[bool]:
+def try_lock(folder: Path) -> AbstractContextManager[bool]:
     """Tries to lock a folder for the length of the context. Gives True, or False if another process has the lock.
 
     The operating system releases the lock even if the process is killed.
     """
-    with try_file_lock(folder / ".lock") as has_lock:
-        yield has_lock
+    return try_file_lock(folder / ".lock")
 
 
 def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig | None = None) -> RunFolder:
@@ -139,8 +137,7 @@ class RunFolder:
 
     path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
     original on S3, of which `path` is a copy; None for a local storage. written: the configuration as the user wrote
-    it; None if it is `config`. A worker gets a pickle of this object, reads no config.yaml, and must open the folder
-    with `on_worker`.
+    it; None if it is `config`. A worker gets a pickle of this object, and must open the folder with `on_worker`.
     """
 
     path: Path
@@ -170,11 +167,10 @@ class RunFolder:
                 self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
-        """The folder for a worker on this machine. For a run on S3 it is a copy for the workers of one driver.
+        """The folder for a worker on this machine. For a run on S3 it is an updated copy for the workers of one driver.
 
-        driver_token: the token of the worker's driver; by default that of the driver that works on the run now.
-        The copy is brought up to date. Copies for earlier drivers are deleted, because their workers must not write to
-        the run any more.
+        driver_token: of the worker's driver; by default of the driver that works on the run now. Copies for earlier
+        drivers are deleted, because their workers must not write to the run any more.
         """
         if self.home is None:
             return self
@@ -196,16 +192,6 @@ class RunFolder:
         if self.home is not None:
             remove_copy(self.path, unused_for_s)
 
-    def remove_worker_copy(self, *, is_abandoned: bool) -> None:
-        """Removes the copy of a worker that ends. Without effect on a run on local storage.
-
-        is_abandoned: the run has another driver now. What the copy has not sent must not be sent any more.
-        """
-        if self.home is not None and is_abandoned:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
-        else:
-            self.remove_copy()
-
     def in_use(self) -> AbstractContextManager[None]:
         """Keeps `prune_copies` from removing this copy during the context. Several processes may use a copy."""
         return nullcontext() if self.home is None else file_lock(self.path / ".lock", shared=True)
@@ -218,8 +204,7 @@ class RunFolder:
     def push(self, *names: str, check_may_write: Callable[[], None] = lambda: None) -> None:
         """Uploads these files and folders in order. Does nothing for a run on local storage.
 
-        check_may_write: called before an upload marks something as complete and before a removal; it raises when this
-        process must stop writing.
+        check_may_write: see `Mirror.push`.
         """
         if self.home is not None:
             for name in names:
@@ -259,10 +244,7 @@ class RunFolder:
             return files
 
     def write_tokens(self, vocabulary: Vocabulary) -> None:
-        """Writes the files that `tokens` opens, and uploads them.
-
-        One process tokenizes some thousand images at a time, in about 10 s per million captions.
-        """
+        """Writes the files that `tokens` opens, and uploads them. It takes about 10 s per million captions."""
         lists = self.dataset.texts_by_image(vocabulary.tokenizer)
         encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
         write_tokens(self.path / TOKENS, encoded)

@@ -1,4 +1,4 @@
-"""The plots of a search: the Pareto front and parallel coordinates, as PNG files and as SVG for the page.
+"""The plot of a search: scores over costs with the Pareto front, as a PNG file and as SVG for the page.
 
 In the SVG every color becomes a CSS variable of the page, so that one drawing fits the light and the dark theme.
 """
@@ -6,7 +6,6 @@ In the SVG every color becomes a CSS variable of the page, so that one drawing f
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,6 @@ from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.published import ablation
 from raycap.pipeline.search.ablations import printed_label
 from raycap.pipeline.search.results import PointResult, heading, unit
-from raycap.pipeline.search.space import Dimension, short
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
 
 if TYPE_CHECKING:
@@ -47,42 +45,27 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def cost_axis(search: Search) -> str:
-    """The horizontal axis of the Pareto plot: the first cost among the objectives, else multiply-accumulates."""
+    """The horizontal axis: the first cost among the objectives, else multiply-accumulates."""
     return next((name for name in search.config.objectives if name in COSTS), search.cost)
 
 
-def chosen_score(search: Search) -> str:
-    """The validation score of the plots: the first objective that is not a cost, else CIDEr-D."""
-    return next((name for name in search.config.objectives if name not in COSTS), SCORE)
-
-
 def score_axis(search: Search) -> str:
-    """The vertical axis of the Pareto plot: `chosen_score` on the reported split."""
-    return search.reported(chosen_score(search))
+    """The vertical axis: the first objective that is not a cost, else CIDEr-D, on the reported split."""
+    return search.reported(next((name for name in search.config.objectives if name not in COSTS), SCORE))
 
 
-def pareto_plot(
-    search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], *, narrow: bool = False
-) -> Figure:
+def pareto_plot(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Figure:
     """Plots scores over costs: finished points with their spread, the Pareto front, stopped points as rings.
 
-    The front is a line if the scores are those that have chosen it.
-    With `compare: expansionnet_v2` the paper's ablation is added. It shares the panel of the search if its costs are
-    similar; otherwise it has a second panel.
+    The front is a line if the scores are those that have chosen it. With `compare: expansionnet_v2` a second panel has
+    the paper's ablation.
     """
     has_paper = search.config.compare == "expansionnet_v2"  # the other papers print no costs
-    two_panels = has_paper and not _similar_costs(search, results)
-    if narrow:
-        width, height = 4.3, 9.2 if two_panels else 5.0
-    else:
-        width, height = 12.5 if two_panels else 8.6, 5.4
-    figure = _figure(width, height)
-    shape = (2, 1) if narrow else (1, 2)
-    panels = figure.subplots(*(shape if two_panels else (1, 1)), squeeze=False).ravel().tolist()
-    _draw_points(panels[0], search, results, on_front, narrow)
+    figure = _figure(12.5 if has_paper else 8.6, 5.4)
+    panels = figure.subplots(1, 2 if has_paper else 1, squeeze=False).ravel().tolist()
+    _draw_points(panels[0], search, results, on_front)
     if has_paper:
-        _draw_paper(panels[-1], label=two_panels or not narrow, narrow=narrow)
-    if two_panels:
+        _draw_paper(panels[1])
         panels[0].set_title("this search", loc="left", fontsize=10, color=INK)
         panels[1].set_title("the paper: Table I over Table VI", loc="left", fontsize=10, color=INK)
         panels[1].set_xlabel(f"{heading(search, 'macs')} per image", color=INK)
@@ -95,9 +78,8 @@ def pareto_plot(
         axes.spines[:].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(
-                loc="lower left", bbox_to_anchor=(-0.01, 1.05 if two_panels else 1.0),
-                ncols=2 if narrow or two_panels else 4,
-                fontsize=7.5 if narrow else 8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
+                loc="lower left", bbox_to_anchor=(-0.01, 1.05 if has_paper else 1.0), ncols=2 if has_paper else 4,
+                fontsize=8.5, frameon=False, labelcolor=INK, borderaxespad=0.2,
             )  # fmt: skip
     return figure
 
@@ -122,9 +104,7 @@ def _points(search: Search, results: Sequence[PointResult], state: str) -> list[
     return points
 
 
-def _draw_points(
-    axes: Axes, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult], narrow: bool
-) -> None:
+def _draw_points(axes: Axes, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
     """Draws the points of the search, the Pareto front as a staircase, and labels."""
     finished, stopped = _points(search, results, "finished"), _points(search, results, "stopped")
     line = sorted(
@@ -156,12 +136,12 @@ def _draw_points(
     axes.set_ylabel(prefix + heading(search, score_axis(search)), color=INK)
     axes.margins(0.14, 0.14)  # space for labels on each side, as a share of the axes
     others = [point for point in finished if point not in line]
-    groups = [(line, BEST)] if narrow else [(line, BEST), (others, INK), (stopped, MUTED)]
+    groups = [(line, BEST), (others, INK), (stopped, MUTED)]
     labels = [(point.cost, point.score, point.result.label, color) for points, color in groups for point in points]
     costs, scores = _coordinates(line if search.reports_validation else [])
     # (2 N - 1, 2): a staircase, because up to the next point's cost the best score stays the same
     corners = np.column_stack([np.repeat(costs, 2)[1:], np.repeat(scores, 2)[:-1]])
-    _write_labels(axes, labels, size=7 if narrow else 8, corners=corners)
+    _write_labels(axes, labels, size=8, corners=corners)
 
 
 def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
@@ -180,16 +160,14 @@ def base_point(search: Search) -> Values | None:
     return next((point for point in search.space.points() if search.trial_config(point, seed).model == base), None)
 
 
-def _draw_paper(axes: Axes, *, label: bool, narrow: bool) -> None:
-    """Draws the rows of ExpansionNet v2's ablation; with `label` also their names."""
+def _draw_paper(axes: Axes) -> None:
+    """Draws the rows of ExpansionNet v2's ablation with their names."""
     xs = [row.macs / TABLE_6_IMAGES / unit("macs") for row in ablation()]
     ys = [row.scores[SCORE] for row in ablation()]
     axes.plot(xs, ys, "D", mfc=PAPER_COLOR, mec=PAGE_COLOR, ms=7, label="the paper's rows", zorder=3)
-    if label:
-        axes.margins(0.18, 0.12)
-        labels = [(x, y, printed_label(row), PAPER_COLOR) for x, y, row in zip(xs, ys, ablation(), strict=True)]
-        no_line = np.empty((0, 2))
-        _write_labels(axes, labels, size=6.5 if narrow else 7.5, corners=no_line)
+    axes.margins(0.18, 0.12)
+    labels = [(x, y, printed_label(row), PAPER_COLOR) for x, y, row in zip(xs, ys, ablation(), strict=True)]
+    _write_labels(axes, labels, size=7.5, corners=np.empty((0, 2)))
 
 
 def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
@@ -201,17 +179,6 @@ def _scale_costs(axes: Axes, costs: Sequence[float]) -> None:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-
-
-def _similar_costs(search: Search, results: Sequence[PointResult]) -> bool:
-    """Whether the paper's points and ours have similar costs and scores, so that one panel can show both."""
-    if cost_axis(search) != "macs" or chosen_score(search) != SCORE:
-        return False
-    ours = [value for result in results if (value := result.mean("macs")) is not None]
-    scores = [value for result in results if (value := result.mean(score_axis(search))) is not None]
-    printed = [row.macs / TABLE_6_IMAGES for row in ablation()]
-    costs_overlap = bool(ours) and max(ours) > min(printed) / 2 and min(ours) < 2 * max(printed)
-    return costs_overlap and max(scores, default=0.0) > 0.6  # about half of the paper's scores
 
 
 def _write_labels(
@@ -248,107 +215,6 @@ def _write_labels(
             label.remove()
 
 
-class _Scale(NamedTuple):
-    """An axis of the parallel plot: the height of each point on it, and the (height, label) of each tick.
-
-    Heights are from 0 to 1. spread: half the length of the best point's error bar, in heights; 0 for none.
-    """
-
-    title: str
-    heights: list[float]
-    ticks: list[tuple[float, str]]
-    spread: float = 0.0
-
-
-def parallel_plot(search: Search, results: Sequence[PointResult], *, narrow: bool = False) -> Figure:
-    """Plots one line per point, through its choices to its score and cost.
-
-    Better points have stronger colors, and the best point is red.
-    """
-    shown = [result for result in results if result.mean(score_axis(search)) is not None]
-    names = dict.fromkeys([chosen_score(search), score_axis(search), cost_axis(search)])
-    choices = [search.space.point_by_key(result.point) for result in shown]
-    scales = [
-        _choice_scale(dimension, [point[dimension.key] for point in choices])
-        for dimension in search.space.by_key().dimensions
-    ]
-    scales += [_value_scale(search, name, shown) for name in names]
-    figure = _figure(4.3 if narrow else max(7.0, 1.9 * len(scales) + 1), 5.2)
-    axes = figure.subplots()
-    axes.set_axis_off()
-    size = 7 if narrow else 8.5
-    for column, scale in enumerate(scales):
-        axes.plot([column, column], [0, 1], color=RULE, lw=1.2, zorder=1)
-        axes.text(column, 1.06, scale.title, ha="center", va="bottom", fontsize=size + 1, color=INK, weight="bold")
-        is_last = column == len(scales) - 1  # the last axis has its labels on the right
-        for height, text in scale.ticks:
-            axes.text(
-                column + (0.04 if is_last else -0.04), height, text, fontsize=size, color=INK,
-                ha="left" if is_last else "right", va="center", zorder=6,
-                bbox={"facecolor": PAGE_COLOR, "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
-            )  # fmt: skip
-    for rank, result in reversed(list(enumerate(shown))):  # the best is drawn last, over the others
-        faded = 0.25 + 0.55 * (1 - rank / max(1, len(shown)))
-        color, width, alpha, order = (BEST, 2.4, 1.0, 5) if rank == 0 else (ACCENT, 1.2, faded, 3)
-        style = "-" if result.state == "finished" else (0, (4, 3))  # dashes of 4 points and gaps of 3
-        heights = [scale.heights[rank] for scale in scales]
-        axes.plot(range(len(scales)), heights, ls=style, color=color, lw=width, alpha=alpha, zorder=order)
-    for column, scale in enumerate(scales):  # bars of all points would cover each other on the axis
-        if scale.spread:
-            axes.errorbar(column, scale.heights[0], scale.spread, ecolor=BEST, elinewidth=2.4, capsize=5, zorder=5)
-    axes.set_xlim(-0.75, len(scales) - 1 + 0.45)
-    axes.set_ylim(-0.08, 1.15)
-    note = f"red: the best on {search.base.data.val_split}; dashed: stopped early"
-    if any(scale.spread for scale in scales):
-        note += "; bars: its standard deviation over the seeds"
-    axes.text(0.0, -0.06, note, transform=axes.transAxes, fontsize=size, color=MUTED, va="top")
-    return figure
-
-
-def _choice_scale(dimension: Dimension, choices: Sequence[Any]) -> _Scale:
-    """The axis of a dimension: evenly spaced choices, or a range with ticks at its ends and its middle.
-
-    Points with the same listed choice are moved apart by up to 3 % of the axis, so that their lines are visible side by
-    side. Numbers in a range stay exact.
-    """
-    title = short(dimension.key)
-    if not dimension.is_range:
-        last = len(dimension.labels) - 1
-        height_of = {label: number / last if last else 0.5 for number, label in enumerate(dimension.labels)}
-        step = max(1, len(choices) - 1)
-        offsets = [(rank / step - 0.5) * 0.03 if len(choices) > 1 else 0.0 for rank in range(len(choices))]
-        heights = [height_of[choice] + offset for choice, offset in zip(choices, offsets, strict=True)]
-        return _Scale(title, heights, [(height, label) for label, height in height_of.items()])
-
-    def height(number: float) -> float:
-        """The position of a number between the ends of the range, by its logarithm in a log range."""
-        ends_and_number = (dimension.low, dimension.high, number)
-        low, high, value = (math.log(value) if dimension.log else float(value) for value in ends_and_number)
-        return (value - low) / (high - low)
-
-    low, high = dimension.low, dimension.high
-    middle = math.sqrt(low * high) if dimension.log else (low + high) / 2
-    ends = dimension.ends()
-    ticks = [(height(value), f"{value:.3g}") for value in (ends[0], middle, ends[1])]
-    return _Scale(title, [height(choice) for choice in choices], ticks)
-
-
-def _value_scale(search: Search, name: str, shown: Sequence[PointResult]) -> _Scale:
-    """The axis of a score or cost from its smallest to its largest value, the first point's error bar included.
-
-    A missing value has the height 0.5.
-    """
-    values = [result.mean(name) for result in shown]
-    present = [value for value in values if value is not None] or [0.0]
-    spread = shown[0].spread(name) or 0.0 if shown else 0.0
-    low, high = min(*present, present[0] - spread), max(*present, present[0] + spread)
-    if low == high:
-        return _Scale(heading(search, name), [0.5] * len(shown), [(0.5, f"{low / unit(name):.4g}")])
-    heights = [0.5 if value is None else (value - low) / (high - low) for value in values]
-    ticks = [(share, f"{(low + (high - low) * share) / unit(name):.4g}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    return _Scale(heading(search, name), heights, ticks, spread / (high - low))
-
-
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file."""
     data = io.BytesIO()
@@ -356,15 +222,12 @@ def png(figure: Figure) -> bytes:
     return data.getvalue()
 
 
-def svg(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element with CSS variables as colors; a page needs a different `name` for each figure.
-
-    Matplotlib derives the ids in the element from the name.
-    """
+def svg(figure: Figure) -> str:
+    """The figure as an <svg> element with CSS variables as colors."""
     import matplotlib
 
     data = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "raycap", "font.family": "sans-serif"}):
         figure.savefig(data, format="svg", facecolor="none", metadata={"Date": None})
     text = data.getvalue()
     text = text[text.index("<svg") :]  # without the XML header, which a page must not contain

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raycap.pipeline.evaluation.reports.page import render_template
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
+from raycap.pipeline.search.plots import pareto_plot, png, svg
 from raycap.pipeline.search.results import (
     SPREAD_TEXT,
     PointResult,
@@ -25,10 +25,9 @@ from raycap.pipeline.storage.atomic import write_bytes, write_text
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
 
 
-def write_plots(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
-    """Writes pareto.png and parallel.png into the folder."""
+def write_plot(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
+    """Writes pareto.png into the folder."""
     write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
-    write_bytes(folder / "parallel.png", png(parallel_plot(search, results)))
 
 
 def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
@@ -36,9 +35,6 @@ def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence
     search, path = log.search, log.folder.path / "search.html"
     columns, rows = leaderboard(search, results, on_front)
     shares, note = importances(search, log.records)
-    is_narrow = {"wide": False, "narrow": True}  # each plot is drawn for wide and for narrow screens
-    pareto = {width: pareto_plot(search, results, on_front, narrow=narrow) for width, narrow in is_narrow.items()}
-    parallel = {width: parallel_plot(search, results, narrow=narrow) for width, narrow in is_narrow.items()}
     text = render_template(
         TEMPLATE,
         title=search.config.name,
@@ -49,8 +45,7 @@ def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence
         front_note=f"The front holds the finished points that no other one dominates in {objectives_text(search)}.",
         columns=columns,
         rows=rows,
-        pareto={width: svg(figure, f"pareto-{width}") for width, figure in pareto.items()},
-        parallel={width: svg(figure, f"parallel-{width}") for width, figure in parallel.items()},
+        pareto=svg(pareto_plot(search, results, on_front)),
         importance=[(short(key), share) for key, share in sorted(shares.items(), key=lambda item: -item[1])],
         importance_note=note,
         comparisons=comparisons(search, results),

@@ -27,7 +27,7 @@ from raycap.pipeline.tracking.mlflow_client import (
 
 logger = logging.getLogger(__name__)
 
-PUBLISHED_FILES = ("search.html", "pareto.png", "parallel.png", "trials.csv", "trials.parquet", "best.yaml")
+PUBLISHED_FILES = ("search.html", "pareto.png", "trials.csv", "trials.parquet", "best.yaml")
 PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because they may hold passwords or local paths
 
 

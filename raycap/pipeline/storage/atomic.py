@@ -39,7 +39,7 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
             _flush(temporary)
         temporary.replace(path)
         if durable:
-            _flush_names(path.parent)
+            _flush(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -49,8 +49,8 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
 def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -> Iterator[Path]:
     """Yields an empty temporary folder, which replaces `folder` when the block ends.
 
-    With `replace=False`, an existing `folder` that is not empty raises OSError. After an error `folder` is unchanged,
-    and the temporary folder is removed.
+    With `replace=False`, an existing `folder` that is not empty raises OSError. After an error in the block `folder` is
+    unchanged, and the temporary folder is removed.
     """
     temporary = _temporary(folder)
     temporary.mkdir(parents=True)
@@ -59,12 +59,13 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
         if durable:
             for path in (temporary, *temporary.rglob("*")):
                 _flush(path)
+        old = _temporary(folder)
         if replace and folder.exists():
-            _exchange(temporary, folder)
-        else:
-            temporary.rename(folder)
+            folder.rename(old)
+        temporary.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
         if durable:
-            _flush_names(folder.parent)
+            _flush(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -133,33 +134,15 @@ def _temporary(path: Path) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Waits until the content of a file or folder is on the disk."""
+    """Waits until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # network file systems may not do it for a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)
-
-
-def _flush_names(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk, where its file system can do this; network ones may not."""
-    try:
-        _flush(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
-            raise
-
-
-def _exchange(temporary: Path, folder: Path) -> None:
-    """Replaces `folder` by `temporary`; restores `folder` if that fails."""
-    old = _temporary(folder)
-    folder.rename(old)
-    try:
-        temporary.rename(folder)
-    except BaseException:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def require_writable(name: str, folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,26 +43,18 @@ def digests_in(data: bytes, name: str) -> Values:
 
 def has_digest(path: Path, sha256: str) -> bool:
     """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
-    with suppress(UserError):  # sparse
-        return is_whole(path, sha256, lambda: file_digest(path) == sha256)
-    return False
-
-
-def is_whole(path: Path, claim: str, check: Callable[[], bool]) -> bool:
-    """Whether a check of a local file's content succeeds. It is not made where it succeeded before on this machine.
-
-    claim: what the check shows. Its errors are raised.
-    """
     status = path.stat()
-    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {claim}"
+    state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
     name = hashlib.sha256(state.encode()).hexdigest()
     mark = cache_folder() / "checked" / name[:2] / name
-    if mark.exists():
-        return True
-    if not check():
-        return False
-    with suppress(OSError):  # without a cache every process reads the file
-        write_bytes(mark, b"", durable=False)
+    if not mark.exists():
+        try:
+            if file_digest(path) != sha256:
+                return False
+        except UserError:  # sparse
+            return False
+        with suppress(OSError):  # without a cache every process reads the file
+            write_bytes(mark, b"", durable=False)
     return True
 
 

@@ -64,7 +64,7 @@ class StoragePath:
     def require_answer(self) -> None:
         """Raises an error within seconds if a folder on S3 cannot be reached. For the first request of a command."""
         if self.is_remote:
-            self._object.require_answer()
+            S3Object(self.uri, self.options.hasty).require_answer()
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
         """The content of a file. Raises OSError for pipes and devices, and for more than `max_bytes` bytes."""

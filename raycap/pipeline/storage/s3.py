@@ -62,14 +62,6 @@ class StorageOptions:
     retry_minutes: float = RETRY_MINUTES  # how long a request that fails is repeated
 
     @property
-    def attempts(self) -> int:
-        """How often botocore sends a request, so that its pauses take about `retry_minutes`.
-
-        Pause number i is random, below 2 ** i seconds, from i = 0.
-        """
-        return 1 + int(math.log2(1 + 120 * self.retry_minutes))
-
-    @property
     def hasty(self) -> StorageOptions:
         """The same storage for requests whose result a person waits for."""
         return replace(self, retry_minutes=min(PROBE_MINUTES, self.retry_minutes))
@@ -86,14 +78,13 @@ class S3Object:
     options: StorageOptions
 
     def require_answer(self) -> None:
-        """Raises an error within seconds if no server answers or the bucket does not exist."""
+        """Raises an error if no server answers or the bucket does not exist."""
         from botocore.exceptions import ClientError
 
-        hasty = S3Object(self.uri, self.options.hasty)
-        key = hasty._location["Key"]
+        bucket, key = self._location.values()
         try:
-            with hasty._errors_translated():
-                hasty._client.list_objects_v2(Bucket=hasty._location["Bucket"], Prefix=key, MaxKeys=1)
+            with self._errors_translated():
+                self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
         except StorageError as error:
             if not isinstance(error.__cause__, ClientError):  # a server that refuses a request has answered
                 raise
@@ -181,7 +172,7 @@ class S3Object:
 
     def list(self) -> Iterator[tuple[str, Entry]]:
         """Every object below this prefix by its relative name."""
-        bucket, key = self._location["Bucket"], self._location["Key"]
+        bucket, key = self._location.values()
         prefix = f"{key.rstrip('/')}/" if key else ""
         with self._errors_translated():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
@@ -255,13 +246,15 @@ def _client(options: StorageOptions, pid: int) -> Any:
     import boto3
     from botocore.config import Config
 
+    # Pause number i is random, below 2 ** i seconds, from i = 0. All pauses take about `retry_minutes`.
+    attempts = 1 + int(math.log2(1 + 120 * options.retry_minutes))
     config = Config(
         connect_timeout=5,
         read_timeout=30,
         max_pool_connections=32,
         # In the modes "standard" and "adaptive", all threads share a quota of 35 to 100 repeats, which an outage uses
         # up within seconds.
-        retries={"mode": "legacy", "total_max_attempts": options.attempts},
+        retries={"mode": "legacy", "total_max_attempts": attempts},
     )
     client = boto3.session.Session().client(
         "s3", endpoint_url=options.endpoint_url, region_name=options.region, config=config

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.atomic import atomic_path, write_bytes
 from raycap.pipeline.storage.digests import file_digest
 
 if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
-    import torch
     from torch import nn
 
 
@@ -39,7 +39,7 @@ def keep_weights(module: nn.Module, folder: Path) -> Path:
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()})
     digest = hashlib.sha256(content).hexdigest()
     path = folder / f"{digest[:20]}.safetensors"
-    if not path.exists() or weights_file_digest(path) != digest:
+    if not path.exists():
         write_bytes(path, content)
     return path
 
@@ -53,19 +53,11 @@ def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> No
     from safetensors.torch import load, load_file
 
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path) if data is None else load(data)
+        module.load_state_dict(load_file(path) if data is None else load(data))
     except SafetensorError as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    expected = module.state_dict()
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        raise ValueError(f"{path} does not fit: missing {missing[:3] or 'none'}, unknown {unknown[:3] or 'none'}")
-    for name, tensor in tensors.items():
-        if expected[name].shape != tensor.shape:
-            raise ValueError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, the model expects {tuple(expected[name].shape)}"
-            )
-    module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit: {one_line(error)}") from error
 
 
 def export_backbone(source: Path, target: Path) -> None:

@@ -25,7 +25,7 @@ from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
-NUM_STEPS = 2  # on a GPU
+NUM_STEPS = 2  # on a GPU, where the second step has the optimizer's moments in memory
 MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
 
 
@@ -33,7 +33,7 @@ MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need 
 class DryRunResult:
     """The result of a stage's dry run.
 
-    checkpointing: whether the step had to compute the backbone's activations again. error: the message of the error
+    checkpointing: True if the step had to compute the backbone's activations again. error: the message of the error
     that training would raise, or None.
     """
 
@@ -50,61 +50,53 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     For SCST it also checks the reward of ground-truth captions.
     """
     folder = folder.on_worker()
-    prepare_processor(folder.config.workers.threads_per_worker)
-    device = device_for(folder.config.workers.gpus_per_worker)
+    workers, setting = folder.config.workers, folder.config.backbone.gradient_checkpointing
+    prepare_processor(workers.threads_per_worker)
+    device = device_for(workers.gpus_per_worker)
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
-        checkpointing = False
+        checkpointing = stage.train_backbone and setting is True
         try:
-            checkpointing = _try_step(folder, stage, folder.training_images(stage), device)
+            if stage.train_backbone and setting == "auto":
+                checkpointing = not _fits(folder, stage, device)
+            else:
+                _one_step(folder, stage, device, checkpointing)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = one_line(raised)
         yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), checkpointing, error)
 
 
-def _try_step(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
-    """Trains for one step of a stage. Returns whether the backward pass computed the backbone's activations again."""
-    setting = folder.config.backbone.gradient_checkpointing
-    checkpointing = stage.train_backbone and setting is True
-    if stage.train_backbone and setting == "auto":
-        if _fits(folder, stage, train, device):
-            return False
-        checkpointing = True
-    _one_step(folder, stage, train, device, checkpointing)
-    return checkpointing
-
-
-def _fits(folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device) -> bool:
-    """Trains for one step with all activations kept. Returns whether enough of a GPU's memory remained free."""
+def _fits(folder: RunFolder, stage: StageSection, device: torch.device) -> bool:
+    """True if a step with all activations kept leaves enough of a GPU's memory free. Else makes one without them."""
     try:
-        _one_step(folder, stage, train, device, checkpointing=False)
+        _one_step(folder, stage, device, checkpointing=False)
+        if device.type != "cuda":
+            return True
+        share = MAX_MEMORY_SHARE * min(1.0, folder.config.workers.gpus_per_worker)  # others may use the rest of the GPU
+        if torch.cuda.max_memory_reserved(device) <= share * torch.cuda.mem_get_info(device)[1]:
+            return True
     except torch.OutOfMemoryError:
-        return False
-    if device.type != "cuda":
-        return True
-    share = MAX_MEMORY_SHARE * min(1.0, folder.config.workers.gpus_per_worker)  # others may use the rest of the GPU
-    return torch.cuda.max_memory_reserved(device) <= share * torch.cuda.mem_get_info(device)[1]
+        pass
+    _one_step(folder, stage, device, checkpointing=True)
+    return False
 
 
-def _one_step(
-    folder: RunFolder, stage: StageSection, train: Dataset, device: torch.device, checkpointing: bool
-) -> None:
-    """One step of a stage, and on a GPU a second one, which has the optimizer's moments in memory."""
+def _one_step(folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool) -> None:
+    """One step of a stage; on a GPU NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
         gc.collect()  # what an earlier step that failed has left
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    train = folder.training_images(stage)
     captioner = stage_captioner(folder, stage, device, checkpointing).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
-    batch = _longest_batch(folder, stage, train)
-    language = folder.config.data.language
-    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, language)
+    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     if reward is not None:
         check_reward(stage, reward)
     computer = feature_computer(folder, stage, device, undecided="float32")  # which takes more memory than bfloat16
-    batch = with_features(batch, computer).to(device, feature_dtype(stage))
+    batch = with_features(_longest_batch(folder, stage, train), computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
         optimizer.zero_grad(set_to_none=True)
@@ -126,10 +118,9 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
     images = captions.images_of(rows[:: stage.captions_per_image])
-    side, width = config.backbone.image_size, folder.metadata.sizes.feature_width
-    reads_images = stage.train_backbone or folder.config.features.store == "never"
-    transform = image_transform(config.backbone) if reads_images else None
-    if reads_images:
+    side, width, transform = config.backbone.image_size, folder.metadata.sizes.feature_width, None
+    if stage.train_backbone or config.features.store == "never":
+        transform = image_transform(config.backbone)
         features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
     else:
         features = Features(torch.randn(size, num_tokens, width))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,15 +74,16 @@ def train_stages(context: Context, job: StageJob) -> None:
     Ends early if the context must stop.
     """
     require_driver(job.folder, job.driver_token)  # `on_worker` removes the copies of other drivers' workers
-    folder, is_abandoned = job.folder.on_worker(job.driver_token), False
+    folder = job.folder.on_worker(job.driver_token)
     try:
         _train_stages(context, job, folder)
     except AbandonedError:
-        is_abandoned = True
+        if job.removes_copies and folder.home is not None:  # what the copy has not sent must not be sent any more
+            shutil.rmtree(folder.path.parent, ignore_errors=True)
         raise
     finally:
         if job.removes_copies:
-            folder.remove_worker_copy(is_abandoned=is_abandoned)
+            folder.remove_copy()
 
 
 def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
@@ -92,25 +94,18 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
     with folder.in_use():  # a machine without rank 0 pulls and pushes nothing during a stage
         for name in job.stages:
             stage = folder.config.stage(name)
-            if folder.result(name) is None and not _train_stage(StageRun(context, folder, stage, job, token)):
-                return
+            if folder.result(name) is None:
+                run = StageRun(context, folder, stage, job, token)
+                with contextlib.closing(run.output):
+                    if not run.run():
+                        return
             if context.world_rank:
                 # The next stage starts from these files, and rank 0 may be on another machine.
                 folder.pull(f"stages/{name}")
         if job.caption_split is not None:
             output = StageOutput(folder, job.stages[-1], context.world_rank == 0, job.driver_token, token)
-            try:
+            with contextlib.closing(output):
                 caption_split(context, folder, job.caption_split, job.store, job.excluded, output)
-            finally:
-                output.close()
-
-
-def _train_stage(stage: StageRun) -> bool:
-    """Trains a stage and ends its background threads. Returns False if it had to stop before the end."""
-    try:
-        return stage.run()
-    finally:
-        stage.output.close()
 
 
 def stage_captioner(
@@ -338,15 +333,7 @@ class StageRun:
         self.finite.require()
         begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
-        reported_at = begin
-
-        def report(fraction: float) -> None:
-            nonlocal reported_at
-            if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
-                reported_at = time.monotonic()
-                text = f"step {progress.step}: validation, {100 * fraction:.0f} % done"
-                output.log("validating", progress.step, {"text": text})
-
+        report = _reporter(output, "validating", progress.step, f"step {progress.step}: validation")
         with contextlib.nullcontext() if self.average is None else self.average.in_use():
             best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
             score = self._score(best)
@@ -403,6 +390,19 @@ class StageRun:
         self.output.finish(result, f"done: {score}, {verdict}{early}")
 
 
+def _reporter(output: StageOutput, kind: str, step: int, text: str) -> Callable[[float], None]:
+    """A function that logs which fraction of a search is done, at most every REPORT_VALIDATION_EVERY_S seconds."""
+    reported_at = time.monotonic()
+
+    def report(fraction: float) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
+            reported_at = time.monotonic()
+            output.log(kind, step, {"text": f"{text}, {100 * fraction:.0f} % done"})
+
+    return report
+
+
 def caption_split(
     context: Context,
     folder: RunFolder,
@@ -415,7 +415,7 @@ def caption_split(
 
     Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
     initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
-    output: of the run's last stage; it writes the journal, whose new entries count no training time.
+    output: of the run's last stage.
     """
     prepare_processor(folder.config.workers.threads_per_worker)
     captioner = _delivered_captioner(folder).to(context.device)
@@ -427,14 +427,7 @@ def caption_split(
     result = folder.result(output.stage)
     assert result is not None
     output.open_journal(result.steps)
-    reported_at = time.monotonic()
-
-    def report(fraction: float) -> None:
-        nonlocal reported_at
-        if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
-            reported_at = time.monotonic()
-            output.log("event", result.steps, {"text": f"captions of {split}, {100 * fraction:.0f} % done"})
-
+    report = _reporter(output, "event", result.steps, f"captions of {split}")
     protocol = run_protocol(folder.config, folder.delivered())
     output.log("event", result.steps, {"text": f"captions of {split}: {protocol.signature}"})
     best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)

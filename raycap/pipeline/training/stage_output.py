@@ -70,9 +70,8 @@ class StageOutput:
     Each write first checks that no other driver or worker group has taken over the run. The tokens are those that the
     run had when these workers started; an empty token is not checked.
 
-    For a run on S3 each write is uploaded, the journal at most every JOURNAL_EVERY_S seconds. Training steps make no
-    requests: after `log`, a background thread checks the tokens and uploads the journal. The next call raises the error
-    of a check that failed.
+    For a run on S3, training steps make no requests: a background thread checks the tokens and uploads the journal, at
+    most every JOURNAL_EVERY_S seconds. The next call raises the error of a check that failed.
     """
 
     def __init__(
@@ -89,10 +88,9 @@ class StageOutput:
         self._best_steps: list[int] = []  # those to which the newest checkpoints refer
 
     def check_may_write(self) -> None:
-        """Raises an error if this worker must stop writing.
+        """Raises AbandonedError if another driver has taken over the run.
 
-        The error is AbandonedError if another driver has taken over the run, and RuntimeError if this worker's own
-        driver could not reach the worker and has replaced it.
+        Raises RuntimeError if this worker's own driver could not reach the worker and has replaced it.
         """
         require_driver(self.folder, self.driver_token)
         if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
@@ -210,10 +208,8 @@ class StageOutput:
     def close(self) -> None:
         """Waits for the background threads, and pushes the journal, so that the local copy of the run can be removed.
 
-        The threads send the journal's parts without the copy's record, and the copy would seem to have unsent files.
-        For a stage that has failed or was stopped, this sends the last entries as well. Raises no error if another
-        worker may write now or the storage fails; the copy then remains. It takes seconds also when the storage is
-        down, because the error of a stage that has failed is reported after it.
+        Raises no error if another worker may write now or the storage fails; the copy then remains. It takes seconds
+        also when the storage is down, because the error of a stage that has failed is reported after it.
         """
         pending = [each for each in (self._pending, self._journal_pending) if each is not None]
         if wait(pending, CLOSE_S).not_done:

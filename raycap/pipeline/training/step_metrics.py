@@ -1,8 +1,7 @@
 """Metrics of the steps between two journal entries: means over steps and ranks, speed, waiting for data, machine load.
 
 They stay on the device until an entry is written, so that a step does not wait for a GPU. The load of the machine has
-the names of MLflow's system metrics; MLflow's monitor would send to the tracker from the training worker, while here
-the worker only writes its journal, which the driver forwards.
+the names of MLflow's system metrics.
 """
 
 from __future__ import annotations
@@ -124,11 +123,7 @@ def system_metrics(device: torch.device) -> dict[str, float]:
 
 
 def _gpu_metrics(device: torch.device) -> dict[str, float]:
-    """Memory (of all processes) and utilization of every visible GPU, from NVML.
-
-    Without NVML only the memory of `device` is reported, because for each other GPU `torch.cuda.mem_get_info` would
-    open a CUDA context.
-    """
+    """Memory (of all processes) and utilization of every visible GPU, from NVML. Without NVML, memory of `device`."""
     metrics: dict[str, float] = {}
     try:
         for index in range(torch.cuda.device_count()):

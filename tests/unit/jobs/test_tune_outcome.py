@@ -12,7 +12,7 @@ from raycap.jobs.tune.outcome import write_outcome
 from raycap.pipeline.search.tracking import SearchTracker
 from tests.support.searches import N_E, finished, open_log, run_log, small_search
 
-PICTURES = ("search.html", "pareto.png", "parallel.png")
+PICTURES = ("search.html", "pareto.png")
 
 
 def test_pictures_that_fail_cost_no_result_and_are_made_by_the_next_call(
@@ -27,10 +27,10 @@ def test_pictures_that_fail_cost_no_result_and_are_made_by_the_next_call(
     closed: list[str] = []
     tracker = cast(SearchTracker, SimpleNamespace(close=lambda status, files: closed.append(status)))
     with monkeypatch.context() as failing:
-        for name in ("comparisons", "importances", "write_plots", "write_page"):
+        for name in ("comparisons", "importances", "write_plot", "write_page"):
             failing.setattr(f"raycap.jobs.tune.outcome.{name}", broken)
         assert write_outcome(log, tracker) == 0
-    for name in ("comparisons", "importance", "plots", "page"):
+    for name in ("comparisons", "importance", "plot", "page"):
         expected = f"the {name} could not be made (RuntimeError: broken on purpose); the same command makes it again"
         assert log_lines.count(expected) == 1
     assert closed == ["FINISHED"]

@@ -17,7 +17,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
-from raycap.pipeline.training.rewards.stage_reward import REWARDS, Length, Repetition, WeightedReward
+from raycap.pipeline.training.rewards.stage_reward import REWARDS, WORD_REWARDS, WeightedReward
 from tests.conftest import small_config
 from tests.support.scripts import scene_texts
 
@@ -94,8 +94,8 @@ def captions_of(*texts: str) -> CaptionWords:
 
 def test_length_and_repetition_are_counts() -> None:
     texts = ("", "dog", "a dog", "a dog and a dog", "dog dog dog dog", "a cat in a box in a room")
-    assert Length()(captions_of(*texts)).tolist() == [0, 1, 2, 5, 4, 8]
-    assert Repetition()(captions_of(*texts)).tolist() == [0, 0, 0, 1, 2, 1]
+    assert WORD_REWARDS["length"](captions_of(*texts)).tolist() == [0, 1, 2, 5, 4, 8]
+    assert WORD_REWARDS["repetition"](captions_of(*texts)).tolist() == [0, 0, 0, 1, 2, 1]
 
 
 def test_configurations_name_all_rewards() -> None:

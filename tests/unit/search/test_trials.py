@@ -15,8 +15,8 @@ from matplotlib.container import ErrorbarContainer
 
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.plots import parallel_plot, pareto_plot, png, svg
-from raycap.pipeline.search.report import write_page, write_plots
+from raycap.pipeline.search.plots import pareto_plot, png, svg
+from raycap.pipeline.search.report import write_page, write_plot
 from raycap.pipeline.search.results import (
     front,
     leaderboard,
@@ -232,7 +232,7 @@ def test_tables_and_configurations(tmp_path: Path) -> None:
     assert [stage.epochs for stage in load_config(paths[0]).stages] == [0.7] * 4, "the whole recipe, not the trial's"
 
 
-def test_plots_and_page(tmp_path: Path) -> None:
+def test_plot_and_page(tmp_path: Path) -> None:
     search = small_search(tmp_path, space=CHOICES, algorithm="random", budget={"trials": 24})
     log = open_log(search, tmp_path / "search")
 
@@ -252,10 +252,10 @@ def test_plots_and_page(tmp_path: Path) -> None:
     labels = {text.get_text() for text in drawn.axes[0].texts}
     assert {result.label for result in best} <= labels, "every point of the front is labelled"
     assert png(drawn).startswith(b"\x89PNG")
-    element = svg(parallel_plot(search, results, narrow=True), "x")
+    element = svg(drawn)
     assert element.startswith("<svg") and "var(--accent)" in element and not re.search(r"#0b6b58|#14201c", element)
-    write_plots(tmp_path, search, results, best)
+    write_plot(tmp_path, search, results, best)
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
     text = write_page(log, results, best).read_text()
     assert "&lt;b&gt;odd" in text and "<b>odd" not in text
-    assert text.count("<svg") == 4 and not re.search(r'(src|href)="(?!data:|#)', text)
+    assert text.count("<svg") == 1 and not re.search(r'(src|href)="(?!data:|#)', text)

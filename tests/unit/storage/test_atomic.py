@@ -80,21 +80,3 @@ def test_a_folder_replaces_an_older_one_or_refuses_to(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), atomic_folder(folder) as temporary:
         raise RuntimeError
     assert names(tmp_path) == ["above", "above/folder", "above/folder/second"]
-
-
-def test_the_older_folder_is_put_back_when_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, rename = tmp_path / "folder", Path.rename
-    with atomic_folder(folder) as temporary:
-        (temporary / "old").write_text("x")
-
-    def refused(path: Path, target: Path) -> Path:
-        if path == temporary:
-            raise OSError("no")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OSError), atomic_folder(folder) as temporary:
-        (temporary / "new").write_text("x")
-    assert names(tmp_path) == ["folder", "folder/old"]

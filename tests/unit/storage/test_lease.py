@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.lease import RENEWALS_PER_LEASE, Lease, LeaseRecord, LostLeaseError, take_lease
+from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import ConflictError, StorageOptions
 from tests.support.s3_server import s3_server
@@ -155,34 +154,6 @@ def test_a_lease_much_longer_than_the_caller_s_is_not_taken(folder: StoragePath)
     where = folder / "lease.json"
     held = taken(where, 30)
     assert take_lease(where, 0.01) == held._record
-
-
-def test_a_living_holder_keeps_its_lease_though_its_clock_is_behind(
-    folder: StoragePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To a machine whose clock is 5 minutes ahead, the lease seems to have expired."""
-    where = folder / "lease.json"
-
-    def sleep_past_renewal(seconds: float) -> None:
-        """Waits for a renewal, however slow this machine is."""
-        assert seconds > 6.0 / RENEWALS_PER_LEASE
-        before = where.read_bytes()
-        while where.read_bytes() == before:
-            time.sleep(0.05)
-
-    with taken(where, 6.0) as lease:
-        ahead = {"time": lambda: time.time() + 300 * (not is_holder(lease)), "sleep": sleep_past_renewal}
-        monkeypatch.setattr("raycap.pipeline.storage.lease.time", SimpleNamespace(**vars(time) | ahead))
-        held = take_lease(where, 6.0)
-        assert isinstance(held, LeaseRecord) and held.token == lease.token
-        lease.check()
-    monkeypatch.undo()
-    assert isinstance(take_lease(where, 6.0), Lease)
-
-
-def is_holder(lease: Lease) -> bool:
-    """Whether this is the thread that renews the lease."""
-    return threading.current_thread() is lease._thread
 
 
 def test_a_late_holder_finds_that_the_lease_has_passed_on(folder: StoragePath) -> None:

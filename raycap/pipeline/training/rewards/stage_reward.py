@@ -1,13 +1,12 @@
 """The reward of a stage of SCST: the weighted sum of rewards that `scst.reward` names.
 
-Rewards other than CIDEr-D are computed from words: those on which the language's metrics are computed
-(`scores.metric_words`), whatever the model's tokens are. EOS is no word there.
+Rewards other than CIDEr-D are computed from the words of the language's metrics (`scores.metric_words`), whatever the
+model's tokens are. EOS is no word there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,62 +21,47 @@ from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 
 MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
-
-# Gives N captions their values, float64 (N,). They must not depend on the other captions.
-WordReward = Callable[[CaptionWords], np.ndarray]
 CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that its EOS can count as a word
 
 
-@dataclass(frozen=True)
-class Bleu:
-    """BLEU-n of each caption, from 0 to 1, with the references' closest length.
-
-    It is the value per image of the metric BLEU-n, whose only smoothing is 1e-15 added to each number of matches, and
-    1e-9 to each number of n-grams (`evaluation.scores.ngrams.bleu`). A caption of n words or more of which no n-gram
-    matches has almost 0: for n = 4 below 0.0002.
-    """
-
-    n: int
-
-    def __call__(self, captions: CaptionWords) -> np.ndarray:
-        return bleu(captions.corpus)[1][self.n - 1]
-
-
-class RougeL:
-    """ROUGE-L of each caption, from 0 to 1: the value per image of the metric."""
-
-    def __call__(self, captions: CaptionWords) -> np.ndarray:
-        return rouge_l(captions.predictions, captions.references)
-
-
-class Length:
+def length(captions: CaptionWords) -> np.ndarray:
     """The number of words of each caption. A negative weight makes captions shorter."""
-
-    def __call__(self, captions: CaptionWords) -> np.ndarray:
-        return np.array([len(words) for words in captions.predictions], np.float64)
+    return np.array([len(words) for words in captions.predictions], np.float64)
 
 
-class Repetition:
+def repetition(captions: CaptionWords) -> np.ndarray:
     """How many pairs of neighboring words of each caption have occurred in it before.
 
     "a dog and a dog" has 1, "dog dog dog dog" has 2. A negative weight makes captions repeat less.
     """
+    pairs = [list(pairwise(words)) for words in captions.predictions]
+    return np.array([len(each) - len(set(each)) for each in pairs], np.float64)
 
-    def __call__(self, captions: CaptionWords) -> np.ndarray:
-        pairs = [list(pairwise(words)) for words in captions.predictions]
-        return np.array([len(each) - len(set(each)) for each in pairs], np.float64)
+
+# Each gives N captions their values, float64 (N,), which do not depend on the other captions. BLEU-n and ROUGE-L, from
+# 0 to 1, are the metrics' values per image. A caption of 4 words or more of which no 4-gram matches has a BLEU-4 below
+# 0.0002, because the only smoothing is 1e-15 matches and 1e-9 n-grams.
+WORD_REWARDS: dict[str, Callable[[CaptionWords], np.ndarray]] = {
+    "bleu1": lambda captions: bleu(captions.corpus)[1][0],
+    "bleu2": lambda captions: bleu(captions.corpus)[1][1],
+    "bleu3": lambda captions: bleu(captions.corpus)[1][2],
+    "bleu4": lambda captions: bleu(captions.corpus)[1][3],
+    "rouge_l": lambda captions: rouge_l(captions.predictions, captions.references),
+    "length": length,
+    "repetition": repetition,
+}
+REWARDS = (CIDER_D, *WORD_REWARDS)
 
 
 class SampledWords:
-    """Splits sampled token ids and the references of their images into words.
+    """Splits sampled token ids and the references of their images into words, on the host.
 
-    references: raw captions, which stay in Arrow's memory. language: of the captions. The work is done on the host and
-    takes 0.1 to 0.3 ms per caption: once per distinct sampled caption of a call, and once per image for its references.
-    Their words are kept for MAX_IMAGES images (about 1 kB each with five references); of more, they are split again in
-    each epoch.
+    This takes 0.1 to 0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of
+    references are kept for MAX_IMAGES images, about 1 kB each with five references.
     """
 
     def __init__(self, references: References, vocabulary: Vocabulary, language: str) -> None:
+        """references: raw captions. language: of the captions."""
         self._texts, self._vocabulary, self._language = references, vocabulary, language
         self._references: dict[int, list[list[str]]] = {}
         self._interned: dict[str, str] = {}  # one object per word, because references repeat few words
@@ -107,26 +91,8 @@ class SampledWords:
         return [self._interned.setdefault(word, word) for word in metric_words(caption, self._language)]
 
 
-WORD_REWARDS: dict[str, WordReward] = {
-    "bleu1": Bleu(1),
-    "bleu2": Bleu(2),
-    "bleu3": Bleu(3),
-    "bleu4": Bleu(4),
-    "rouge_l": RougeL(),
-    "length": Length(),
-    "repetition": Repetition(),
-}
-REWARDS = (CIDER_D, *WORD_REWARDS)
-
-
 class WeightedReward:
-    """The sum of weights times rewards of `REWARDS`.
-
-    Captions are split into words only if a reward needs them. This reads the token ids from the device and takes the
-    time that `SampledWords` states; the rewards of `WORD_REWARDS` then take less than 0.1 ms per caption.
-
-    references, language: see `SampledWords`; cider_d has the same images in the same order.
-    """
+    """The sum of weights times rewards of `REWARDS`. Captions are split into words only if a reward needs them."""
 
     def __init__(
         self,
@@ -136,6 +102,7 @@ class WeightedReward:
         vocabulary: Vocabulary,
         language: str,
     ) -> None:
+        """references, language: see `SampledWords`. cider_d: of the same images in the same order."""
         self.weights = dict(sorted(weights.items()))  # so that rounding does not depend on the order in a file
         self.cider_d, self._split = cider_d, None
         if weights.keys() & WORD_REWARDS.keys():
