@@ -83,40 +83,6 @@ class Cache(ABC):
         """Drops all images whose indices are not in `index` (int64), for instance finished ones."""
 
 
-@dataclass(frozen=True)
-class Macs:
-    """Multiply-accumulates of the products that a captioner runs for one image in evaluation.
-
-    Element-wise work is not counted. `mixing(length)` is the cost of mixing the tokens of one caption in a
-    teacher-forced pass. `step(slots, length)` is the cost of mixing one token with the earlier ones in the `length`-th
-    cached step, when the image has `slots` slots (`models/decoding/cache.py`).
-    """
-
-    encoder: float
-    keys: float  # cross-attention's keys and values, once per image
-    token: float  # the part of a caption token's cost that does not depend on the caption's length
-    mixing: Callable[[float], float]
-    step: Callable[[int, int], float]
-
-    def decoder(self, caption_tokens: float) -> float:
-        """The cost of `decode` for one caption."""
-        return self.keys + caption_tokens * self.token + self.mixing(caption_tokens)
-
-    def search(self, beams: int, steps: int) -> float:
-        """The cost of a beam search with `steps` cached steps, without the encoder; the first step has a single row."""
-        total, slots = self.keys, 0
-        for length in range(1, steps + 1):
-            rows = 1 if length == 1 else beams
-            slots += rows
-            total += rows * (self.token + self.step(slots, length))
-        return total
-
-
-def linear_macs(*modules: nn.Module) -> int:
-    """Multiply-accumulates per token of every linear map in the modules."""
-    return sum(child.weight.numel() for module in modules for child in module.modules() if isinstance(child, nn.Linear))
-
-
 class CaptionModel(nn.Module, ABC):
     """A captioner that reads features. Devices and dtypes are those of the tensors; callers decide about autocast."""
 
@@ -150,10 +116,6 @@ class CaptionModel(nn.Module, ABC):
     def forward(self, features: Features, tokens: Tensor) -> Tensor:
         """`decode(encode(features), tokens)`: each image is encoded once for all of its captions."""
         return self.decode(self.encode(features), tokens)
-
-    def macs(self, image_tokens: int) -> Macs:
-        """The cost of one image with `image_tokens` tokens."""
-        raise NotImplementedError(f"{type(self).__name__} does not state its multiply-accumulates")
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
         """Multiply-accumulates of an image and one caption as the paper counts them; None if the paper counts none."""

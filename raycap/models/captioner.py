@@ -1,20 +1,20 @@
-"""Captioners: models by name, with a backbone in front when they work on images, and what they cost.
-
-`Cost.paper` counts as ExpansionNet v2's Table VI does (`ExpansionNet.paper_macs`). `Cost.executed` and
-`Cost.beam_search` count the products that this code runs in evaluation (`CaptionModel.macs`).
-"""
+"""Captioners: models by name, with a backbone in front when they work on images, and what they cost."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.clustformer import ClustFormer, MaskTokenClustFormer
@@ -113,7 +113,7 @@ def _clustformer(config: ClustFormerConfig, sizes: ModelSizes) -> ClustFormer:
     return (MaskTokenClustFormer if config.decoder == "mask_token" else ClustFormer)(config, sizes)
 
 
-MODELS: dict[str, Callable[[Any, ModelSizes], CaptionModel]] = {
+MODELS: dict[str, Callable[..., CaptionModel]] = {
     "expansionnet_v2": ExpansionNet,
     "transformer": Transformer,
     "meshed_memory": MeshedMemoryTransformer,
@@ -137,11 +137,11 @@ def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneCo
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply-accumulates per image (paper's accounting, as executed, beam search as executed), and parameters."""
+    """Multiply-accumulates of products per image, without the backbone, and the number of parameters."""
 
-    paper: float | None  # None: the paper has no such accounting of this system
-    executed: float
-    beam_search: float
+    paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`); None for other systems
+    executed: float  # by this code for one caption in teacher forcing
+    beam_search: float  # by this code in a beam search
     parameters: int
 
 
@@ -155,11 +155,34 @@ def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
     """The cost of teacher forcing over `caption_tokens`, and of a search of `steps` steps (20 tokens take 19)."""
-    model = model_on_meta(config, sizes)
-    macs = model.macs(image_tokens)
-    return Cost(
-        paper=model.paper_macs(image_tokens, caption_tokens),
-        executed=macs.encoder + macs.decoder(caption_tokens),
-        beam_search=macs.encoder + macs.search(beams, steps),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-    )
+    parameters = sum(parameter.numel() for parameter in model_on_meta(config, sizes).parameters())
+    shorter, longer = math.floor(caption_tokens), math.ceil(caption_tokens)
+    model = model_on_meta(config, replace(sizes, max_positions=max(sizes.max_positions, longer, steps))).eval()
+    image_tokens = getattr(config, "attended_regions", None) or image_tokens
+    with torch.device("meta"), torch.no_grad():
+        boxes = torch.empty(1, image_tokens, 4) if config.needs_boxes else None
+        features = Features(torch.empty(1, image_tokens, sizes.feature_width), boxes=boxes)
+        memory = model.encode(features)
+
+        def search() -> None:
+            _, cache = model.step(torch.zeros(1, dtype=torch.int64), model.init_cache(memory, 1))
+            cache = cache.expand_beams(beams)
+            for _ in range(steps - 1):
+                _, cache = model.step(torch.zeros(beams, dtype=torch.int64), cache)
+
+        encoder = _macs(partial(model.encode, features))
+        least, most = (
+            _macs(partial(model.decode, memory, torch.zeros(1, length, dtype=torch.int64)))
+            for length in (shorter, longer)
+        )
+        executed = encoder + least + (caption_tokens - shorter) * (most - least)
+        paper = model.paper_macs(image_tokens, caption_tokens)
+        return Cost(paper, executed, encoder + _macs(search), parameters)
+
+
+def _macs(run: Callable[[], object]) -> float:
+    """Multiply-accumulates of the products in `run`."""
+    in_place = {torch.ops.aten.baddbmm_: lambda _, a, b, **options: 2 * math.prod(a) * b[2]}  # torch leaves it out
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        run()
+    return counter.get_total_flops() / 2

@@ -42,14 +42,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
+from raycap.models.base import Cache, Features, Memory, check_positions, valid_tokens
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -59,6 +59,7 @@ from raycap.models.layers import (
     EncoderDecoder,
     Layer,
     SelfAttention,
+    full_precision,
     layer_list,
     layer_outputs,
     lm_head,
@@ -66,7 +67,6 @@ from raycap.models.layers import (
     position_rows,
     sinusoids,
     token_embedding,
-    token_macs,
 )
 
 State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6; empty before the first layer
@@ -182,7 +182,7 @@ class ClusterMaps(nn.Module):
 
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
         """C (B, N, N) from a grid (B, H, W, D), and the next layer's state; `before` is the previous layer's."""
-        with torch.autocast(grid.device.type, enabled=False):
+        with full_precision(grid):
             sides = (grid, grid.transpose(1, 2))[: len(self.maps)]  # its rows and its columns; a sequence is one row
             scores = [
                 conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in enumerate(sides)
@@ -197,7 +197,7 @@ class ClusterMaps(nn.Module):
         sums (R, t + 1) are V[0] .. V[t]; log_row (R, t) is log C[j, t-1] of this layer before stacking. Returns the
         stacked row (R, t + 1), the state for the next layer, and the new sums and log_row, each longer by one.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             scalar, context = self.scalars(x.to(sums.dtype), 0)
             distance = torch.arange(log_row.shape[1], 0, -1, device=x.device)
             z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / distance + self.maps[0].bias
@@ -531,7 +531,7 @@ class ClustFormer(EncoderDecoder):
     def logits(self, outputs: list[Tensor]) -> Tensor:
         return self.lm_head(self.decoder_norm(outputs[-1]))
 
-    def decode(self, memory: Memory, tokens: Tensor, *context: Any) -> Tensor:
+    def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
         return super().decode(memory, tokens, self._start_caption_pass(tokens))
 
     @torch.no_grad()
@@ -541,22 +541,6 @@ class ClustFormer(EncoderDecoder):
         # before the first step each layer has V[0] = 0 and an empty row of C
         sums, rows = [zeros for _ in self.decoder], [zeros[:, :0] for _ in self.decoder]
         return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.config.window)
-
-    def macs(self, image_tokens: int) -> Macs:
-        """Here the clustering matrix costs two products of vectors per pooled token and axis."""
-        config = self.config
-        tokens, pooled = image_tokens, image_tokens
-        if config.inputs == "regions" and config.encoder_clusters != "none":  # dummies fill the grid
-            tokens = pooled = math.ceil(image_tokens / config.region_rows) * config.region_rows
-        elif config.encoder_clusters == "1d":
-            pooled = math.ceil(image_tokens / config.sampling)
-        elif config.encoder_clusters == "2d":
-            sides = config.grid or (math.isqrt(image_tokens), math.isqrt(image_tokens))
-            pooled = math.prod(math.ceil(side / config.sampling) for side in sides)
-        clusters = linear_macs(*(layer.clusters for layer in self.encoder if layer.clusters is not None))
-        attention = sum(layer.attention.mixing_macs(tokens) for layer in self.encoder)
-        layers = tokens * (linear_macs(*self.encoder) - clusters) + attention + pooled * clusters
-        return replace(super().macs(image_tokens), encoder=image_tokens * linear_macs(self.input) + layers)
 
 
 class MaskTokenClustFormer(ClustFormer):
@@ -575,7 +559,7 @@ class MaskTokenClustFormer(ClustFormer):
         # the mask token follows the longest caption
         self.register_buffer("positions", sinusoids(sizes.max_positions + 1, config.d_model), persistent=False)
 
-    def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
+    def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
         rows, length = tokens.shape
         check_positions(length, self.sizes.max_positions)
         if self.masks is not None:
@@ -616,22 +600,6 @@ class MaskTokenClustFormer(ClustFormer):
         for layer, cross in zip(self.decoder, cache.cross, strict=True):
             y = layer.read_image(layer.mix(y, shared), cross, cache.bias)
         return self.logits([y[:, -1]]), cache
-
-    def macs(self, image_tokens: int) -> Macs:
-        causal = super().macs(image_tokens)
-        embedding = (self.config.word_vector_width or 0) * self.config.d_model
-        output = token_macs(self.config, self.sizes) - embedding
-
-        def one_pass(length: float) -> float:
-            """The cost of predicting one word after `length` tokens, without the output layer."""
-            return (length + 1) * (causal.token - output) + causal.mixing(length + 1)
-
-        return replace(
-            causal,
-            token=output,
-            mixing=lambda length: length * one_pass(length),
-            step=lambda slots, length: one_pass(length),
-        )
 
     def _start_prefix_pass(self, prefixes: Tensor, attention_mask: Tensor | None) -> PassState:
         """The state before the first decoder layer for prefixes with their mask token (rows, T + 1)."""

@@ -30,7 +30,7 @@ class _Masked(torch.autograd.Function):
         return _scaled(x, mask, scale)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         return _scaled(gradients[0], mask, ctx.scale), None, None
 

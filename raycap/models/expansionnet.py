@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raycap.models.base import Features, Macs, Memory, linear_macs, valid_tokens
+from raycap.models.base import Features, Memory, valid_tokens
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -46,8 +46,8 @@ from raycap.models.layers import (
     DecoderLayer,
     EncoderDecoder,
     Layer,
-    Mixer,
     SelfAttention,
+    full_precision,
     layer_list,
     layer_outputs,
     lm_head,
@@ -66,16 +66,7 @@ def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
-def full_precision(x: Tensor) -> torch.autocast:
-    """A context without autocast, for the dynamic expansion.
-
-    Early positions are normalized over few keys, so that their weights jump where M crosses zero: a sign that bfloat16
-    rounds wrongly changes logits by 0.1 and more. The products are small, so that bfloat16 would not be faster.
-    """
-    return torch.autocast(x.device.type, enabled=False)
-
-
-class Expansion(Mixer):
+class Expansion(nn.Module):
     """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between the two forms."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
@@ -134,11 +125,6 @@ class StaticExpansion(Expansion):
                 streams.append(torch.matmul(backward, biases).baddbmm_(across, value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
-    def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: M, and for each stream R F, R bias and the product with V."""
-        vectors, width = self.queries.shape
-        return 3 * vectors * length * width + 2 * length * length * (vectors + width)
-
 
 class DynamicExpansion(Expansion):
     """Dynamic expansion (paper III-A1): N_E expanded vectors for each token; causal or bidirectional.
@@ -158,6 +144,8 @@ class DynamicExpansion(Expansion):
 
         A causal expansion masks the future only, because padding comes last.
         """
+        # Early positions are normalized over few keys, so that their weights jump where M crosses zero: a sign that
+        # bfloat16 rounds wrongly changes logits by 0.1 and more. The products are small: bfloat16 would not be faster.
         with full_precision(x):
             return self._expand(self._project(x), valid_mask)
 
@@ -207,15 +195,6 @@ class DynamicExpansion(Expansion):
         if valid_mask is None:
             return None, None
         return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
-
-    def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps: M, and for each stream R F, R bias and the product with V."""
-        vectors, width = self.queries.shape
-        return 5 * length * length * width + 3 * vectors * length * width + 2 * vectors * length**3
-
-    def step_macs(self, slots: int, length: int) -> float:
-        vectors, width = self.queries.shape
-        return 3 * vectors * width + 6 * slots * width + 2 * slots * vectors * length
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam, x (B*K, D) -> (B*K, D); causal.
@@ -366,7 +345,7 @@ class ExpansionDecoderLayer(DecoderLayer):
         self.add_cross_attention(config)
         self.add_feed_forward(config)
 
-    def mix(self, y: Tensor, *context: Any) -> Tensor:
+    def mix(self, y: Tensor, *context: object) -> Tensor:
         return self.residual(y, self.mixer_norm, self.mixer)
 
     def mix_step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
@@ -425,11 +404,6 @@ class ExpansionNet(EncoderDecoder):
 
     def logits(self, outputs: list[Tensor]) -> Tensor:
         return self.lm_head(self.decoder_sum(outputs))
-
-    def macs(self, image_tokens: int) -> Macs:
-        macs = super().macs(image_tokens)
-        encoder = macs.encoder + image_tokens * linear_macs(self.encoder_sum)
-        return replace(macs, encoder=encoder, token=macs.token + linear_macs(self.decoder_sum))
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
         """One teacher-forced pass in the materialized form, without the backbone, as in Table VI.
@@ -537,7 +511,7 @@ class StaticWeights(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         valid_mask, *saved = ctx.saved_tensors
         results, inverses = saved[:4], saved[4:]
         count = len(ctx.groups)
@@ -580,7 +554,7 @@ class DynamicWeights(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         m, forward_mask, backward_mask, *saved = ctx.saved_tensors
         da = _normalized_gradient(gradients[0], saved[0], saved[2], 4)
         backward_da = _normalized_gradient(gradients[1], saved[1], saved[3], (2, 3))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Macs, Memory, check_positions, linear_macs, valid_tokens
+from raycap.models.base import Cache, CaptionModel, Features, Memory, check_positions, valid_tokens
 from raycap.models.config import ModelConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -61,6 +61,11 @@ def padding_bias(valid_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None
     return bias.masked_fill_(~valid_mask, MASKED_SCORE)[:, None, None]
 
 
+def full_precision(x: Tensor) -> torch.autocast:
+    """A context without autocast on the device of `x`."""
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
+
+
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, T, D) -> (B, H, T, D / H)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -88,7 +93,7 @@ def attend(
     query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
     if dropout is None and (query.device.type != "cpu" or not key.mT.is_contiguous()):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query):
         scores = torch.matmul(query * query.shape[-1] ** -0.5, key.mT)
         scores = scores if bias is None else scores + bias
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -136,7 +141,6 @@ class CrossAttention(nn.Module):
     Ada-ClustFormer.
     """
 
-    levels = 1  # number of encoder levels that a caption token attends to
     dropout: Dropout | None
 
     def __init__(
@@ -182,21 +186,7 @@ class CrossAttention(nn.Module):
         return self.dropout(weights, of_captions)
 
 
-class Mixer(nn.Module):
-    """The base of the modules that mix the tokens of a sequence, x (B, L, D) -> (B, L, D): attention and expansions."""
-
-    in_proj: nn.Linear
-
-    def mixing_macs(self, length: float) -> float:
-        """Multiply-accumulates beside the linear maps."""
-        raise NotImplementedError
-
-    def step_macs(self, slots: int, length: int) -> float:
-        """`mixing_macs` for one token of the `length`-th cached step, whose products run over all slots of an image."""
-        raise NotImplementedError
-
-
-class SelfAttention(Mixer):
+class SelfAttention(nn.Module):
     """Multi-head self-attention, causal or bidirectional: the mixer of the baseline, whose code is not public."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
@@ -220,12 +210,6 @@ class SelfAttention(Mixer):
         bias = padding_bias(valid_mask, query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=self.causal)
         return self.out_proj(merge_heads(mixed), x)
-
-    def mixing_macs(self, length: float) -> float:
-        return 2 * length * length * self.in_proj.in_features  # scores, and the weighted sum of values
-
-    def step_macs(self, slots: int, length: int) -> float:
-        return 2 * slots * self.in_proj.in_features
 
     def project_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, H, K, D / H) from x (B*K, D), keys and values (B, H, slots, D / H), and a mask (B, K, slots).
@@ -294,14 +278,6 @@ def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bia
     return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)
 
 
-def token_macs(config: ModelConfig, sizes: ModelSizes) -> float:
-    """Multiply-accumulates of embedding one token and computing its logits."""
-    width = config.word_vector_width
-    if width is None:
-        return config.d_model * sizes.vocabulary_size
-    return 2 * width * config.d_model + width * sizes.vocabulary_size
-
-
 @torch.no_grad()
 def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> None:
     """Sets the word vectors of a model that has given ones to vectors (V, G) where given (V,) is True.
@@ -330,7 +306,7 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout, activation)
 
-    def residual(self, x: Tensor, norm: nn.Module, sublayer: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def residual(self, x: Tensor, norm: nn.Module, sublayer: Callable[..., Tensor], *arguments: object) -> Tensor:
         """x plus the sublayer's output after dropout. The sublayer gets `arguments` in addition to its input."""
         if self.pre_norm:
             return x + self.dropout(sublayer(norm(x), *arguments))
@@ -367,7 +343,7 @@ class DecoderLayer(Layer):
         """Cross-attention to keys and values `cross`, and feed-forward: y (R, T, D) -> (R, T, D)."""
         return self.transform(self.residual(y, self.cross_norm, self.cross, *cross, bias))
 
-    def forward(self, y: Tensor, states: Tensor, bias: Tensor | None, *context: Any) -> Tensor:
+    def forward(self, y: Tensor, states: Tensor, bias: Tensor | None, *context: object) -> Tensor:
         """The layer's output (R, T, D) for y (R, T, D) and the encoder's states of B images."""
         return self.read_image(self.mix(y, *context), self.project(states), bias)
 
@@ -382,7 +358,7 @@ def layer_list(layers: Iterable[LayerType]) -> Sequence[LayerType]:
     return cast(Sequence[LayerType], nn.ModuleList(layers))
 
 
-def layer_outputs(layers: Sequence[Layer], x: Tensor, *arguments: Any) -> list[Tensor]:
+def layer_outputs(layers: Sequence[Layer], x: Tensor, *arguments: object) -> list[Tensor]:
     """The outputs of all layers; each layer reads the output of the layer before it, and `arguments`."""
     outputs = []
     for layer in layers:
@@ -445,13 +421,13 @@ class EncoderDecoder(CaptionModel):
         """Logits (..., V) from the outputs (..., D) of all decoder layers."""
         return self.lm_head(outputs[-1])
 
-    def decode(self, memory: Memory, tokens: Tensor, *context: Any) -> Tensor:
+    def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
         """See `CaptionModel.decode`; `context` are further arguments of every decoder layer."""
         if self.masks is not None:
             self.masks.begin_pass(tokens.shape[1])
         return self.logits(self.decoder_outputs(memory, tokens, *context))
 
-    def decoder_outputs(self, memory: Memory, tokens: Tensor, *context: Any) -> list[Tensor]:
+    def decoder_outputs(self, memory: Memory, tokens: Tensor, *context: object) -> list[Tensor]:
         """The outputs (R, T, D) of all decoder layers for tokens (R, T); `context` as in `decode`."""
         y = self.embed(tokens, position=0)
         return layer_outputs(self.decoder, y, memory.states, cross_bias(memory), *context)
@@ -473,27 +449,3 @@ class EncoderDecoder(CaptionModel):
             y = layer.step(y, cache, index)
             outputs.append(y)
         return self.logits(outputs), cache
-
-    def macs(self, image_tokens: int) -> Macs:
-        encoder_mixers, mixers = _mixers(self.encoder), _mixers(self.decoder)
-        keys = token = 0
-        for layer in self.decoder:
-            (cross,) = (module for module in layer.modules() if isinstance(module, CrossAttention))
-            levels = cross.levels
-            keys += levels * image_tokens * linear_macs(cross.key_value)
-            # all levels share the queries; the attended values and the output map are computed for each level
-            token += linear_macs(layer) - linear_macs(cross.key_value) + (levels - 1) * linear_macs(cross.out_proj)
-            token += levels * 2 * image_tokens * self.config.d_model  # scores and weighted sums of cross-attention
-        encoder = image_tokens * linear_macs(self.input, *self.encoder)
-        return Macs(
-            encoder=encoder + sum(mixer.mixing_macs(image_tokens) for mixer in encoder_mixers),
-            keys=keys,
-            token=token + token_macs(self.config, self.sizes),
-            mixing=lambda length: sum(mixer.mixing_macs(length) for mixer in mixers),
-            step=lambda slots, length: sum(mixer.step_macs(slots, length) for mixer in mixers),
-        )
-
-
-def _mixers(layers: Sequence[Layer]) -> list[Mixer]:
-    """The modules of the layers that mix the tokens of a sequence."""
-    return [module for layer in layers for module in layer.modules() if isinstance(module, Mixer)]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -85,9 +85,6 @@ class MemoryAttention(SelfAttention):
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=padding_bias(valid_mask, query.dtype))
         return self.out_proj(merge_heads(mixed), x)
 
-    def mixing_macs(self, length: float) -> float:
-        return 2 * length * (length + self.num_slots) * self.in_proj.in_features
-
     def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
         """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype of the projections `like` (autocast's)."""
         slots = split_heads(memory[None] * scale, self.num_heads)
@@ -97,9 +94,8 @@ class MemoryAttention(SelfAttention):
 class LevelAttention(CrossAttention):
     """Cross-attention to several encoder levels with the same weights for all levels."""
 
-    def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
+    def __init__(self, config: MeshedMemoryConfig) -> None:
         super().__init__(config.d_model, config.num_heads, config.attention == "on_attention")
-        self.levels = levels
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
@@ -126,7 +122,7 @@ class MeshedAttention(nn.Module):
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()
-        self.attention = LevelAttention(config, levels)
+        self.attention = LevelAttention(config)
         self.norm = nn.LayerNorm(config.d_model)
         self.dropout = Dropout(config.dropout)
         self.softmax = config.gates == "softmax"
@@ -182,7 +178,7 @@ class MeshedDecoderLayer(DecoderLayer):
         """Keys and values (B, L, H, N, D / H) of all encoder levels (B, levels, N, D) that this layer attends to."""
         return self.meshed.attention.project(states[:, self.levels])
 
-    def mix(self, y: Tensor, *context: Any) -> Tensor:
+    def mix(self, y: Tensor, *context: object) -> Tensor:
         return self.residual(y, self.attention_norm, self.attention)
 
     def mix_step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:

@@ -10,7 +10,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -69,7 +68,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         _require_memory(path)
         if path.suffix == ".safetensors":
-            content: Any = load_file(path)
+            content: object = load_file(path)
         else:
             _require_plain_records(path)
             ignored = torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES])

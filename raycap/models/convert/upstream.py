@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +170,7 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
     )
 
 
-def complete_config(inferred: Inferred, given: Mapping[str, Any]) -> ExpansionNetConfig:
+def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
     """The model's configuration from the checkpoint's shapes and the user's settings `given`.
 
     Groups that the user does not give are the published ones. Raises ValueError as `complete_settings`, and for groups
@@ -248,7 +247,7 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> Values:
     return values
 
 
-def backbone_config(inferred: Mapping[str, Any], given: Mapping[str, Any]) -> BackboneConfig:
+def backbone_config(inferred: Values, given: Values) -> BackboneConfig:
     """The backbone's configuration from the file's shapes and the user's settings `given`.
 
     It is the published Swin-L if the file has its sizes. Raises ValueError when a setting contradicts the file, and

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from raycap.models.decoding.search import (
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 4  # each keeps the memory of a search
+Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]  # names and shapes of the tensors of memories
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class GraphedSearch:
         check_beams(beam_size, num_results)
         self.rules, self.max_graphs = rules, MAX_GRAPHS
         self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
-        self.seen: set[Any] = set()
-        self.graphs: dict[Any, SearchGraph] = {}
+        self.seen: set[Shape] = set()
+        self.graphs: dict[Shape, SearchGraph] = {}
 
     def __call__(self, memories: Sequence[Memory]) -> Captions:
         """The best captions, as `beam_search` returns them."""

@@ -49,11 +49,14 @@ _SLOT = re.compile(r"drop_path\d?")  # attributes of blocks that hold their stoc
 _BLOCKS = re.compile(r"blocks|layer\d|stages?_?\d*|s\d")  # attributes of timm's models that hold blocks
 
 
+Form = Literal["tokens", "rows first", "channels first"]  # (B, N, C), (B, rows, columns, C), (B, C, rows, columns)
+
+
 @dataclass(frozen=True)
 class Layout:
     """What `forward_features` of a timm model gives for images of one size."""
 
-    form: Literal["tokens", "rows first", "channels first"]  # (B, N, C), (B, rows, columns, C), (B, C, rows, columns)
+    form: Form
     num_prefix: int  # class and register tokens
     grid: tuple[int, int]
     width: int
@@ -278,7 +281,7 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[Any, int, tuple[int, int], int]:
+def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[Form, int, tuple[int, int], int]:
     """The fields form, num_prefix, grid and width of a layout."""
     if features.ndim == 4 and getattr(network, "output_fmt", "NCHW") == "NHWC":
         return "rows first", 0, (features.shape[1], features.shape[2]), features.shape[3]
