@@ -14,7 +14,6 @@ import pytest
 import uvicorn
 
 import raycap
-from raycap.pipeline.serving.app import AppSettings
 from tests.support.bundles import make_bundle, with_confidence
 from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
 from tests.support.serving import LocalCaptioners, host_of, local_client
@@ -122,7 +121,7 @@ def test_an_error_is_shown_and_a_script_from_elsewhere_is_not_run(opened: Opened
 def test_the_page_asks_for_the_token(opened: Opened) -> None:
     page = opened.page
     models = {"main": LocalCaptioners(host_of(opened.bundles[0]))}
-    with running(local_client(models, AppSettings(token=TOKEN)).app) as url:
+    with running(local_client(models, TOKEN).app) as url:
         page.visit(url)
         wait(page, "!document.querySelector('#access').hidden")
         page.evaluate("document.querySelector('#token').focus()")

@@ -24,10 +24,9 @@ from PIL import Image
 import raycap
 from raycap.jobs.cli import main
 from raycap.jobs.serve import deployments
-from raycap.jobs.serve.arguments import ServeArguments
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.serving.limits import Limits
+from raycap.pipeline.serving.settings import Limits, ServeArguments
 from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, with_confidence, write_images

@@ -33,7 +33,7 @@ from raycap.pipeline.evaluation.captioning.search import score_rules
 from raycap.pipeline.serving.export import describe_words
 from raycap_onnx import Captioner, CaptionerError
 from raycap_onnx.__main__ import main
-from raycap_onnx.description import Values, Words
+from raycap_onnx.description import Words
 from raycap_onnx.images import Transform, load_image
 from raycap_onnx.search import Search
 from tests.conftest import ROOT
@@ -129,7 +129,7 @@ def test_pixels_are_those_of_the_transform(name: str) -> None:
     transform = TRANSFORMS[name]
     keys = ("image_size", "scaled_side", "keep_aspect", "interpolation", "mean", "std")
     values = {key: getattr(transform, key) for key in keys}
-    ours = Transform.parse(Values(json.loads(json.dumps(values)), "it"))
+    ours = Transform.parse(json.loads(json.dumps(values)))
     sizes = [(57, 43), (20, 90), (32, 32), (700, 20), (3, 1)]
     images = [Image.fromarray(np.random.default_rng(1).integers(0, 256, (h, w, 3), np.uint8)) for h, w in sizes]
     for image in images:
@@ -214,7 +214,7 @@ def test_words_are_joined_as_raycap_joins_them(joining: str, tmp_path: Path) -> 
     assert content["joining"] == joining
     (tmp_path / "vocabulary.json").write_text(json.dumps(content))
     special = {"sos": vocabulary.sos, "eos": vocabulary.eos, "pad": vocabulary.pad, "unk": vocabulary.ids["UNK"]}
-    words = Words.read(tmp_path / "vocabulary.json", Values(special, "it"))
+    words = Words.read(tmp_path / "vocabulary.json", special)
     for text in texts:
         ids = vocabulary.encode(vocabulary.tokenize(text))
         assert words.decode(ids) == vocabulary.decode(ids)
@@ -241,7 +241,7 @@ def setting(key: str, value: Any) -> Craft:
 
 HOSTILE: dict[str, Craft] = {
     r"expected format 1 with graphs onnx": setting("format", 2),
-    r"search must be an object of JSON": setting("search", [1]),
+    r"search is \[1\]; expected a value of type dict": setting("search", [1]),
     r"beam_size is 1000000000": setting("search.beam_size", 10**9),
     r"beam_size is True": setting("search.beam_size", True),
     r"max_length is 13": setting("search.max_length", 13),
@@ -260,7 +260,7 @@ HOSTILE: dict[str, Craft] = {
         (folder / "encoder.onnx").unlink(),
         os.mkfifo(folder / "encoder.onnx"),
     ),
-    r"encoder\.onnx\.data is None": lambda content, folder: (folder / "encoder.onnx.data").write_bytes(b"x"),
+    r"encoder\.onnx\.data is damaged": lambda content, folder: (folder / "encoder.onnx.data").write_bytes(b"x"),
 }
 
 
