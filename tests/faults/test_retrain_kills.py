@@ -64,12 +64,11 @@ class Scenes:
         (self.data / "dataset.json").write_bytes(json.dumps({"images": self.entries}).encode())
 
     def start(self, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """A call's process and the file of its output."""
+        """A call's process and the file of its output. Each driver has a cache of its own."""
         self.num_calls += 1
         log = self.folder / f"call-{self.num_calls}.txt"
         words = [sys.executable, "-u", "-m", "raycap", "retrain", str(self.config), *options]
         words += ["--address", self.cluster.address]
-        # each driver has a cache of its own, so none finds files of the one before
         return self.cluster.start(HEAD, words, log, RAYCAP_CACHE=str(self.cluster.disk / log.stem)), log
 
     def call(self, *options: str) -> str:
