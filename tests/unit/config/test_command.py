@@ -14,10 +14,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.config import config_schema
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
-from tests.conftest import ROOT, small_config
-
-CONFIGS = ROOT / "raycap" / "configs"
-SEARCH_KEYS = {"base", "space", "rows"}
+from tests.conftest import small_config
 
 
 def write(path: Path, values: object) -> str:
