@@ -134,10 +134,7 @@ class Captions:
 
 
 class Decoder:
-    """One or several models that decode the same tokens; `images` are the indices of the unfinished images.
-
-    keeps_images: never ask which images have ended, and keep all.
-    """
+    """One or several models that decode the same tokens; `images` are the indices of the unfinished images."""
 
     def __init__(
         self, models: Models, memories: Memories, beams: int, max_length: int, *, keeps_images: bool = False
@@ -158,7 +155,7 @@ class Decoder:
                     "they must share one vocabulary"
                 )
             check_positions(max_length - 1, model.sizes.max_positions)
-        self.beams, self.keeps_images = beams, keeps_images
+        self.beams, self.keeps_images = beams, keeps_images  # keeps all images, and never asks which have ended
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
         # All beams of an image start alike, so that the first step runs once per image. Dropout would make them differ.
@@ -306,8 +303,7 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
     """Decodes rows independently of each other.
 
-    `choose` returns the next tokens (R,) of the R unfinished rows, from their log-probabilities (R, V), their indices
-    (R,) and their tokens (R, t).
+    `choose` returns the next tokens (R,) of unfinished rows from log-probabilities (R, V), indices (R,), tokens (R, t).
     """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -445,10 +441,7 @@ class Beams:
         return self.ended.shape[1]
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        """Keeps the K best continuations of each image's beams by the word at `position`, from log_probs (B*K, V).
-
-        Returns the indices (B, K) of the beams that they continue, their parents.
-        """
+        """Keeps the K best continuations of each image's beams from log_probs (B*K, V); returns the parents (B, K)."""
         parent, word, log_prob, self.scores = self.continuations(log_probs)
         self.append(parent, word, log_prob, position)
         return parent
@@ -507,10 +500,7 @@ BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
 
 @dataclass
 class GroupedBeams(Beams):
-    """Groups of equally many beams with different words (Vijayakumar et al. 2016), as `Decoding` describes them.
-
-    The choice of a group's beams at a step is the paper's. Sums and log-probabilities are those of the model.
-    """
+    """Groups of equally many beams with different words, as `Decoding` describes them; sums are those of the model."""
 
     num_groups: int
     diversity: float  # per beam of an earlier group with this word
