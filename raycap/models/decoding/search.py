@@ -145,14 +145,11 @@ class Decoder:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
         for index, model in enumerate(self.models):
-            described, first = (
-                f"a vocabulary of {s.vocabulary_size} words (SOS {s.sos}, EOS {s.eos}, PAD {s.pad})"
-                for s in (model.sizes, self.sizes)
-            )
-            if described != first:
+            words, first = ((s.vocabulary_size, s.sos, s.eos, s.pad) for s in (model.sizes, self.sizes))
+            if words != first:
                 raise ValueError(
-                    f"model {index + 1} of the ensemble has {described}, model 1 has {first}; "
-                    "they must share one vocabulary"
+                    f"model {index + 1} of the ensemble has {words} words and ids of SOS, EOS and PAD, model 1 has "
+                    f"{first}; they must share one vocabulary"
                 )
             check_positions(max_length - 1, model.sizes.max_positions)
         self.beams, self.keeps_images = beams, keeps_images  # keeps all images, and never asks which have ended

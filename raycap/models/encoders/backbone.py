@@ -130,13 +130,16 @@ class Backbone(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The modules in the lists that timm calls blocks, layer1, stages and the like, from input to output."""
 
+        def is_list(module: nn.Module) -> bool:
+            return isinstance(module, nn.Sequential | nn.ModuleList)
+
         def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
             for name, child in module.named_children():
-                is_list = isinstance(child, nn.Sequential | nn.ModuleList)
-                if inside and not is_list and not _has_blocks(child):
+                is_stage = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
+                if inside and not is_list(child) and not is_stage:
                     yield child
                 else:
-                    yield from walk(child, inside=is_list and (inside or _BLOCKS.fullmatch(name) is not None))
+                    yield from walk(child, is_list(child) and (inside or _BLOCKS.fullmatch(name) is not None))
 
         return list(walk(self.network, inside=False))
 
@@ -376,14 +379,6 @@ def _can_checkpoint(network: Any) -> bool:
     except (AssertionError, AttributeError, NotImplementedError):
         return False
     return True
-
-
-def _has_blocks(module: nn.Module) -> bool:
-    """Whether a module is a stage, which contains a list of blocks."""
-    return any(
-        _BLOCKS.fullmatch(name) and isinstance(child, nn.Sequential | nn.ModuleList)
-        for name, child in module.named_children()
-    )
 
 
 def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
