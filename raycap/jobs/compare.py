@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.evaluate import EvaluatedModel, Evaluator, exit_code, feature_store, find_bundles, find_images
+from raycap.jobs.evaluate import EvaluatedModel, Evaluator, exit_code, find_bundles, find_images, find_options
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
@@ -24,13 +24,12 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
-from raycap.pipeline.evaluation.evaluate import Options, common_settings
+from raycap.pipeline.evaluation.evaluate import common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
 from raycap.pipeline.evaluation.reports.tables import Rows, format_table
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
-from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -67,14 +66,7 @@ def compare_models(
     if out is not None:
         check_output_place("-o", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    check_storage(run_config)
-    check_score_inputs(run_config)
-    file = run_config.evaluation.constraints
-    options = Options(
-        constraints=None if file is None else Path(file),
-        unconstrained=(run_config.data.val_split,),
-        features=feature_store(run_config, features),
-    )
+    options = find_options(run_config, features)
     places = [_bundle_of(model, run_config.storage.options) for model in models]
     bundles = find_bundles("--model", places, run_config, options)
     split = split or run_config.data.test_splits[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -83,7 +82,6 @@ def evaluate(
 
     Example: raycap evaluate demo --stage xe_finetune --split test
     """
-    begin = time.monotonic()
     check_ensemble(ensemble, seeds)
     if models and seeds > 1 and len(models) != seeds:
         raise UserError(
@@ -91,57 +89,66 @@ def evaluate(
         )
     if stage is not None and models:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
-    is_one_model = (seeds == 1 or ensemble) and len(compared or ()) <= 1
     run_config = load_config(config, set_ or ())
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    file = constraints or evaluated_config.evaluation.constraints
-    _check_inputs(evaluated_config, stage, file)
-    options = Options(
-        constraints=None if file is None else Path(file),
-        # those of the configuration are for its test splits: validations during training have none
-        unconstrained=() if constraints else (evaluated_config.data.val_split,),
-        features=feature_store(evaluated_config, features),
-    )
+    options = find_options(evaluated_config, features, constraints)
     bundles = find_bundles("--model", models or (), evaluated_config, options)
     others = find_bundles("--compare", compared or (), evaluated_config, options)
     labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
-    if not bundles and (planned := planned_data(evaluated_config)) is not None:
-        images_by_split(planned, splits or evaluated_config.data.test_splits)  # before images are drawn
-        if evaluated_config.home("") is None:
-            _require_any_run(run_config, stage)
-    images, training = find_images(evaluated_config, splits or evaluated_config.data.test_splits)
+    chosen = splits or evaluated_config.data.test_splits
+    if not bundles:
+        _require_stage(run_config, stage)
+        if (planned := planned_data(evaluated_config)) is not None:
+            images_by_split(planned, chosen)  # before images are drawn
+            if evaluated_config.home("") is None and not any(run_config.working_path.glob(f"runs/{run_config.name}-*")):
+                raise _unfinished("run" if stage is None else f"stage {stage} of run", run_config.name, run_config)
+    images, training = find_images(evaluated_config, chosen)
     if not bundles:
         configs = seed_configs(run_config, seeds)
         bundles, kept_config = _run_bundles(configs, stage)
         labels = [f"seed {each.seed}" for each in configs]
         evaluated_config = with_decisions_of(evaluated_config, kept_config)
-    settings = common_settings(evaluated_config, bundles, others)
-    options = replace(options, training=training)
     one_by_one = seeds > 1 and not ensemble
-    label, name = _label(run_config, bundles, () if is_one_model else others, one_by_one=one_by_one)
-    folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
-    systems = [bundles] if not one_by_one else [[bundle] for bundle in bundles]
+    is_one_model = not one_by_one and len(others) <= 1
+    systems = [[bundle] for bundle in bundles] if one_by_one else [bundles]
     if len(systems) == 1 and len(bundles) > 1:
         labels = [f"ensemble of {len(bundles)}"]
-    evaluator = Evaluator(settings, images, options, address)
+    label, name = _label(run_config, bundles, () if is_one_model else others, one_by_one=one_by_one)
+    folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
+    settings = common_settings(evaluated_config, bundles, others)
+    evaluator = Evaluator(settings, images, replace(options, training=training), address)
     evaluator.check([*systems, *([other] for other in others)])
     with folder.writing():
         if is_one_model:
             scores = evaluator.evaluate(bundles, folder)
             other = evaluator.evaluate(others) if others else None
             write_results(folder, scores, settings, label=label, compared=other)
-            every = [scores]
-        else:
-            ours = evaluator.evaluate_each(dict(zip(labels, systems, strict=True)), folder)
-            named = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
-            theirs = evaluator.evaluate_each(named, folder)
-            summarize_systems(folder.place, ours, theirs)
-            every = [each.scores for each in (*ours, *theirs)]
-    logger.info(f"finished in {time.monotonic() - begin:.0f} s")
-    return exit_code(every)
+            return exit_code([scores])
+        ours = evaluator.evaluate_each(dict(zip(labels, systems, strict=True)), folder)
+        theirs = evaluator.evaluate_each({f"other {n}": [bundle] for n, bundle in enumerate(others, 1)}, folder)
+        summarize_systems(folder.place, ours, theirs)
+        return exit_code([each.scores for each in (*ours, *theirs)])
+
+
+def find_options(config: RunConfig, features: str | None, constraints: Path | None = None) -> Options:
+    """The options of an evaluation, after a check of the storage and of all files that it reads. Raises UserError.
+
+    features: the option --features. constraints: the option --constraints, or else the file of the configuration, which
+    is for its test splits only.
+    """
+    check_storage(config)
+    file = constraints or config.evaluation.constraints
+    if file is not None:
+        read_constraints(Path(file))
+    check_score_inputs(config)
+    place = None if features is None else storage_path(features, config.storage.options)
+    if place is not None and next(iter(place.walk()), None) is None:
+        raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
+    unconstrained = () if constraints else (config.data.val_split,)
+    return Options(constraints=None if file is None else Path(file), unconstrained=unconstrained, features=place)
 
 
 @dataclass(frozen=True)
@@ -270,14 +277,6 @@ def exit_code(every: Sequence[Scores]) -> int:
     return 1 if num_failed else 0
 
 
-def feature_store(config: RunConfig, features: str | None) -> StoragePath | None:
-    """The store that the option --features names. Raises UserError for an empty folder."""
-    place = None if features is None else storage_path(features, config.storage.options)
-    if place is not None and next(iter(place.walk()), None) is None:
-        raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
-    return place
-
-
 def find_bundles(option: str, models: Sequence[str], config: RunConfig, options: Options) -> list[StoragePath]:
     """The bundles that an option names. Raises UserError for one that cannot be loaded or lacks its features."""
     found = []
@@ -307,7 +306,8 @@ def evaluate_ensemble(
     failed, or if a metric was unavailable that this machine can compute.
     """
     place = group_place(config, folders) / "ensemble"
-    if not _is_scored(place):
+    stored = _stored_scores(place)
+    if stored is None:
         bundles = [bundle_place(folder) for folder in folders]
         settings = common_settings(with_decisions_of(config, folders[0].config), bundles)
         images, training = find_images(config, config.data.test_splits)
@@ -315,10 +315,11 @@ def evaluate_ensemble(
         options = Options(training=training, constraints=None if file is None else Path(file))
         evaluator, folder = Evaluator(settings, images, options, address), ResultsFolder.of(config, "", str(place))
         evaluator.check([bundles])
-        label, _ = _label(config, bundles, ())
         with folder.writing():
-            write_results(folder, evaluator.evaluate(bundles, folder), settings, label=label)
-    entries: Mapping[str, Mapping[str, Any]] = _scores(place)["splits"]
+            scores = evaluator.evaluate(bundles, folder)
+            write_results(folder, scores, settings, label=_label(config, bundles, ())[0])
+        stored = scores.to_json()
+    entries: Mapping[str, Mapping[str, Any]] = stored["splits"]
     return entries
 
 
@@ -341,38 +342,23 @@ def _label(
     return label, group_id(label, outside) if outside else label
 
 
-def _is_scored(place: StoragePath) -> bool:
-    """Whether an evaluation's folder has all reports and scores that this machine can make."""
+def _stored_scores(place: StoragePath) -> Values | None:
+    """The scores.json of an evaluation; None if it lacks a report, or a score that this machine can compute."""
     if not (place / "scores.json").exists():
-        return False
-    content = _scores(place)
+        return None
+    content: Values = decode_json((place / "scores.json").read_bytes(), str(place / "scores.json"))
     names = {name for entry in content["splits"].values() for name in entry.get("unavailable", ())}
     unavailable = names.intersection(JAVA_METRICS)  # the others depend on the configuration and not on the machine
     language = content["protocol"].get("language", ENGLISH)
-    return not content.get("missing") and all(why_unavailable(name, language) is not None for name in unavailable)
+    is_whole = not content.get("missing") and all(why_unavailable(name, language) is not None for name in unavailable)
+    return content if is_whole else None
 
 
-def _scores(place: StoragePath) -> Values:
-    """The content of an evaluation's scores.json."""
-    content: Values = decode_json((place / "scores.json").read_bytes(), str(place / "scores.json"))
-    return content
-
-
-def _check_inputs(config: RunConfig, stage: str | None, constraint_file: Path | str | None) -> None:
-    """Raises UserError for a storage, a stage or a constraint file that cannot be used, before anything is written."""
+def _require_stage(config: RunConfig, stage: str | None) -> None:
+    """Raises UserError for a stage that the configuration does not have."""
     names = [section.name for section in config.stages]
     if stage is not None and stage not in names:
         raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
-    check_storage(config)
-    if constraint_file is not None:
-        read_constraints(Path(constraint_file))
-    check_score_inputs(config)
-
-
-def _require_any_run(config: RunConfig, stage: str | None) -> None:
-    """Raises UserError if the local storage has no run of this name. The data decide which of several it is."""
-    if not any(config.working_path.glob(f"runs/{config.name}-*")):
-        raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
 
 
 def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
@@ -387,22 +373,16 @@ def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[
     """
     dataset, _ = find_data(configs[0])
     fingerprint = dataset.readable().fingerprint()
-    folders = [open_run(config, fingerprint) for config in configs]
-    bundles = [_run_bundle(config, folder, stage_name) for config, folder in zip(configs, folders, strict=True)]
-    return bundles, folders[0].config
-
-
-def _run_bundle(config: RunConfig, folder: RunFolder, stage_name: str | None) -> StoragePath:
-    """The bundle of one run. See `_run_bundles`."""
-    if stage_name is None:
+    folders, bundles = [open_run(config, fingerprint) for config in configs], []
+    for config, folder in zip(configs, folders, strict=True):
         stage, subject = None, "run"
         is_finished = (folder.path / "COMPLETE.json").is_file()
-    else:
-        stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
-        is_finished = folder.result(stage_name) is not None
-    if not is_finished or not (folder.path / "run.json").is_file():
-        raise _unfinished(subject, f"{folder.run_id} (seed {config.seed})", config)
-    location = bundle_place(folder, stage)
-    if not (location / "config.yaml").exists():
-        bundle_run(folder, stage)
-    return location
+        if stage_name is not None:
+            stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
+            is_finished = folder.result(stage_name) is not None
+        if not is_finished or not (folder.path / "run.json").is_file():
+            raise _unfinished(subject, f"{folder.run_id} (seed {config.seed})", config)
+        bundles.append(bundle_place(folder, stage))
+        if not (bundles[-1] / "config.yaml").exists():
+            bundle_run(folder, stage)
+    return bundles, folders[0].config

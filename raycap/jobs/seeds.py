@@ -71,7 +71,9 @@ def summarize_runs(
         page_rows += own + scores.rows_of_models(split, columns)
         if split in configs[0].data.test_splits:
             page_rows += _published(protocol, folders[0], columns, split, scores.splits[split][0])
-    validation = _validation([content["validation_by_stage"] for content in stored.values()])
+    by_run = [content["validation_by_stage"] for content in stored.values()]
+    stages = [stage for stage in by_run[0] if all(stage in values for values in by_run)]
+    validation = {stage: Spread.of([values[stage] for values in by_run]) for stage in stages}
     content = {
         "runs": {label: folder.run_id for label, folder in zip(stored, folders, strict=True)},
         "protocol": asdict(protocol),
@@ -80,12 +82,15 @@ def summarize_runs(
         "validation_by_stage": {name: asdict(spread) for name, spread in validation.items()},
         "ensemble": {split: entry["scores"] for split, entry in ensemble.items()},
     }
-    stages = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
-    logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {stages}")
+    texts = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
+    logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")
     decorations, metadata = Decorations(), {"runs": ", ".join(folder.run_id for folder in folders)}
-    write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": stages}, decorations)
+    write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": texts}, decorations)
     with decorations.making("the tag of the seeds in the tracker"):
-        _tag(folders, place.name)
+        if folders[0].config.tracking.enabled:
+            client = tracking_client(folders[0].config)
+            for folder in folders:
+                tag_run(folder, client, "raycap.seeds", place.name)
     decorations.log_failed()
     logger.info(f"\nseeds        {place}")
 
@@ -103,12 +108,6 @@ def _stored_scores(folder: RunFolder) -> Values:
     return content
 
 
-def _validation(by_run: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """The validation scores by stage, of the stages that all runs have scored."""
-    stages = [stage for stage in by_run[0] if all(stage in values for values in by_run)]
-    return {stage: Spread.of([values[stage] for values in by_run]) for stage in stages}
-
-
 def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
     """The printed scores of the runs' system on the same images.
 
@@ -119,11 +118,3 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
     images = zip(part.column("image_id"), part.column("uri"), strict=True)
     uris = [uri for image, uri in images if str(image) in scored]
     return published_table(columns, published_rows(protocol, split, uris))
-
-
-def _tag(folders: Sequence[RunFolder], group: str) -> None:
-    """Gives the runs in the tracker the tag `raycap.seeds` with the name of their group."""
-    if folders[0].config.tracking.enabled:
-        client = tracking_client(folders[0].config)
-        for folder in folders:
-            tag_run(folder, client, "raycap.seeds", group)

@@ -51,7 +51,11 @@ def soup(
     """
     if len(bundles) < 2:
         raise UserError(f"{len(bundles)} bundle is given; a soup needs two or more")
-    shares = [1 / len(bundles)] * len(bundles) if weights is None else _numbers(weights)
+    try:
+        shares = [1 / len(bundles)] * len(bundles) if weights is None else [*map(float, weights.split(","))]
+    except ValueError as error:
+        text = shown(weights)
+        raise UserError(f"--weights {text}: give numbers with commas between them, such as 0.3,0.7") from error
     check_weights(shares, len(bundles))
     place = storage_path(out)
     if place.exists() or next(iter(place.walk()), None) is not None:
@@ -68,14 +72,6 @@ def soup(
         logger.info(f"source    {share:g} of {member.location}")
     logger.info(f"bundle    {place}")
     return 0
-
-
-def _numbers(text: str) -> list[float]:
-    """The numbers of --weights. Raises UserError."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"--weights {shown(text)}: give numbers with commas between them, such as 0.3,0.7") from error
 
 
 def check_weights(weights: Sequence[float], count: int) -> None:
@@ -144,24 +140,20 @@ def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
 
 def _difference(ours: Bundle, theirs: Bundle) -> str | None:
     """Why two bundles have no common architecture and no common words; None if they have both."""
-    for section, mine, other in zip(("model", "backbone", "sizes"), _settings(ours), _settings(theirs), strict=True):
-        if (mine is None) != (other is None):
-            return "one has a backbone and the other has none"
-        for key in {**(mine or {}), **(other or {})}:
-            values = [(settings or {}).get(key) for settings in (mine, other)]
-            if values[0] != values[1]:
-                return f"{section}.{key} is {values[0]} and {values[1]}"
-    if ours.vocabulary.tokenizer != theirs.vocabulary.tokenizer:
-        return f"the tokenizer is {ours.vocabulary.tokenizer} and {theirs.vocabulary.tokenizer}"
+    pairs: dict[str, tuple[object, object]] = {}
+    backbones = [each.captioner.backbone for each in (ours, theirs)]
+    if (backbones[0] is None) != (backbones[1] is None):
+        return "one has a backbone and the other has none"
+    for section, settings in (
+        ("model", [asdict(each.captioner.model.config) for each in (ours, theirs)]),
+        ("backbone", [each.config.feature_settings() if each else {} for each in backbones]),
+        ("sizes", [asdict(each.captioner.model.sizes) for each in (ours, theirs)]),
+    ):
+        pairs |= {f"{section}.{key}": (settings[0].get(key), settings[1].get(key)) for key in settings[0] | settings[1]}
+    pairs["the tokenizer"] = (ours.vocabulary.tokenizer, theirs.vocabulary.tokenizer)
+    for name, (mine, other) in pairs.items():
+        if mine != other:
+            return f"{name} is {mine} and {other}"
     if ours.vocabulary != theirs.vocabulary:
         return "the vocabularies differ"
-    if ours.transform != theirs.transform:
-        return "the image transforms differ"
-    return None
-
-
-def _settings(bundle: Bundle) -> tuple[Values, Values | None, Values]:
-    """The settings of the model and the backbone, and the sizes."""
-    captioner = bundle.captioner
-    backbone = None if captioner.backbone is None else captioner.backbone.config.feature_settings()
-    return asdict(captioner.model.config), backbone, asdict(captioner.model.sizes)
+    return None if ours.transform == theirs.transform else "the image transforms differ"

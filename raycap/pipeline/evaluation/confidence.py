@@ -66,9 +66,6 @@ class Judgement(NamedTuple):
     confidence: float
     expected_ciderd: float
 
-    def to_json(self) -> dict[str, float]:
-        return {key: round(value, 4) for key, value in self._asdict().items()}
-
 
 @dataclass(frozen=True)
 class Linear:
@@ -187,21 +184,18 @@ def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidenc
     limit = None if result.main_object_hits else good_ciderd
     good = good_by_image(result, limit)
     ciderd = {image: score for image, score in result.cider_by_image.items() if image in good}
-    if reason := _obstacle([good[image] for image in ciderd]):
-        logger.info(f"confidence   none: {reason}")
+    is_good = np.array([good[image] for image in ciderd], bool)
+    if len(is_good) < MIN_IMAGES:
+        logger.info(f"confidence   none: {len(is_good)} scored validation images, and a fit needs {MIN_IMAGES} or more")
+        return None
+    if is_good.all() or not is_good.any():
+        found = "all" if is_good.all() else "none"
+        logger.info(
+            f"confidence   none: {found} of {len(is_good)} validation captions are good, and a fit needs both kinds"
+        )
         return None
     signals = np.array([result.signals[image] for image in ciderd])
-    targets = np.array([good[image] for image in ciderd]), np.array(list(ciderd.values()))
-    return fit_confidence(signals, *targets, search=search, good_ciderd=limit)
-
-
-def _obstacle(good: list[bool]) -> str | None:
-    """Why no confidence can be fitted on these images; None if one can."""
-    if len(good) < MIN_IMAGES:
-        return f"{len(good)} scored validation images, and a fit needs {MIN_IMAGES} or more"
-    if len(set(good)) == 1:
-        return f"{'all' if good[0] else 'none'} of {len(good)} validation captions are good, and a fit needs both kinds"
-    return None
+    return fit_confidence(signals, is_good, np.array(list(ciderd.values())), search=search, good_ciderd=limit)
 
 
 def fit_confidence(
@@ -291,11 +285,19 @@ def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | Non
 
 
 def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = "") -> Quality:
-    """The quality of n confidences (n,) whose captions are good where `good` (n,) is True. meaning: of good."""
-    bins = reliability(confidences, good)
+    """The quality of n confidences (n,) whose captions are good where `good` (n,) is True. meaning: of good.
+
+    The AUROC is the probability that a good caption has a higher confidence than another one; equal ones count as half.
+    """
+    from scipy.stats import rankdata
+
+    bins, num_good, num_bad = reliability(confidences, good), int(good.sum()), int((~good).sum())
     error = sum(each.num_images * abs(each.confidence - each.good) for each in bins) / len(good)
-    risks = risk_coverage(confidences, good)
-    return Quality(meaning, float(confidences.mean()), error, auroc(confidences, good), bins, risks)
+    auroc = None
+    if num_good and num_bad:
+        above = rankdata(confidences)[good].sum() - num_good * (num_good + 1) / 2
+        auroc = float(above / (num_good * num_bad))
+    return Quality(meaning, float(confidences.mean()), error, auroc, bins, risk_coverage(confidences, good))
 
 
 def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
@@ -306,16 +308,6 @@ def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
     """
     parts = np.array_split(np.argsort(confidences, kind="stable"), min(NUM_BINS, len(good)))
     return tuple(Bin(float(confidences[part].mean()), float(good[part].mean()), len(part)) for part in parts)
-
-
-def auroc(confidences: np.ndarray, good: np.ndarray) -> float | None:
-    """The probability that a good caption has a higher confidence than one that is not; equal ones count as half."""
-    num_good, num_bad = int(good.sum()), int((~good).sum())
-    if not num_good or not num_bad:
-        return None
-    from scipy.stats import rankdata
-
-    return float((rankdata(confidences)[good].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
 
 
 def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]:

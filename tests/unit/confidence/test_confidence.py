@@ -23,7 +23,6 @@ from raycap.pipeline.evaluation.confidence import (
     NUM_LOWEST,
     SIGNALS,
     Confidence,
-    auroc,
     caption_signals,
     dump_confidences,
     find_fit,
@@ -113,8 +112,9 @@ def test_auroc_against_all_pairs() -> None:
     for count in (2, 9, 60):
         confidences, good = generator.integers(0, 5, count) / 4, np.arange(count) % 3 == 0  # with equal values
         pairs = [(a > b) + (a == b) / 2 for a in confidences[good] for b in confidences[~good]]
-        assert auroc(confidences, good) == pytest.approx(np.mean(pairs))
-    assert auroc(confidences, np.ones(60, bool)) is None is auroc(confidences, np.zeros(60, bool))
+        assert measure_quality(confidences, good).auroc == pytest.approx(np.mean(pairs))
+    for same in (np.ones(60, bool), np.zeros(60, bool)):
+        assert measure_quality(confidences, same).auroc is None
 
 
 def test_risk_at_each_coverage_against_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,15 +209,10 @@ Change = Callable[[dict[str, Any]], Any]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda content: content.update(format=2), "format"),
-        (lambda content: content.update(more=1), "more"),
         (lambda content: content.update(signals=["mean"]), "signals"),
         (lambda content: content.update(fits=content["fits"] * (MAX_FITS + 1)), "fits"),
         (lambda content: content["fits"][0].update(scale=[0.0] * WIDTH), "scale"),
-        (lambda content: content["fits"][0].update(mean=[0.0]), "mean"),
         (lambda content: content["fits"][0]["log_odds"].update(bias=1e300), "bias"),
-        (lambda content: content["fits"][0].update(search="x" * 5000), "search"),
-        (lambda content: content["fits"][0].update(good_ciderd=-1), "good_ciderd"),
         (lambda content: content["fits"][0].pop("ciderd"), "ciderd"),
     ],
 )
@@ -227,12 +222,3 @@ def test_hostile_content_is_refused_with_its_key(change: Change, words: str) -> 
     with pytest.raises(UserError, match=rf"it\b.*{words}") as raised:
         parse_confidences(json.dumps(content).encode(), "it")
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": 1}', "[" * 5000, '{"format": 1e999}', "\xff"])
-def test_hostile_text_is_refused(text: str) -> None:
-    with pytest.raises(UserError):
-        parse_confidences(text.encode("latin-1"), "it")
-    infinite = dump_confidences([make_confidence()]).replace('"bias": 0.5', '"bias": 1e999')
-    with pytest.raises(UserError, match="bias"):
-        parse_confidences(infinite.encode(), "it")

@@ -21,7 +21,6 @@ from raycap.jobs.cli import main
 from raycap.models.base import Features, Memory
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import CrossAttention
-from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle
 from raycap.pipeline.evaluation.captioning.ray_data import _CaptionActor
@@ -35,19 +34,6 @@ from tests.support.bundles import WORDS, make_bundle, with_confidence, without_d
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_bundle(tmp_path_factory.mktemp("bundle") / "small")
-
-
-def test_files_folders_and_patterns_are_found_once_in_order(tmp_path: Path) -> None:
-    names = write_images(tmp_path / "a", 3)
-    (tmp_path / "a" / "notes.txt").write_text("no image")
-    (tmp_path / "a" / "deeper").mkdir()
-    Image.new("RGB", (4, 4)).save(tmp_path / "a" / "deeper" / "x.JPG".lower())
-    deeper = str(tmp_path / "a" / "deeper" / "x.jpg")
-    assert find_images([names[2], str(tmp_path / "a")]) == [names[2], names[0], names[1], deeper]
-    assert find_images([str(tmp_path / "a" / "[01].png")]) == names[:2]
-    for argument, words in (("none.png", "no such file"), (str(tmp_path / "*.png"), "no image found")):
-        with pytest.raises(UserError, match=words):
-            find_images([argument])
 
 
 def test_captions_of_a_batch_are_those_of_each_image_alone(bundle: Path, tmp_path: Path) -> None:

@@ -172,8 +172,7 @@ def test_scores_are_those_of_the_package_bert_score(key: str) -> None:
     np.testing.assert_allclose(found.T, EXPECTED["scores"][key], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-@pytest.mark.parametrize(("layer", "idf"), [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("name", "layer", "idf"), [("bert", 2, False), ("roberta", 1, True)])
 def test_scores_follow_their_definition(name: str, layer: int, idf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pair by pair and token by token, each text alone in the whole model of transformers."""
     model = {"bert": BertModel, "roberta": RobertaModel}[name].from_pretrained(FOLDER / name).eval()
@@ -265,11 +264,8 @@ def with_config(**values: Any) -> Callable[[Path], object]:
     ("change", "words"),
     [
         (lambda model: (model / "config.json").unlink(), "model cannot be used"),
-        (lambda model: (model / "config.json").write_text("["), "model cannot be used"),
         (with_config(model_type="gpt2"), "neither bert nor roberta"),
         (with_config(num_hidden_layers=0), "it has 0 layers; set evaluation.inputs.bert.layer"),
-        (with_config(hidden_size=64), "model cannot be used"),
-        (lambda model: (model / "model.safetensors").write_bytes(b"nothing"), "model cannot be used"),
         (pickled_weights, "model cannot be used"),
         (without_weights, "model.safetensors lacks embeddings.word_embeddings.weight"),
         (lambda model: without_weights(model, "encoder.layer.0.output.dense.bias"), "not finite"),

@@ -181,14 +181,9 @@ def test_reference_layouts(layout: Any, zipped: bool, tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b"{", "is not valid JSON"),
-        (b"\xff\xfe", "is not valid JSON"),
         (b"\x1f\x8b\x08broken", "is not a whole gzip file"),
         ({"image": 1}, "an object with 'image'"),
-        ([], "found list"),
-        ({"images": [], "annotations": []}, "lists are empty"),
         ({"images": [], "annotations": [{"image_id": 1}]}, r"annotations\[0\] has no caption"),
-        ({"images": [7], "annotations": []}, r"images\[0\] has no id"),
-        ({"images": [{"sentences": 3, "cocoid": 1}]}, "no list 'sentences'"),
         ({"images": [{"sentences": [], "cocoid": 1}, {"sentences": [], "cocoid": 1}]}, "repeats cocoid 1"),
     ],
 )
@@ -201,11 +196,8 @@ def test_malformed_references_are_refused(content: Any, words: str, tmp_path: Pa
     ("content", "words"),
     [
         ({"a": 1}, "found an object"),
-        ([], "an empty list"),
         (["a caption"], r"entry 0 has no image_id.*'?a caption"),
-        ([{"image_id": 1}], "entry 0 has no caption"),
         ([{"image_id": 1, "caption": None}], "entry 0 has no caption"),
-        ([{"image_id": True, "caption": "a"}], "has no image_id"),
         (results({1: "a"}) * 2 + results({2: "b"}), r"more than one caption for 1 images \(ids 1\)"),
     ],
 )
