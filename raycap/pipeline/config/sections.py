@@ -22,15 +22,16 @@ from raycap.models.config import (
     MODEL_CONFIGS,
     NUMBER,
     TEXT,
+    Augmentation,
     Count,
     Decoding,
     Identity,
     ModelConfig,
     Text,
     Values,
+    Views,
     read_number,
 )
-from raycap.models.encoders.views import Augmentation, Views
 from raycap.pipeline.config.languages import ENGLISH, PARTS_OF_WORDS, code_problem
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.errors import UserError
