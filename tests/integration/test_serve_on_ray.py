@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from PIL import Image
 
 import raycap
 from raycap.jobs.cli import main
@@ -197,9 +195,6 @@ def test_limits_hold_through_the_proxy(served: Served, tmp_path: Path) -> None:
     except httpx2.TransportError:
         pass  # the server has closed the connection while the client was sending
     assert pieces < 10_000, "the whole body was read"
-    file = io.BytesIO()
-    Image.new("RGB", (400, 300)).save(file, "PNG")
-    assert served.client.post("/caption", files={"images": ("a", file.getvalue())}).status_code == 200
     with ThreadPoolExecutor(40) as pool:
         statuses = set(pool.map(lambda name: served.ask(name, *served.names[:8]).status_code, served.names * 8))
     assert statuses == {200, 429}

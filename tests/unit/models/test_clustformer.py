@@ -15,7 +15,6 @@ from raycap.models.captioner import build_model
 from raycap.models.clustformer import ClusteredAttention, ClustFormer
 from raycap.models.config import ClustFormerConfig
 from raycap.models.decoding.search import beam_search
-from raycap.models.dropout import Dropout, set_dropout
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import sinusoids
 from tests.support.models import (
@@ -259,29 +258,6 @@ def test_gradients_reach_every_parameter() -> None:
             assert gradient is not None and bool(gradient.isfinite().all()), name
             if not name.endswith(("token_embedding.weight", "bias")):
                 assert bool((gradient != 0).any()), (variant, name)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("decoder", ["causal", "mask_token"])
-def test_dropout_on_the_weights_of_cross_attention(decoder: str) -> None:
-    """It is active in teacher forcing and in steps, and does nothing in evaluation."""
-    plain = small_clustformer(4, decoder=decoder)
-    model = small_clustformer(4, decoder=decoder, cross_attention_dropout=True)
-    features, tokens = Features(features_for(2)), torch.randint(0, 11, (2, 6))
-    exact(model(features, tokens), plain(features, tokens))
-    memory = model.encode(features)
-    dropouts = [module for module in model.modules() if isinstance(module, Dropout)]
-    crossed = [layer.cross.dropout for layer in model.decoder]
-    assert len(dropouts) == 2 + 4 * 3 + 2 and None not in crossed
-    set_dropout(model, 0.0)
-    for each in crossed:
-        assert each is not None
-        each.p = 0.5
-    model.train()
-    assert not torch.equal(model.decode(memory, tokens), model.decode(memory, tokens))
-    start = torch.zeros(2, dtype=torch.int64)
-    steps = [model.step(start, model.init_cache(memory, 1))[0] for _ in range(2)]
-    assert not torch.equal(*steps)
 
 
 @torch.no_grad()
