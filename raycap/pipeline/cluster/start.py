@@ -81,7 +81,7 @@ def require_resources(bundles: Sequence[Resources], stage: str, available: Resou
 
 
 def check_resources(config: RunConfig, address: str | None) -> None:
-    """Raises UserError before anything starts if the address is none, or this machine lacks what a run asks for."""
+    """Raises UserError before anything starts, for a wrong address or if this machine lacks what a run asks for."""
     check_address(address)
     import ray
 
@@ -103,7 +103,7 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def check_address(address: str | None) -> None:
-    """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins.
+    """Raises UserError unless the address (or RAY_ADDRESS) has a form that Ray accepts.
 
     Without an address it prepares the import of Ray.
     """
@@ -219,7 +219,7 @@ def private_folder() -> Path:
 
 
 def protect_token() -> None:
-    """Makes ~/.ray/auth_token if Ray would make it, because Ray lets others read it. Takes their right to read it.
+    """Makes ~/.ray/auth_token readable for this user only, and creates it before Ray does, which lets others read it.
 
     A home that cannot be written is left to Ray, which reports it.
     """

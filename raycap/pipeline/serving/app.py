@@ -44,10 +44,9 @@ from raycap.pipeline.serving.forms import (
 )
 from raycap.pipeline.serving.host import FAILED, Made, RefusedError, Search
 from raycap.pipeline.serving.served_models import Captioners, ImageFile, Metrics, ServedModels
-from raycap.pipeline.serving.settings import ServeArguments
+from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments
 
 PAGE = Path(__file__).with_name("caption_page.html")
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 logger = logging.getLogger(__name__)
@@ -230,7 +229,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(RefusedError, refuse)
     if arguments.loopback_only and token is None:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK, www_redirect=False)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK_HOSTS, "[::1]"], www_redirect=False)
     app.middleware("http")(server.observe)
     return app
 

@@ -72,12 +72,6 @@ class CaptionService:
             times = measure_precisions(lambda: self._search(images, self.search), self.device, count)
             self.precision = times.fastest
 
-    @property
-    def num_prefix_tokens(self) -> int:
-        """The number of image tokens before those of the grid, which `attention` and `attribution` count, too."""
-        backbone = self.bundle.captioner.backbone
-        return 0 if backbone is None else backbone.num_prefix_tokens
-
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
         """The search of this service with other keys and a number of captions. Raises UserError for bad values."""
         search = self.search
@@ -179,8 +173,9 @@ class CaptionService:
             raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
         if len(self._ids(caption)) - 2 > most:
             raise UserError(f"caption has more than the {most} tokens that this model explains")
-        backbone, first, words = self.bundle.captioner.backbone, self.num_prefix_tokens, self._words(caption)
+        backbone, words = self.bundle.captioner.backbone, self._words(caption)
         assert backbone is not None
+        first = backbone.num_prefix_tokens  # image tokens before those of the grid
         attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
         if not with_attribution:
             return Explanation(caption, words, backbone.grid, attention)
