@@ -180,7 +180,9 @@ def test_a_killed_process_costs_a_retry(served: Served) -> None:
     assert served.is_right(answer, served.names[0]) and set(statuses) <= {200, 503}
 
 
-def test_limits_hold_through_the_proxy(served: Served, tmp_path: Path) -> None:
+def test_limits_hold_through_the_proxy(served: Served) -> None:
+    answer = served.client.post("/caption", json={}, headers={"origin": "http://evil.example"})
+    assert answer.status_code == 403 and answer.json().keys() == {"error"}, answer.text
     pieces = 0
 
     def endless() -> Iterator[bytes]:

@@ -62,9 +62,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CaptionModel:
     """Imported by the command line, with a vocabulary in our own form."""
     folder = tmp_path_factory.mktemp("meshed")
     Vocabulary(("UNK", "PAD", "SOS", "EOS", *WORDS[4:]), "spacy").save(folder / "vocabulary.json")
-    command = ["import", "--from", "meshed_memory", "--checkpoint", str(GOLDEN / "checkpoint.pth")]
-    command += ["--tokens", str(folder / "vocabulary.json"), "--out", str(folder / "bundle")]
-    assert main([*command, "--set", "model.num_heads=4", "--set", "model.attended_regions=null"]) == 0
+    arguments = ["--checkpoint", str(GOLDEN / "checkpoint.pth"), "--tokens", str(folder / "vocabulary.json")]
+    assert (
+        main(
+            [
+                "import",
+                "--from",
+                "meshed_memory",
+                *arguments,
+                "--out",
+                str(folder / "bundle"),
+                "--set",
+                "model.num_heads=4",
+                "--set",
+                "model.attended_regions=null",
+            ]
+        )
+        == 0
+    )
     return load_bundle(folder / "bundle").captioner.model
 
 
@@ -187,10 +202,11 @@ def test_nothing_in_these_files_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("encoder.fc.weight", (8,)),
-        ("encoder.layers.1.mhatt.attention.m_v", (2, 5, 8)),
+        ("encoder.fc.weight", (8, 3, 1)),
+        ("encoder.layers.0.mhatt.attention.m_k", (5,)),
+        ("encoder.layers.1.mhatt.attention.m_v", ()),
         ("decoder.pos_emb.weight", (0, 8)),
-        ("decoder.layers.0.fc_alpha1.bias", ()),
+        ("decoder.layers.0.self_att.attention.fc_k.weight", (8,)),
     ],
 )
 def test_tensors_of_another_shape_are_told_in_a_sentence(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:

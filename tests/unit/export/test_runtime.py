@@ -290,9 +290,21 @@ def test_hostile_files_are_refused(exported: Export, tmp_path: Path, capsys: pyt
         Captioner(folder)
 
 
-def test_the_length_penalty_is_raycaps() -> None:
-    lengths = torch.arange(2, 30)
-    for ranking, value in (("mean", True), ("sum", False), (0.7, 0.7), (0.0, 0.0)):
-        search = Search(1, 20, ranking, False, False, 2, None, False)
-        expected = length_divisor(lengths, value).float().numpy()
-        np.testing.assert_allclose(search.divisor(lengths.numpy()), expected, rtol=1e-6)
+def test_arguments_out_of_range(exported: Export) -> None:
+    captioner = Captioner(exported("expansionnet")[0], threads=1)
+    (image,) = make_images(1)
+    assert captioner.caption([]) == []
+    for search in ({"beam_size": 0}, {"max_length": 13}, {"batch_size": 0}):
+        with pytest.raises(CaptionerError, match=f"{next(iter(search))} is"):
+            captioner.caption([image], **search)
+    with pytest.raises(CaptionerError, match="captions images, not features"):
+        captioner.caption_features(np.zeros((1, 2, 3)))
+    regions = Captioner(exported("mask token")[0], threads=1)
+    with pytest.raises(CaptionerError, match="captions the features of regions"):
+        regions.caption([image])
+    features, _, boxes = make_regions(2, 3)
+    with pytest.raises(CaptionerError, match="needs the boxes"):
+        regions.caption_features(features)
+    assert regions.caption_features(features, None, boxes) == regions.caption_features(
+        features, np.array([3, 3]), boxes
+    )

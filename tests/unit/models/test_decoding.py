@@ -20,6 +20,7 @@ from raycap.models.decoding.search import (
     beam_search,
     best_words,
     draw_by_inversion,
+    greedy,
     sample,
 )
 from raycap.models.expansionnet import DynamicExpansion
@@ -171,7 +172,26 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
     assert torch.equal(tokens.view(4, 3, -1), first.tokens)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def test_a_word_of_probability_zero_is_never_drawn() -> None:
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.5, 0.999999999999, 0.25], dtype=torch.float64)
+    assert draw_by_inversion(probabilities, uniform).tolist() == [1, 3, 3, 1]
+
+
+def test_what_cannot_be_decoded_is_refused() -> None:
+    model = tiny(0)
+    memory = model.encode(Features(features_for(2)))
+    with pytest.raises(ValueError, match="num_results = 3 and beam_size = 2"):
+        beam_search(model, memory, beam_size=2, max_length=5, num_results=3)
+    with pytest.raises(ValueError, match="longer than the positional table of 8 rows"):
+        greedy(model, memory, max_length=10)
+    with pytest.raises(ValueError, match="max_length is 1"):
+        greedy(model, memory, max_length=1)
+    with pytest.raises(ValueError, match="must share one vocabulary"):
+        greedy([model, tiny(1, vocabulary=5)], [memory, memory], max_length=5)
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_the_best_words_are_topks(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows, count = (int(torch.randint(1, 8, (1,), generator=generator)) for _ in range(2))

@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from starlette.testclient import TestClient
 
 import raycap
+from raycap.pipeline.data.image_sources import UriRoots
 from raycap.pipeline.serving.host import FAILED, RefusedError
 from raycap.pipeline.serving.settings import Limits
 from tests.support.bundles import make_bundle, with_confidence, write_images
@@ -148,19 +150,23 @@ TEXT = {"content-type": "application/json"}
         (413, "60000 bytes", lambda image: {"content": bytes(60_001), "headers": TEXT}),
         (413, "image 0", lambda image: {"files": {"images": ("a", bytes(20_001))}}),
         (413, "4 images", lambda image: {"json": {"images": [encoded(image)] * 4}}),
+        (400, "files", lambda image: {"files": [("images", ("a", image))] * 4}),
         (413, "pixels", lambda image: {"files": {"images": ("a", png(100_000, 100_000))}}),
         (413, "values", lambda image: {"content": b"[],{}," * 7_000, "headers": TEXT}),
         (415, "Content-Type", lambda image: {"content": b"x", "headers": {"content-type": "text/plain"}}),
-        (415, "image 0", lambda image: {"files": {"images": ("a", b"text")}}),
+        (415, "image 1", lambda image: {"json": {"images": [encoded(image), encoded(b"<svg/>")]}}),
         (422, "image 0", lambda image: {"files": {"images": ("a", image[:-30])}}),
         (422, "no image", lambda image: {"json": {}}),
         (422, "images.0", lambda image: {"json": {"images": ["!"]}}),
         (422, "the body", lambda image: {"content": b"[" * 15_000, "headers": TEXT}),
         (422, "image: there is no such field", lambda image: {"json": {"image": ""}}),
+        (422, "model 'x'", lambda image: {"json": {"images": [encoded(image)], "model": "x"}}),
         (422, "beam_size", lambda image: {"json": {"images": [""], "beam_size": 7}}),
+        (422, "num_results", lambda image: {"json": {"images": [encoded(image)], "beam_size": 2, "num_results": 4}}),
         (422, "uris", lambda image: {"json": {"uris": ["/etc/passwd"]}}),
-        (400, "size", lambda image: {"content": part("m", b"m" * 20_000) + b"--x--\r\n", "headers": MULTIPART}),
-        (400, "fields", lambda image: {"content": part("m", b"1") * 30 + b"--x--\r\n", "headers": MULTIPART}),
+        (400, "", lambda image: {"content": b"x", "headers": MULTIPART}),
+        (400, "size", lambda image: {"content": part(b"m" * 20_000) + b"--x--\r\n", "headers": MULTIPART}),
+        (400, "fields", lambda image: {"content": part(b"1") * 30 + b"--x--\r\n", "headers": MULTIPART}),
     ],
 )
 def test_a_request_that_cannot_be_served_gets_one_sentence(
@@ -294,17 +300,28 @@ def test_uris_are_read_below_the_allowed_prefixes_only(
     assert "it is not below uri_roots" in caplog.text
 
 
-def test_counters(client: TestClient, names: list[str]) -> None:
-    client.post("/caption", files=as_files(*names[:2]))
-    client.get("/wp-login.php")
-    text = client.get("/metrics").text
-    for line in (
-        'raycap_requests_total{path="/caption",status="200"}', 'raycap_requests_total{path="/caption",status="422"}',
-        'raycap_requests_total{path="other",status="404"}', 'raycap_request_seconds_bucket{le="0.01",path="/caption"}',
-        'raycap_batch_size_count{model="main"}', 'raycap_images_total{model="main"}',
-    ):  # fmt: skip
-        assert line in text, line
-    assert "wp-login" not in text
+def test_a_slow_bucket_stops_no_other_answer(
+    captioners: LocalCaptioners, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, is_over = threading.Event(), threading.Event()
+
+    def read(_: UriRoots, uri: str) -> bytes:
+        is_read.set()
+        is_over.wait(30)
+        return Path(uri).read_bytes()
+
+    monkeypatch.setattr(UriRoots, "read", read)
+    uris = (str(Path(names[0]).parent),)
+    with (
+        local_client({"main": captioners}, limits=Limits(answer_s=1), allow_uris=uris) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        captioned = pool.submit(client.post, "/caption", json={"uris": [names[0]]})
+        assert is_read.wait(20)
+        health = client.get("/healthz")
+        answer = captioned.result()
+        is_over.set()
+    assert health.status_code == 200 and answer.status_code == 503
 
 
 def test_the_page_loads_nothing_and_allows_its_own_script_only(client: TestClient) -> None:

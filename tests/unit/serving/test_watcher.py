@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import shutil
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from PIL import Image
 
 import raycap
+from raycap.jobs.cli import main
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.serving.address import ModelAddress, named_models
 from raycap.pipeline.serving.host import (
@@ -28,7 +31,7 @@ from raycap.pipeline.serving.served_models import ImageFile, Metrics, ServedMode
 from raycap.pipeline.serving.settings import ServeArguments, server_token
 from raycap.pipeline.storage.path import storage_path
 from tests.support.bundles import make_bundle, with_confidence, write_images
-from tests.support.serving import crown, host_of
+from tests.support.serving import LocalCaptioners, crown, host_of
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,18 @@ def test_a_batch_that_fails_refuses_its_images_only(bundles: list[Path], monkeyp
     assert isinstance(third, Made)
 
 
+def test_images_are_resized_again_for_a_model_with_another_transform(bundles: list[Path], tmp_path: Path) -> None:
+    host, (name,) = host_of(bundles[0]), write_images(tmp_path, 1)
+    transform = host.current.service.transform
+    small = type(transform)(image_size=16)
+    assert host.caption([ImageJob(np.zeros((16, 16, 3), np.uint8), small)]) == [None]
+    models = ServedModels({"main": LocalCaptioners(host)}, Metrics(), 10_000)
+    models._transforms["main"] = small  # of the model before
+    (made,) = asyncio.run(models.caption("main", files_of(name), Search()))
+    assert isinstance(made.result, raycap.ImageCaption)
+    assert made.result.caption == raycap.load(bundles[0], device="cpu").caption([name])[0].caption
+
+
 def test_a_request_is_answered_by_one_model_also_while_it_is_replaced(bundles: list[Path], tmp_path: Path) -> None:
     """The model is replaced after the first image of the request; all images are captioned again."""
     old, new = host_of(bundles[0]), host_of(bundles[1])
@@ -159,3 +174,24 @@ def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.Monkey
         monkeypatch.setenv("RAYCAP_SERVE_TOKEN", token)
         with pytest.raises(UserError, match="must have 16 or more visible ASCII characters"):
             server_token("127.0.0.1", False)
+
+
+def test_mistakes_are_said_before_ray_is_started(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
+    importlib.import_module("raycap.jobs.serve.deployments")  # pytest shows the warnings of Ray Serve's first import
+    monkeypatch.setattr("raycap.jobs.serve.command.connect", None)
+    model = str(bundles[0])
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        for options, words in (
+            (["--model", "nothing"], "--model nothing: no such folder"),
+            (["--model", model, "--host", "0.0.0.0"], "needs a token in RAYCAP_SERVE_TOKEN"),
+            (["--model", model, "--port", port], f"--port {port}: Address already in use"),
+        ):
+            assert main(["serve", *options]) == 2, options
+            said = capsys.readouterr().err.splitlines()
+            assert len(said) == 1 and words in said[0], (options, said)
